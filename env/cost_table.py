@@ -1,0 +1,254 @@
+"""What a step costs, measured online from the step records: seconds by verified rows and drafting rounds.
+
+Called by env/state.py (learning) and by policies (asking). All times are robust against outliers: innovations
+are clipped, and a fast common level takes up what slows the whole machine. Nothing here reads a clock.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from .regression import Regression
+
+Floats = npt.NDArray[np.float64]
+
+KNEE_ROWS = {"cpu": 16.0, "cuda": 256.0}  # prior only: rows at which a step costs twice an empty one
+LEVEL_GAIN = 0.1  # the level follows a change of the machine within about 10 steps
+NODE_GAIN = 0.02  # a node that is known follows drift within about 50 of its own steps
+SEEN_VISITS = 0.05
+CONFIDENT_STEPS = 1.0  # visits at which a node counts as half known
+MEMORY_RECORDS = 8000.0  # visits fade by time, so that an old measurement is renewed
+DRAFT_MEMORY_STEPS = 500.0
+UNMEASURED_SHARE = 0.3  # by how much an unmeasured step may at least be off
+MIN_STEP_S, MAX_STEP_S, MIN_LEVEL_S = 1e-6, 60.0, 1e-9  # beyond: a broken clock, not a step
+MAX_ROWS = 1 << 20
+MAX_NODES = 80
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What one step did and how long it took; rows and tokens as counts, times in seconds."""
+
+    rows: int  # rows through the target: prefill, decode and drafts
+    prefill_rows: int
+    requests: int
+    context_tokens: int  # KV entries that attention reads
+    rounds: int  # drafting rounds, the longest draft
+    drafted: int  # draft tokens over all requests
+    total_s: float
+    draft_s: float
+    overlap_s: float
+    is_draft_known: bool = True  # False: `rounds` and `drafted` say too little
+
+
+@dataclass(slots=True)
+class CostTable:
+    """Step time as level x (curve over rows + drafting); the curve is known only at nodes that were visited.
+
+    Before the first record the level is 1 s per unit and everything is a guess: `confidence` is 0 and
+    `measured_steps` is 0. Between and beyond visited nodes the prior's shape, 1 + rows / knee, is bent to fit.
+    """
+
+    device: str = "cpu"
+    graph_sizes: tuple[int, ...] = ()
+    max_rows: int = 8192
+    level_s: float = 1.0
+    measured_steps: int = 0
+    visits: Floats = field(init=False)  # per node
+    nodes: Floats = field(init=False)  # rows
+    _log_nodes: Floats = field(init=False)
+    _prior: Floats = field(init=False)
+    _correction: Floats = field(init=False)  # log factor on the prior, per node
+    _curve: Floats = field(init=False)
+    _spread: Floats = field(init=False)  # usual absolute surprise (log), per node; wide while new
+    _overlap_share: float = 0.0
+    _drafting: Regression = field(init=False)
+    _sizes: Floats = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._sizes = np.array(self.graph_sizes, np.float64)
+        self.nodes = _node_rows(self.graph_sizes, max(self.max_rows, 64))
+        self._log_nodes = np.log(self.nodes)
+        self._prior = 1.0 + self.nodes / KNEE_ROWS.get(self.device, 64.0)
+        self.visits = np.zeros(len(self.nodes))
+        self._correction = np.zeros(len(self.nodes))
+        self._spread = np.ones(len(self.nodes))
+        self._curve = self._prior
+        # features: 1, rows, any round, further rounds, drafted tokens; guesses in units of an empty step
+        self._drafting = Regression(
+            prior=np.array([0.02, 0.01, 0.05, 0.05, 0.02]),
+            scale=np.array([1.0, 16.0, 1.0, 1.0, 4.0]),
+            groups=2,
+            memory_steps=DRAFT_MEMORY_STEPS,
+        )
+
+    def learn(self, cost: StepCost) -> None:
+        """Take in one step."""
+        verify_s = cost.total_s - cost.draft_s + cost.overlap_s
+        is_credible = MIN_STEP_S < verify_s < MAX_STEP_S and 0.0 <= cost.draft_s < MAX_STEP_S
+        if not is_credible or not 0 < cost.rows <= MAX_ROWS or cost.overlap_s < 0.0:
+            return
+        if self.measured_steps == 0:
+            self.level_s = max(verify_s / float(self._units(np.array([float(cost.rows)]))[0]), MIN_LEVEL_S)
+        if cost.is_draft_known:
+            self.learn_drafting(cost)
+        self._learn_verifying(cost, verify_s)
+        self.measured_steps += 1
+
+    def verify_time_s(self, rows: npt.ArrayLike) -> Floats:
+        """Return seconds of everything but drafting for each number of rows, any shape."""
+        return self.level_s * self._units(np.asarray(rows, np.float64))
+
+    def prefill_time_s(self, requests: int, prefill_rows: float) -> float:
+        """Return seconds that prompt rows add to a step of `requests` decoding rows.
+
+        Prompts are work that waits either way. Their rows raise what one more row costs, but their own time is not
+        to be shared among the tokens of the step: beside a long prefill every draft would look cheap.
+        """
+        alone_s, both_s = self.verify_time_s(np.array([float(requests), requests + prefill_rows]))
+        return float(both_s - alone_s)
+
+    def draft_time_s(self, rows: npt.ArrayLike, rounds: npt.ArrayLike, drafted: npt.ArrayLike) -> Floats:
+        """Return seconds of drafting after a step of `rows`, for `rounds` rounds over `drafted` tokens in all."""
+        # Written out: stacking the features of a whole grid takes longer than the rest of a decision.
+        once, per_row, any_round, per_round, per_token = self._drafting.per_unit
+        deep = np.asarray(rounds, np.float64)
+        by_round = once + any_round * (deep > 0.0) + per_round * np.maximum(deep - 1.0, 0.0)
+        units = by_round + per_row * np.asarray(rows, np.float64) + per_token * np.asarray(drafted, np.float64)
+        draft_s: Floats = self.level_s * (1.0 - self._overlap_share) * units
+        return draft_s
+
+    def draft_prices_s(self) -> tuple[float, float]:
+        """Return seconds of one more drafted token, and of one more round."""
+        _, _, _, per_round, per_token = self._drafting.per_unit
+        unit_s = self.level_s * (1.0 - self._overlap_share)
+        return unit_s * per_token, unit_s * per_round
+
+    def step_time_s(self, rows: int, rounds_batches: npt.ArrayLike = ()) -> float:
+        """Return seconds of a step of `rows` rows; `rounds_batches` holds the requests in each drafting round."""
+        batches = np.asarray(rounds_batches, np.float64).reshape(-1)
+        batches = batches[batches > 0]
+        drafting = self.draft_time_s(rows, len(batches), batches.sum())
+        return float(self.verify_time_s(rows) + drafting)
+
+    def confidence(self, rows: npt.ArrayLike) -> Floats:
+        """Return 0 (a guess) .. 1 (measured often and lately) for each number of rows."""
+        known = self.visits / (self.visits + CONFIDENT_STEPS)
+        return np.interp(self._padded(np.asarray(rows, np.float64)), self.nodes, known)
+
+    def time_range_s(self, rows: Floats, rounds: Floats, drafted: Floats) -> tuple[Floats, Floats]:
+        """Return (least, most) plausible seconds of steps, (m,) each; the first is the step without drafts.
+
+        What was never measured may be as cheap as that step, or as much dearer again as the guess says.
+        """
+        verify_s, draft_s = self.verify_time_s(rows), self.draft_time_s(rows, rounds, drafted)
+        doubt = 1.0 - self.confidence(rows)
+        chance = np.interp(rows, self.nodes, self._spread / np.sqrt(self.visits + 1.0))
+        guess = np.maximum(verify_s - verify_s[0], UNMEASURED_SHARE * verify_s) * doubt
+        extra = np.maximum(guess, verify_s * np.minimum(chance, UNMEASURED_SHARE))
+        draft_doubt = draft_s * self._drafting.uncertainty(_draft_features(rows, rounds, drafted))
+        return verify_s - np.minimum(
+            extra, 0.9 * verify_s
+        ) + draft_s - draft_doubt, verify_s + extra + draft_s + draft_doubt
+
+    @property
+    def drafting_steps(self) -> int:
+        """Steps in which drafting was measured."""
+        return int(self._drafting.steps[1])
+
+    def learn_drafting(self, cost: StepCost) -> None:
+        """Take in what one step's drafting cost; `learn` does so itself where it is known."""
+        if cost.draft_s > 0.0:
+            share = min(cost.overlap_s / cost.draft_s, 1.0)
+            self._overlap_share += 0.05 * (share - self._overlap_share)
+        if cost.prefill_rows * 2 > cost.rows:
+            return
+        rounds = cost.rounds
+        features = np.array([1.0, cost.rows, rounds > 0, max(rounds - 1, 0), cost.drafted], np.float64)
+        self._drafting.learn(features, cost.draft_s / self.level_s, group=int(cost.rounds > 0))
+
+    def _learn_verifying(self, cost: StepCost, verify_s: float) -> None:
+        rows = float(self._padded(np.array([float(cost.rows)]))[0])
+        high = min(int(np.searchsorted(self.nodes, rows)), len(self.nodes) - 1)
+        low = high if self.nodes[high] <= rows or high == 0 else high - 1
+        span = self.nodes[high] - self.nodes[low]
+        share = float((rows - self.nodes[low]) / span) if span > 0 else 1.0
+        weight = (1.0 - cost.prefill_rows / cost.rows) ** 2 + 0.02  # prefill rows skip the LM head and the sampler
+        for node in (low, high):
+            if self.visits[node] < SEEN_VISITS:  # new: start from what its neighbours suggest
+                self._correction[node] = math.log(self._curve[node] / self._prior[node])
+        # Against the nodes' own values, not the monotone curve: that would wind up where the curve holds them back.
+        own = self._prior[[low, high]] * np.exp(self._correction[[low, high]])
+        expected = self.level_s * float(own[0] * (1.0 - share) + own[1] * share)
+        innovation = math.log(verify_s / expected)
+        known = float(self.visits[low] * (1.0 - share) + self.visits[high] * share)
+        limit = 3.0 * float(self._spread[low] * (1.0 - share) + self._spread[high] * share) + 0.02
+        surprise = min(abs(innovation), 1.0)
+        innovation = min(max(innovation, -limit), limit) * weight
+        for node, part in ((low, 1.0 - share), (high, share)):
+            # A little faster than the mean of all visits, so that an outlier among the first is forgotten.
+            gain = max(1.5 / (self.visits[node] + 1.5), NODE_GAIN)
+            self._correction[node] = min(max(self._correction[node] + gain * part * innovation, -12.0), 12.0)
+            self._spread[node] += 0.1 * part * weight * (surprise - self._spread[node])
+            self.visits[node] += part * weight
+        level_s = self.level_s * math.exp(LEVEL_GAIN * known / (known + CONFIDENT_STEPS) * innovation)
+        self.level_s = min(max(level_s, MIN_LEVEL_S), MAX_STEP_S)
+        self.visits *= 1.0 - 1.0 / MEMORY_RECORDS
+        self._curve = self._bend()
+
+    def _bend(self) -> Floats:
+        """Return the curve at all nodes: visited ones as measured, others as their visited neighbours bend."""
+        seen = self.visits >= SEEN_VISITS
+        known = self.visits / (self.visits + 0.5)
+        around = np.interp(self._log_nodes, self._log_nodes[seen], self._correction[seen]) if seen.any() else 0.0
+        curve = self._prior * np.exp(known * self._correction + (1.0 - known) * around)
+        return rising(curve, self.visits + 0.01)
+
+    def _units(self, rows: Floats) -> Floats:
+        padded = self._padded(rows)
+        beyond = np.maximum(padded - self.nodes[-1], 0.0) / self.nodes[-1]
+        units: Floats = np.interp(padded, self.nodes, self._curve) * (1.0 + beyond)
+        return units
+
+    def _padded(self, rows: Floats) -> Floats:
+        """Captured graphs run the next captured size; beyond the largest the engine runs eagerly."""
+        if not len(self._sizes):
+            return rows
+        place = np.searchsorted(self._sizes, rows)
+        return np.where(place < len(self._sizes), self._sizes[np.minimum(place, len(self._sizes) - 1)], rows)
+
+
+def rising(values: Floats, weights: Floats) -> Floats:
+    """Return the non-decreasing sequence nearest to `values`, (m,), in weighted least squares.
+
+    Pool adjacent violators. More rows never cost less, and a node with few visits yields to a neighbour with many.
+    """
+    blocks: list[tuple[float, float, int]] = []  # (mean, weight, nodes)
+    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+        nodes = 1
+        while blocks and blocks[-1][0] > value:
+            mean, heavy, many = blocks.pop()
+            value = (mean * heavy + value * weight) / (heavy + weight)
+            weight, nodes = heavy + weight, nodes + many
+        blocks.append((value, weight, nodes))
+    return np.repeat([mean for mean, _, _ in blocks], [nodes for _, _, nodes in blocks])
+
+
+def _draft_features(rows: npt.ArrayLike, rounds: npt.ArrayLike, drafted: npt.ArrayLike) -> Floats:
+    deep = np.asarray(rounds, np.float64)
+    columns = np.broadcast_arrays(1.0, rows, deep > 0, np.maximum(deep - 1.0, 0.0), drafted)
+    return np.stack([np.asarray(column, np.float64) for column in columns], axis=-1)
+
+
+def _node_rows(graph_sizes: tuple[int, ...], max_rows: int) -> Floats:
+    steps = [1.0, 2.0, 3.0]
+    while steps[-1] < max_rows:
+        steps.append(steps[-2] * 2.0)
+    if graph_sizes:
+        thin = graph_sizes[:: max(1, len(graph_sizes) // MAX_NODES)]
+        steps = [*thin, graph_sizes[-1], *(step for step in steps if step > graph_sizes[-1])]
+    return np.unique(np.array(steps, np.float64))

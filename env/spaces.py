@@ -1,0 +1,138 @@
+"""What an engine can do and what a policy may ask for: the one definition of the action layout and its clamps.
+
+Called by policies, the decision core and the simulator. An action that cannot be had never leaves `clamp`;
+nothing here reads a clock, a file or a random source.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ..engine_adapter.protocol import Hello, Prune, StopRule
+from ..engine_adapter.stop_rule import fitted
+
+Lengths = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What one engine can be asked for. Sizes in tokens unless said otherwise; 0 means "not known"."""
+
+    k_max: int
+    max_requests: int = 256
+    graph_sizes: tuple[int, ...] = ()  # captured token counts, ascending; empty: eager, any size
+    graph_lengths: tuple[int, ...] = ()  # draft lengths with a full graph; empty: all cost alike
+    splits: tuple[str, ...] = ("unsplit",)  # index 0 is unsplit
+    exit_layers: tuple[int, ...] = ()  # layers with an exit head; empty: no pruning
+    default_length: int = 0
+    default_table: tuple[tuple[int, int, int], ...] = ()  # (first, last, length) by batch size
+    lease_steps: int = 32
+    lease_ms: int = 1000
+    device: str = "cpu"
+    is_async: bool = False
+    max_batched_tokens: int = 0
+    kv_tokens: int = 0
+
+    @classmethod
+    def from_hello(cls, hello: Hello) -> Capabilities:
+        """Return the capabilities an engine introduced itself with."""
+        return cls(
+            k_max=hello.k_max,
+            max_requests=hello.max_requests,
+            graph_sizes=tuple(sorted({size for size in hello.graph_sizes if size > 0})),
+            graph_lengths=tuple(sorted(set(hello.graph_lengths))),
+            splits=tuple(hello.splits),
+            exit_layers=tuple(sorted(set(hello.exit_layers))),
+            default_length=min(hello.default_length, hello.k_max),
+            default_table=tuple((first, last, length) for first, last, length in hello.default_table),
+            lease_steps=hello.lease_steps,
+            lease_ms=hello.lease_ms,
+            device=hello.device,
+            is_async=hello.is_async,
+            max_batched_tokens=hello.max_batched_tokens,
+            kv_tokens=hello.kv_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What a policy asks for from the next step on. None means "no opinion"."""
+
+    lengths: Lengths  # (n,) int64, draft tokens; aligned with EngineState.handles()
+    default_length: int  # draft tokens of requests that are not in `lengths`
+    price: float | None = None  # seconds of step time one expected token must save
+    split: int | None = None  # index into Capabilities.splits
+    frontier: int | None = None  # draft tokens handed over per chunk
+    prune: Prune | None = None
+    stop: StopRule | None = None  # ends drafts on confidence, within the lengths
+    reason: str = ""
+
+
+def clamp(action: Action, capabilities: Capabilities) -> Action:
+    """Return the nearest action that the engine can run; what cannot be had becomes "no opinion"."""
+    default = int(clamp_lengths(np.array([action.default_length]), capabilities.k_max)[0])
+    lengths = fit_rows(clamp_lengths(action.lengths, capabilities.k_max), capabilities.max_batched_tokens)
+    return replace(
+        action,
+        lengths=lengths,
+        default_length=default,
+        price=_finite_or_none(action.price),
+        split=_index_or_none(action.split, len(capabilities.splits) - 1),
+        frontier=_index_or_none(action.frontier, capabilities.k_max),
+        prune=_prune_or_none(action.prune, capabilities.exit_layers),
+        stop=_stop_or_none(action.stop, capabilities),
+    )
+
+
+def clamp_lengths(lengths: npt.ArrayLike | None, k_max: int) -> Lengths:
+    """Return whole draft lengths in 0..k_max; NaN, None and minus infinity become 0, infinity k_max."""
+    raw = np.asarray([] if lengths is None else lengths)
+    if raw.dtype.kind not in "iub":
+        raw = np.rint(np.nan_to_num(raw.astype(np.float64), nan=0.0, posinf=k_max, neginf=0.0))
+    whole: Lengths = np.minimum(np.maximum(raw, 0), k_max).astype(np.int64).reshape(-1)
+    return whole
+
+
+def fit_rows(lengths: Lengths, max_rows: int) -> Lengths:
+    """Return lengths whose verify batch, 1 + k rows per request, fits in `max_rows` (0: no limit).
+
+    The deepest requests give first. Without this the scheduler would leave whole requests out of the step.
+    """
+    spare = max_rows - len(lengths)
+    if max_rows <= 0 or int(lengths.sum()) <= spare:
+        return lengths
+    if spare <= 0:
+        return np.zeros_like(lengths)
+    caps = np.arange(int(lengths.max()) + 1)
+    totals = np.minimum(lengths[:, None], caps).sum(axis=0)
+    fitting: Lengths = np.minimum(lengths, caps[totals <= spare][-1])
+    return fitting
+
+
+def _finite_or_none(value: float | None) -> float | None:
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def _index_or_none(value: int | None, highest: int) -> int | None:
+    return int(value) if value is not None and math.isfinite(value) and 0 <= value <= highest else None
+
+
+def _prune_or_none(prune: Prune | None, exit_layers: tuple[int, ...]) -> Prune | None:
+    if prune is None or prune.layer not in exit_layers or not 0.0 <= prune.threshold <= 1.0:
+        return None
+    return prune
+
+
+def _stop_or_none(stop: StopRule | None, capabilities: Capabilities) -> StopRule | None:
+    """With steps in flight the next one is scheduled at full length before this one's draft ends."""
+    if stop is None or capabilities.k_max == 0 or capabilities.is_async:
+        return None
+    lists = (stop.slopes, stop.intercepts, stop.keep, stop.go_on)
+    if not all(lists) or not all(map(math.isfinite, stop.numbers())):
+        return None
+    keep, go_on = ([min(max(value, 0.0), 1.0) for value in values] for values in (stop.keep, stop.go_on))
+    return fitted(StopRule(stop.slopes, stop.intercepts, keep, go_on), capabilities.k_max)

@@ -1,0 +1,237 @@
+"""What is known about one engine, kept up to date from its step records.
+
+`observe` is called by the decision core, the replay and the simulator; it is deterministic and reads no clock,
+file or random source. It updates `state` in place and returns it: use `EngineState.copy` to branch.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..engine_adapter.protocol import MAX_REQUESTS, StepRecord, StopRule
+from . import acceptance
+from .acceptance import Floats, Ints, Population
+from .confidence import Confidence, DraftRows
+from .cost_table import MAX_ROWS, CostTable, StepCost
+from .requests import Bools, RequestTable, StepRows
+from .spaces import Capabilities
+
+ARRIVAL_WINDOW_S = 10.0
+DRAFT_COST_RECORDS = 4  # the cost of drafting under a stop rule is learnt from one record in so many
+LOAD_STEPS = 8.0  # memory of the running means
+ASKED = 64  # action sets whose stop rule is remembered: more than are ever on their way
+
+
+@dataclass(slots=True)
+class Load:
+    """How busy the engine is. Counts of requests unless said otherwise."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0  # 0..1
+    arrival_rate_per_s: float = 0.0  # over about 10 s
+    prefill_rows: float = 0.0  # running mean, rows per step
+    prefill_share: float = 0.0  # running mean, 0..1 of the rows
+    step_s: float = 0.0  # running mean
+    tokens_per_s: float = 0.0  # running mean of emitted tokens
+
+
+@dataclass(slots=True)
+class LinkCounters:
+    """What went wrong on the way from the engine."""
+
+    records: int = 0  # taken in
+    gaps: int = 0  # holes in the counter
+    lost_records: int = 0  # records in those holes
+    regressions: int = 0  # records older than one already taken in: ignored
+    reboots: int = 0  # another boot id under the same state
+    evicted: int = 0  # requests whose end was never reported
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What one record teaches and was not learnt yet."""
+
+    rows: StepRows
+    trials: Floats  # (n, k_max)
+    successes: Floats  # (n, k_max)
+    drafts: DraftRows
+    cost: StepCost
+
+
+class EngineState:
+    """Everything a policy may look at."""
+
+    def __init__(self, capabilities: Capabilities) -> None:
+        self.capabilities = capabilities
+        self.boot_id = ""
+        self.counter = -1
+        self.step = 0
+        self.time_s = 0.0
+        self.lesson: Lesson | None = None
+        self.load = Load()
+        self.link = LinkCounters()
+        self.requests = RequestTable(capabilities.k_max)
+        self.population = Population(capabilities.k_max)
+        self.confidence = Confidence(capabilities.k_max)
+        self.asked_stops: dict[int, StopRule | None] = {}  # by the action set's sequence
+        self.drafting_stop: StopRule | None = None  # in force when the step last looked at drafted
+        self.open_draft: Lesson | None = None  # how much it drafted shows only when its drafts are verified
+        self.cost = CostTable(
+            device=capabilities.device,
+            graph_sizes=capabilities.graph_sizes,
+            max_rows=capabilities.max_batched_tokens or 8192,
+        )
+
+    def handles(self) -> Ints:
+        """Return (n,) int64 handles of all live requests, in order of first appearance."""
+        return self.requests.column("handle").copy()
+
+    def decoding(self) -> Bools:
+        """Return (n,) which requests are in the batch and past their prompt: these can use a draft now."""
+        decoding: Bools = self.requests.running(self.link.records) & ~self.requests.column("is_prefill")
+        return decoding
+
+    def acceptance(self) -> Floats:
+        """Return (n, k_max) chance that each position is accepted given that the one before it was."""
+        return acceptance.shrink(
+            self.requests.successes,
+            self.requests.trials,
+            self.population.mean,
+            self.population.level_variance,
+        )
+
+    def acceptance_deviation(self) -> Floats:
+        """Return (n, k_max) standard deviation of `acceptance`."""
+        return acceptance.deviation(self.acceptance(), self.requests.trials)
+
+    def ask(self, sequence: int, stop: StopRule | None) -> None:
+        """Note which stop rule an action set asks for: it decides what the records under it can tell."""
+        self.asked_stops[sequence] = stop
+        if len(self.asked_stops) > ASKED:
+            del self.asked_stops[next(iter(self.asked_stops))]
+
+    def copy(self) -> EngineState:
+        """Return an independent copy."""
+        return copy.deepcopy(self)
+
+
+def observe(state: EngineState, record: StepRecord) -> EngineState:
+    """Take one step record into `state` and return it; a record that is not newer changes only a counter."""
+    look(state, record)
+    learn(state)
+    return state
+
+
+def look(state: EngineState, record: StepRecord) -> None:
+    """See who is there and what each did; what it teaches about the population and the costs waits for `learn`.
+
+    The first half of `observe`, for callers that answer before they learn. Whatever still waits is learnt first, so
+    a state depends on the records alone, not on when `learn` was called.
+    """
+    learn(state)
+    if not _admit(state, record):
+        return
+    elapsed_s = _elapsed_s(state, record)
+    state.requests.apply(record.events, state.link.records)
+    rows = StepRows.from_rows(record.rows)
+    rule = state.drafting_stop  # chose which tokens this step verified
+    state.drafting_stop = state.asked_stops.get(record.lease_sequence) if record.lease_epoch else None
+    trials, successes = acceptance.count_trials(rows.verified, rows.pruned, rows.accepted, state.capabilities.k_max)
+    # Under a stop rule only confident tokens are verified: their acceptance says nothing about drafts without one.
+    fair = 0.0 if rule is not None else 1.0
+    limit = state.requests.update(rows, trials * fair, successes * fair, state.link.records)
+    drafts = DraftRows(rows.confidences, limit, trials, successes, rule, state.link.records)
+    state.requests.depart(record.events)
+    _update_load(state, record, rows)
+    state.counter, state.step, state.time_s = record.counter, record.step, record.time_s
+    state.lesson = Lesson(rows, trials, successes, drafts, _step_cost(record, rows, elapsed_s, state.drafting_stop))
+
+
+def learn(state: EngineState) -> None:
+    """Learn what the record last looked at teaches; nothing if that is done."""
+    lesson, state.lesson = state.lesson, None
+    if lesson is None:
+        return
+    rows = lesson.rows
+    if lesson.drafts.rule is None:
+        state.population.learn(lesson.trials, lesson.successes)
+        state.population.learn_levels(state.requests.trials, state.requests.successes)
+        allowed = rows.draft_limit > 0
+        if allowed.any():
+            state.population.learn_delivery(rows.draft_limit[allowed], rows.drafted[allowed])
+    state.confidence.learn(lesson.drafts)
+    state.cost.learn(lesson.cost)
+    _learn_draft_cost(state, lesson)
+    if state.link.records % 64 == 0 or state.requests.size > 2 * MAX_REQUESTS:
+        state.link.evicted += state.requests.evict(state.link.records)
+
+
+def _admit(state: EngineState, record: StepRecord) -> bool:
+    """Count holes, ignore what is late, and start over with the requests of another boot."""
+    if record.boot_id != state.boot_id:
+        if state.boot_id:
+            state.link.reboots += 1
+            state.requests = RequestTable(state.capabilities.k_max)
+        state.boot_id, state.counter, state.time_s = record.boot_id, -1, 0.0
+    elif record.counter <= state.counter:
+        state.link.regressions += 1
+        return False
+    elif record.counter > state.counter + 1:
+        state.link.gaps += 1
+        state.link.lost_records += record.counter - state.counter - 1
+    state.link.records += 1
+    return True
+
+
+def _elapsed_s(state: EngineState, record: StepRecord) -> float:
+    """Return what the step cost in throughput: with steps in flight, less than its own duration."""
+    since_last = record.time_s - state.time_s
+    is_next = state.counter >= 0 and record.counter == state.counter + 1
+    return min(record.step_s, since_last) if is_next and since_last > 0.0 else record.step_s
+
+
+def _learn_draft_cost(state: EngineState, lesson: Lesson) -> None:
+    """Learn what drafting under a stop rule cost: a token that the rule dropped was drafted, but is not reported."""
+    asked, drafts = state.open_draft, lesson.drafts
+    if asked is not None and drafts.rule is not None and np.array_equal(drafts.limit, asked.rows.draft_limit):
+        drafted = drafts.drafted()
+        rounds, total = int(drafted.max(initial=0)), int(drafted.sum())
+        state.cost.learn_drafting(replace(asked.cost, rounds=rounds, drafted=total))
+    is_due = not lesson.cost.is_draft_known and state.link.records % DRAFT_COST_RECORDS == 0
+    state.open_draft = lesson if is_due else None
+
+
+def _step_cost(record: StepRecord, rows: StepRows, elapsed_s: float, rule: StopRule | None) -> StepCost:
+    return StepCost(
+        rows=record.prefill_tokens + record.decode_tokens + record.draft_tokens,
+        prefill_rows=record.prefill_tokens,
+        requests=len(rows.handle),
+        context_tokens=int(np.minimum(rows.context, 1 << 32).sum()),
+        rounds=int(rows.drafted.max(initial=0)),
+        drafted=int(rows.drafted.sum()),
+        total_s=elapsed_s,
+        draft_s=record.draft_s,
+        overlap_s=record.overlap_s,
+        is_draft_known=rule is None or bool((rows.drafted >= rows.draft_limit).all()),
+    )
+
+
+def _update_load(state: EngineState, record: StepRecord, rows: StepRows) -> None:
+    load, share = state.load, 1.0 / LOAD_STEPS
+    total = record.prefill_tokens + record.decode_tokens + record.draft_tokens
+    load.running, load.waiting, load.kv_usage = record.running, record.waiting, record.kv_usage
+    load.prefill_rows += share * (min(record.prefill_tokens, MAX_ROWS) - load.prefill_rows)
+    load.prefill_share += share * (record.prefill_tokens / max(total, 1) - load.prefill_share)
+    load.step_s += share * (record.step_s - load.step_s)
+    emitted = float(np.minimum(rows.emitted, 1 << 32).sum())
+    if record.step_s > 0.0:
+        load.tokens_per_s += share * (emitted / record.step_s - load.tokens_per_s)
+    arrivals = sum(event.kind == "arrival" for event in record.events)
+    passed_s = max(record.time_s - state.time_s, 0.0) if state.counter >= 0 else 0.0
+    fade = math.exp(-min(passed_s / ARRIVAL_WINDOW_S, 50.0))
+    load.arrival_rate_per_s = load.arrival_rate_per_s * fade + arrivals / ARRIVAL_WINDOW_S
