@@ -1,0 +1,94 @@
+"""What this engine is and can do, read once from vLLM's configuration.
+
+Called by the scheduler mixin at engine start. Reads public configuration only and changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from typing import TYPE_CHECKING, Literal
+
+from .. import __version__
+from .limits_v2 import captured_lengths
+from .protocol import MAX_DRAFT_LENGTH, Hello
+from .settings import Settings
+from .versions import vllm_version
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def refusal(config: VllmConfig) -> str | None:
+    """Return why this configuration cannot be steered, None if it can."""
+    if config.parallel_config.data_parallel_size > 1:
+        return (
+            f"data_parallel_size={config.parallel_config.data_parallel_size}: ranks that draft different lengths hang; "
+            "run one server per rank instead"
+        )
+    if getattr(config.speculative_config, "enable_adaptive_verification", False):
+        return (
+            "enable_adaptive_verification is on: vLLM would shorten FASER's lengths on the device, unseen; "
+            'set "enable_adaptive_verification": false in --speculative-config, or start without FASER'
+        )
+    if getattr(config, "diffusion_config", None) is not None:
+        return "diffusion models do not draft"
+    return None
+
+
+def describe_engine(config: VllmConfig, settings: Settings) -> Hello:
+    """Return the HELLO of this engine, without its live requests."""
+    from vllm.platforms import current_platform
+
+    scheduler, cache, parallel = config.scheduler_config, config.cache_config, config.parallel_config
+    drafting = config.speculative_config
+    table = list(drafting.num_speculative_tokens_per_batch_size or ()) if drafting else []
+    return Hello(
+        boot_id=secrets.token_hex(8),
+        pid=os.getpid(),
+        host=socket.gethostname()[:128],
+        adapter_version=__version__,
+        vllm_version=(vllm_version() or "")[:128],
+        model=str(config.model_config.model)[:512],
+        device=current_platform.device_type,
+        runner=_runner(config),
+        is_async=bool(scheduler.async_scheduling),
+        method=str(drafting.method if drafting else "none"),
+        drafter=str((drafting.model if drafting else None) or "")[:512],
+        k_max=min(config.num_speculative_tokens, MAX_DRAFT_LENGTH),
+        default_length=min(settings.default_length, config.num_speculative_tokens),
+        default_table=[(int(first), int(last), int(length)) for first, last, length in table[:64]],
+        max_requests=scheduler.max_num_seqs,
+        max_batched_tokens=scheduler.max_num_batched_tokens,
+        kv_tokens=(cache.num_gpu_blocks or 0) * (cache.block_size or 0),
+        graph_sizes=_graph_sizes(config),
+        splits=["unsplit"],
+        exit_layers=[],
+        tensor_parallel=parallel.tensor_parallel_size,
+        pipeline_parallel=parallel.pipeline_parallel_size,
+        data_parallel=parallel.data_parallel_size,
+        data_parallel_rank=parallel.data_parallel_rank,
+        lease_steps=settings.lease_steps,
+        lease_ms=settings.lease_ms,
+        roster=[],
+        graph_lengths=_graph_lengths(config),
+    )
+
+
+def _runner(config: VllmConfig) -> Literal["v1", "v2"]:
+    return "v2" if config.use_v2_model_runner else "v1"
+
+
+def _graph_lengths(config: VllmConfig) -> list[int]:
+    if not config.use_v2_model_runner or config.speculative_config is None or not _graph_sizes(config):
+        return []
+    return captured_lengths(config.speculative_config, config.scheduler_config.max_num_seqs)
+
+
+def _graph_sizes(config: VllmConfig) -> list[int]:
+    compilation = config.compilation_config
+    mode = compilation.cudagraph_mode
+    if mode is None or mode.name == "NONE":
+        return []
+    return sorted(compilation.cudagraph_capture_sizes or [])[:512]

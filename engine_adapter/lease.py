@@ -1,0 +1,76 @@
+"""What is in force now: one controller's newest action set, until its step or its time is past.
+
+Pure: the caller gives step number and time. Engine-side truth: whatever a controller asks, the limits here hold.
+"""
+
+from __future__ import annotations
+
+from .protocol import ActionSet, Release
+from .stop_rule import fitted
+
+
+class Lease:
+    """At most one action set, owned by one epoch.
+
+    :param boot_id: this engine's identity; action sets for another one are refused.
+    :param k_max: longest draft the engine's buffers hold, tokens.
+    :param max_steps: longest validity in engine steps.
+    :param max_s: longest validity in seconds.
+    """
+
+    def __init__(self, boot_id: str, k_max: int, max_steps: int, max_s: float) -> None:
+        self.boot_id = boot_id
+        self.k_max = k_max
+        self.max_steps = max_steps
+        self.max_s = max_s
+        self._epoch = 0  # the highest ever granted: epochs are monotone
+        self._sequence = -1
+        self._action: ActionSet | None = None
+        self._last_step = -1
+        self._last_s = 0.0
+
+    def offer(self, action: ActionSet, step: int, now_s: float) -> str | None:
+        """Take an action set, or return why not: foreign, advisory, stale, owned, old_epoch, reordered."""
+        reason = self._refusal(action, step, now_s)
+        if reason is None:
+            self._epoch, self._sequence, self._action = action.epoch, action.sequence, self._clamped(action)
+            self._last_step = min(action.valid_until_step, step + self.max_steps)
+            self._last_s = min(action.valid_until_s, now_s + self.max_s)
+        return reason
+
+    def _refusal(self, action: ActionSet, step: int, now_s: float) -> str | None:
+        if action.boot_id != self.boot_id:
+            return "foreign"
+        if action.mode in ("advisory", "off"):
+            return "advisory"
+        if action.valid_until_step < step or action.valid_until_s < now_s:
+            return "stale"
+        if action.epoch < self._epoch:
+            return "old_epoch"
+        if action.epoch > self._epoch and self.in_force(step, now_s) is not None:
+            return "owned"
+        if action.epoch == self._epoch and action.sequence <= self._sequence:
+            return "reordered"
+        return None
+
+    def _clamped(self, action: ActionSet) -> ActionSet:
+        k_max = self.k_max
+        action.default_length = min(action.default_length, k_max)
+        if action.lengths and max(action.lengths) > k_max:
+            action.lengths = [min(length, k_max) for length in action.lengths]
+        if action.stop is not None:
+            action.stop = fitted(action.stop, k_max)
+        return action
+
+    def release(self, release: Release) -> bool:
+        """End the lease if its owner asks for it."""
+        if release.boot_id != self.boot_id or release.epoch != self._epoch:
+            return False
+        self._action = None
+        return True
+
+    def in_force(self, step: int, now_s: float) -> ActionSet | None:
+        """Return the action set that holds at this step and time, None for the engine's own default."""
+        if self._action is not None and (step > self._last_step or now_s > self._last_s):
+            self._action = None
+        return self._action

@@ -1,0 +1,131 @@
+"""What FASER cannot do on vLLM's V2 model runner (the CUDA default), what that costs and how to get it.
+
+Read by the V2 runner mixin's start-up log and by `faser doctor`; a table and a filter, nothing else. Imports nothing
+of vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+_FUSED: Final = frozenset({"eagle", "eagle3", "mtp"})  # drafters whose rounds vLLM fuses into one captured graph
+_ONE_PASS: Final = frozenset({"dflash", "dspark", "ngram", "ngram_gpu", "extract_hidden_states"})
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingFacts:
+    """What decides which limits hold; read from vLLM's speculative configuration."""
+
+    method: str
+    has_table: bool  # num_speculative_tokens_per_batch_size is set
+    is_adaptive: bool  # enable_adaptive_verification
+
+    @classmethod
+    def of(cls, speculative_config: Any) -> DraftingFacts:
+        """Read vLLM's SpeculativeConfig (0.32 and 0.33)."""
+        return cls(
+            str(speculative_config.method),
+            speculative_config.num_speculative_tokens_per_batch_size is not None,
+            bool(getattr(speculative_config, "enable_adaptive_verification", False)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One mechanism that V2 lacks or bounds: one line each of what, cost and remedy."""
+
+    name: str
+    what: str
+    cost: str
+    remedy: str
+
+    def line(self) -> str:
+        """Return the limit as one log line."""
+        return f"{self.what}; cost: {self.cost}; remedy: {self.remedy}"
+
+
+_V1 = "VLLM_USE_V2_MODEL_RUNNER=0"
+
+LIMITS_V2: Final = (
+    Limit(
+        "ragged drafting",
+        "V2 drafts the longest length of the batch for every request; each request still verifies its own length",
+        "one deep request makes all others draft as deep, rows (longest - k_i) of drafting per request are thrown away",
+        f"{_V1} drafts each request its own length (eagle, eagle3, draft_model, ngram)",
+    ),
+    Limit(
+        "draft rounds of draft_model",
+        "V2's draft_model speculator ignores the length asked for and always runs num_speculative_tokens rounds, "
+        "without CUDA graphs",
+        "shorter lengths save verification only, length 0 still pays the whole drafting",
+        f"{_V1}, or configure num_speculative_tokens no larger than the longest length that pays",
+    ),
+    Limit(
+        "draft graphs per length",
+        "V2 captures the fused drafting rounds for num_speculative_tokens only, or for the lengths of "
+        "num_speculative_tokens_per_batch_size",
+        "without a table every length from 2 on drafts all rounds; with one, a length outside it drafts eagerly",
+        "give num_speculative_tokens_per_batch_size and let every length you want appear in it",
+    ),
+    Limit(
+        "verification graphs per length",
+        "full CUDA graphs of V2 serve a decode batch only if all its requests verify the same, captured length",
+        "steps with mixed or uncaptured lengths run piecewise graphs (or eagerly with FULL_DECODE_ONLY)",
+        "give num_speculative_tokens_per_batch_size so that more lengths are captured; prefer few distinct lengths",
+    ),
+    Limit(
+        "first drafting pass",
+        "length 0 still runs the drafter's first pass, which keeps its KV cache in step",
+        "one drafter pass per step",
+        "none while the engine runs; start without --speculative-config to be rid of it",
+    ),
+    Limit(
+        "adaptive verification",
+        "vLLM's adaptive verification shortens FASER's lengths on the device, and the host never learns by how much",
+        "drafts that were not verified look rejected, so FASER underestimates acceptance",
+        '"enable_adaptive_verification": false in --speculative-config',
+    ),
+    Limit(
+        "drafter confidence",
+        "V2 reports no drafter probabilities to FASER",
+        "lengths follow each request's history only",
+        "none in this version",
+    ),
+    Limit(
+        "pruning and overlap",
+        "V2 runs the target as one captured graph: no row leaves it early and drafting starts after sampling",
+        "rows behind a certain rejection are computed to the last layer",
+        "none in this version",
+    ),
+)
+
+
+def limits_for(facts: DraftingFacts) -> list[Limit]:
+    """Return the limits that hold for one configuration, in the table's order."""
+    hidden = {"ragged drafting", "first drafting pass"} if facts.method in _ONE_PASS else set()
+    if facts.method != "draft_model":
+        hidden.add("draft rounds of draft_model")
+    if facts.method not in _FUSED:
+        hidden.add("draft graphs per length")
+    if not facts.is_adaptive:
+        hidden.add("adaptive verification")
+    return [limit for limit in LIMITS_V2 if limit.name not in hidden]
+
+
+def captured_lengths(speculative_config: Any, max_requests: int) -> list[int]:
+    """Return the draft lengths whose uniform decode batches V2 replays from a full CUDA graph, ascending.
+
+    With adaptive verification V2 captures graphs that take any mix of lengths, so all of them.
+
+    :param speculative_config: vLLM's SpeculativeConfig.
+    :param max_requests: max_num_seqs; lengths of table rows beyond it are never captured.
+    """
+    k_max = int(speculative_config.num_speculative_tokens)
+    if getattr(speculative_config, "enable_adaptive_verification", False):
+        return list(range(k_max + 1))
+    table = speculative_config.num_speculative_tokens_per_batch_size
+    if not table:
+        return [k_max]
+    reachable = [row for row in table if row[0] <= max_requests] or list(table[:1])
+    return sorted({min(int(length), k_max) for _, _, length in reachable})

@@ -1,0 +1,269 @@
+"""The wire vocabulary: every message between engine and sidecar, with units and bounds.
+
+Both ends import this file; docs/protocol.md is generated from it. A frame is two header bytes (magic, version)
+and one msgpack array-like struct whose first element is the message's tag. Never pickle: msgspec only builds
+the types below.
+
+Request handles, not request ids, travel in every step: an engine counts its requests from 1 within one boot,
+and the arrival event (or the roster in `Hello`) says once which id a handle stands for.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+MAGIC: Final = 0xFA
+VERSION: Final = 1
+HEADER: Final = bytes((MAGIC, VERSION))
+MAX_FRAME_BYTES: Final = 1 << 20
+MAX_REQUESTS: Final = 4096
+MAX_DRAFT_LENGTH: Final = 64
+
+Mode = Literal["active", "advisory", "canary", "off"]
+EventKind = Literal["arrival", "first_token", "finish", "abort", "preempt"]
+
+Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+Handle = Annotated[int, Meta(ge=1, le=1 << 62)]
+DraftLength = Annotated[int, Meta(ge=0, le=MAX_DRAFT_LENGTH)]
+Text = Annotated[str, Meta(max_length=512)]
+Name = Annotated[str, Meta(max_length=128)]
+Handles = Annotated[list[Handle], Meta(max_length=MAX_REQUESTS)]
+DraftLengths = Annotated[list[DraftLength], Meta(max_length=MAX_REQUESTS)]
+Confidences = Annotated[tuple[float, ...], Meta(max_length=MAX_DRAFT_LENGTH)]
+PerPosition = Annotated[list[float], Meta(min_length=1, max_length=MAX_DRAFT_LENGTH)]
+
+
+class ProtocolError(ValueError):
+    """A frame that is dropped and counted; `reason` is one of REASONS and is the counter's label."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+
+
+REASONS: Final = ("oversized", "wrong_version", "malformed", "out_of_bounds")
+
+
+class RequestEvent(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Something that happened to one request since the last record.
+
+    `request_id` is given with an arrival only; `tokens` is the prompt length at arrival, the tokens emitted so
+    far otherwise; `time_s` is the engine's monotonic clock.
+    """
+
+    kind: EventKind
+    handle: Handle
+    time_s: float
+    tokens: Count
+    request_id: Text = ""
+    priority: int = 0
+
+
+class RequestRow(msgspec.Struct, array_like=True, gc=False):
+    """What one step did for one request. Tokens unless said otherwise."""
+
+    handle: Handle
+    scheduled: Count  # rows given to the target, drafts included
+    draft_limit: DraftLength  # draft length in force when this step drafted for the next one
+    drafted: DraftLength  # tokens the drafter handed over in this step, verified in the next one
+    verified: DraftLength  # draft tokens verified in this step
+    pruned: DraftLength  # of `verified`, how many left the forward pass early
+    accepted: DraftLength
+    emitted: Count
+    context: Count  # computed tokens of the request after this step
+    is_prefill: bool
+    confidences: Confidences = ()  # drafter's probability of its top token, for each verified token
+
+
+class StepRecord(msgspec.Struct, array_like=True, tag="step", gc=False):
+    """What one engine step did. Times in seconds, on the engine's monotonic clock."""
+
+    boot_id: Name
+    counter: Count  # counts records, not steps: a hole is a lost record
+    step: Count
+    time_s: float  # end of the step
+    step_s: float  # schedule() to the end of update_from_output()
+    schedule_s: float
+    verify_s: float  # the target's forward pass
+    sample_s: float
+    draft_s: float
+    overlap_s: float  # time in which drafting and verification both ran
+    adapter_s: float  # thread CPU time of this plugin in the previous step
+    running: Count
+    waiting: Count
+    prefill_tokens: Count
+    decode_tokens: Count  # one per decoding request
+    draft_tokens: Count  # rows on top of decode_tokens
+    kv_usage: float  # 0..1
+    split: int | None
+    frontier: int | None
+    lease_epoch: Count  # 0: no lease, the engine's default was in force
+    lease_sequence: Count
+    dropped: Count  # records this engine could not send since boot
+    rejected: Count  # messages from a controller this engine refused since boot
+    events: Annotated[list[RequestEvent], Meta(max_length=MAX_REQUESTS)]
+    rows: Annotated[list[RequestRow], Meta(max_length=MAX_REQUESTS)]
+
+
+class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):
+    """Who an engine is and what it can do; sent at start and whenever a controller asks."""
+
+    boot_id: Name
+    pid: Count
+    host: Name
+    adapter_version: Name
+    vllm_version: Name
+    model: Text
+    device: Name  # cpu | cuda
+    runner: Literal["v1", "v2"]
+    is_async: bool
+    method: Name  # vLLM's name of the drafting method
+    drafter: Text
+    k_max: DraftLength
+    default_length: DraftLength
+    default_table: Annotated[list[tuple[int, int, int]], Meta(max_length=64)]  # [first, last, length] by batch size
+    max_requests: Count
+    max_batched_tokens: Count
+    kv_tokens: Count  # KV-cache capacity
+    graph_sizes: Annotated[list[int], Meta(max_length=512)]  # captured token counts; empty: eager, any size
+    splits: Annotated[list[Name], Meta(max_length=64)]  # names of the ready-made partitions; index 0 is unsplit
+    exit_layers: Annotated[list[int], Meta(max_length=512)]  # layers with an exit head; empty: no pruning
+    tensor_parallel: Count
+    pipeline_parallel: Count
+    data_parallel: Count
+    data_parallel_rank: Count
+    lease_steps: Count  # the longest lease this engine grants
+    lease_ms: Count
+    roster: Annotated[list[RequestEvent], Meta(max_length=MAX_REQUESTS)]  # live requests, as arrivals
+    graph_lengths: Annotated[list[int], Meta(max_length=64)] = []  # lengths with a full graph; empty: all cost alike
+
+
+class Goodbye(msgspec.Struct, array_like=True, tag="goodbye", frozen=True):
+    """The engine stops in an orderly way."""
+
+    boot_id: Name
+
+
+class Prune(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Leave the forward pass after `layer` where predicted acceptance is below `threshold` (0..1)."""
+
+    layer: Annotated[int, Meta(ge=0, le=1024)]
+    threshold: float
+
+
+class StopRule(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """When a request's draft ends before its length: entry j-1 is for draft position j, the last one holds beyond.
+
+    With c_j the drafter's probability of its own top token at position j, p_j = sigmoid(intercept + slope * logit(c_j))
+    and S_j = p_1 * ... * p_j: token j is handed to verification only if S_j >= keep; token j+1 is drafted only if
+    token j was handed over and S_j >= go_on. logit is engine_adapter/stop_rule.py's, which limits c_j.
+    """
+
+    slopes: PerPosition
+    intercepts: PerPosition
+    keep: PerPosition
+    go_on: PerPosition
+
+    def numbers(self) -> list[float]:
+        """Return every number of the rule."""
+        return [*self.slopes, *self.intercepts, *self.keep, *self.go_on]
+
+
+class ActionSet(msgspec.Struct, array_like=True, tag="act", gc=False):
+    """What a controller asks for from the next step on, until `valid_until_step` or `valid_until_s` is past.
+
+    Both limits are on the engine's own counters (taken from the record the decision was made on), so that a
+    message that waited in a queue is as old as it really is. None means "no opinion".
+    """
+
+    boot_id: Name
+    epoch: Annotated[int, Meta(ge=1, le=1 << 62)]
+    sequence: Count
+    valid_until_step: Count
+    valid_until_s: float
+    default_length: DraftLength  # for requests that are not named
+    handles: Handles
+    lengths: DraftLengths
+    price: float | None = None  # seconds of step time one more row may cost, for the record
+    split: Annotated[int, Meta(ge=0, le=64)] | None = None
+    frontier: Annotated[int, Meta(ge=0, le=MAX_DRAFT_LENGTH)] | None = None
+    prune: Prune | None = None
+    mode: Mode = "active"
+    stop: StopRule | None = None  # ends drafts on confidence, within `lengths`
+
+
+class HelloRequest(msgspec.Struct, array_like=True, tag="who", frozen=True):
+    """A controller that does not know the engine asks it to introduce itself."""
+
+    epoch: Count
+
+
+class Release(msgspec.Struct, array_like=True, tag="release", frozen=True):
+    """The controller gives its lease back: the engine's default holds from the next step on."""
+
+    boot_id: Name
+    epoch: Count
+
+
+FromEngine = Hello | StepRecord | Goodbye
+FromController = ActionSet | HelloRequest | Release
+
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+_controller_decoder: msgspec.msgpack.Decoder[FromController] = msgspec.msgpack.Decoder(FromController)
+
+
+def encode(message: FromEngine | FromController) -> bytearray:
+    """Return the frame of a message."""
+    frame = bytearray(HEADER)
+    _encoder.encode_into(message, frame, len(HEADER))
+    return frame
+
+
+def decode_from_engine(frame: bytes | memoryview) -> FromEngine:
+    """Return the message an engine sent; raise ProtocolError for anything else."""
+    message = _decode(_engine_decoder, frame)
+    if isinstance(message, StepRecord):
+        _require_finite(
+            message.time_s, message.step_s, message.schedule_s, message.verify_s, message.sample_s,
+            message.draft_s, message.overlap_s, message.adapter_s, message.kv_usage,
+        )  # fmt: skip
+    return message
+
+
+def decode_from_controller(frame: bytes | memoryview) -> FromController:
+    """Return the message a controller sent; raise ProtocolError for anything else."""
+    message = _decode(_controller_decoder, frame)
+    if isinstance(message, ActionSet):
+        if len(message.handles) != len(message.lengths):
+            raise ProtocolError("out_of_bounds", f"{len(message.handles)} handles, {len(message.lengths)} lengths")
+        _require_finite(message.valid_until_s, message.price or 0.0, message.prune.threshold if message.prune else 0.0)
+        if message.stop is not None:
+            _require_finite(*message.stop.numbers())
+    return message
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes | memoryview) -> T:
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ProtocolError("oversized", f"{len(frame)} bytes, at most {MAX_FRAME_BYTES}")
+    if len(frame) < len(HEADER) or frame[0] != MAGIC:
+        raise ProtocolError("malformed", f"{len(frame)} bytes without the magic byte {MAGIC:#x}")
+    if frame[1] != VERSION:
+        raise ProtocolError("wrong_version", f"version {frame[1]}, this side speaks {VERSION}")
+    try:
+        return decoder.decode(memoryview(frame)[len(HEADER) :])
+    except msgspec.ValidationError as error:
+        raise ProtocolError("out_of_bounds", str(error)) from None
+    except (msgspec.DecodeError, MemoryError, OverflowError, RecursionError, UnicodeDecodeError) as error:
+        raise ProtocolError("malformed", str(error)) from None
+
+
+def _require_finite(*values: float) -> None:
+    if not all(map(math.isfinite, values)):
+        raise ProtocolError("out_of_bounds", f"non-finite number among {values}")

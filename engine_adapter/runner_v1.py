@@ -1,0 +1,215 @@
+"""What FASER adds to vLLM's V1 model runner (CPU and CUDA): phase times, ragged drafting, a report per step.
+
+`with_faser` is called by the worker. The mixin reads StepOrder from SchedulerOutput.faser and leaves StepReport on
+ModelRunnerOutput.faser. It calls vLLM exactly once per phase, whatever happens to its own bookkeeping.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from .catch_up import CacheShape, CatchUp, Limits
+from .patches_v1 import RunnerHooks, inner_output, shared_cache
+from .phases import DevicePhases, HostPhases, Phases
+from .ragged import RaggedModelDrafter, adopt
+from .settings import load_settings
+from .steps import StepOrder, StepReport
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import DraftTokenIds
+
+logger = logging.getLogger(__name__)
+
+REPORT_LIMIT = 1  # log lines per failing hook; further failures are only counted
+
+
+class FaserRunnerV1(RunnerHooks):
+    """Mixin in front of CPUModelRunner or the V1 GPUModelRunner."""
+
+    phases: Phases | None = None  # None while nothing is timed: before the first step and during graph capture
+    order: StepOrder | None = None
+    drafted: list[int] | None = None  # per batch row, of the drafting in this step: tokens handed to verification
+    _handed: dict[str, int] | None = None  # the same by request
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.faults: Counter[str] = Counter()
+        self._stopwatch: Phases = HostPhases()
+        self._guard("set-up", self._set_up)
+
+    def _set_up(self) -> None:
+        if self.device.type == "cuda":  # type: ignore[attr-defined]
+            self._stopwatch = DevicePhases()
+        config = self.speculative_config  # type: ignore[attr-defined]
+        drafter = getattr(self, "drafter", None)  # absent on pipeline ranks before the last
+        if config is None or drafter is None:
+            return
+        if not adopt(drafter, config.method):
+            logger.info(
+                "FASER: method %s drafts the batch's longest length for every request; drafts are cut afterwards",
+                config.method,
+            )
+        # With async scheduling nobody waits for this step's drafts, so nobody may wait for their confidences.
+        is_waited_for = not self.use_async_scheduling  # type: ignore[attr-defined]
+        if isinstance(drafter, RaggedModelDrafter):
+            drafter.has_book = is_waited_for and load_settings().has_confidence
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Let vLLM set up its KV cache; now it is known whether the drafter may skip tokens."""
+        super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        self._guard("set-up of skipping", self._set_up_skipping)
+
+    def _set_up_skipping(self) -> None:
+        drafter: Any = getattr(self, "drafter", None)
+        tokens = load_settings().catch_up_tokens
+        # On a GPU, looking up what the drafter holds would wait for the device, and its graphs have fixed shapes.
+        is_plain = self.device.type == "cpu" and not self.use_async_scheduling  # type: ignore[attr-defined]
+        if not isinstance(drafter, RaggedModelDrafter) or not is_plain or not tokens:
+            return
+        shape = shared_cache(self)
+        if shape is not None:
+            limits = Limits(tokens, drafter.max_num_tokens, drafter.net_num_new_slots_per_request)  # type: ignore[attr-defined]
+            drafter.catch_up = CatchUp(CacheShape(*shape), limits, drafter.pass_hidden_states_to_model)  # type: ignore[attr-defined]
+
+    def _guard(self, name: str, hook: Callable[[], None]) -> None:
+        try:
+            hook()
+        except Exception:
+            self.faults[name] += 1
+            if self.faults[name] <= REPORT_LIMIT:
+                logger.exception("FASER's %s failed in the model runner; vLLM goes on without it", name)
+
+    def _timed(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.phases is None else self.phases.phase(name)
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the target for one step."""
+        self.order = getattr(scheduler_output, "faser", None)
+        self.drafted = self._handed = None
+        self.phases = self._stopwatch
+        try:
+            with self._timed("runner"):
+                return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.phases = None
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Sample, draft for the next step, and attach the report."""
+        self.phases = self._stopwatch
+        try:
+            with self._timed("runner"):
+                output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.phases = None
+        self._guard("report", lambda: self._attach(output))
+        return output
+
+    def around_verify(self, verify: Callable[[], Any]) -> Any:
+        """Time the target's forward pass."""
+        with self._timed("verify"):
+            return verify()
+
+    def around_sample(self, sample: Callable[[], Any]) -> Any:
+        """Time the sampler."""
+        with self._timed("sample"):
+            return sample()
+
+    def propose_draft_token_ids(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Draft, each request at most its own number of tokens."""
+        drafter = self.drafter  # type: ignore[attr-defined]
+        lengths = self.row_lengths()
+        drafter.lengths, drafter.follows = lengths, self._followers()
+        drafter.stop = None if self.order is None else self.order.stop
+        try:
+            with self._timed("draft"):
+                drafts = super().propose_draft_token_ids(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            drafter.lengths = drafter.follows = drafter.stop = None
+        self._guard("count of drafts", lambda: self._count(drafts, lengths))
+        return drafts
+
+    def row_lengths(self) -> list[int] | None:
+        """Return the draft length of each batch row; rows in the middle of a prompt draft nothing."""
+        lengths: list[int] | None = None
+
+        def look_up() -> None:
+            nonlocal lengths
+            if self.order is None:
+                return
+            batch = self.input_batch  # type: ignore[attr-defined]
+            has_sampled = ~self.discard_request_mask.np[: batch.num_reqs]  # type: ignore[attr-defined]
+            ordered = self.order.lengths
+            lengths = [
+                ordered.get(request_id, 0) if sampled else 0
+                for request_id, sampled in zip(batch.req_ids, has_sampled.tolist(), strict=True)
+            ]
+
+        self._guard("look-up of lengths", look_up)
+        return lengths
+
+    def _followers(self) -> list[bool] | None:
+        """Return for each batch row whether its request is in the middle of a prompt and will draft behind it."""
+        if self.order is None:
+            return None
+        batch = self.input_batch  # type: ignore[attr-defined]
+        is_inside = self.discard_request_mask.np[: batch.num_reqs].tolist()  # type: ignore[attr-defined]
+        lengths = self.order.lengths
+        return [inside and lengths.get(name, 0) > 0 for name, inside in zip(batch.req_ids, is_inside, strict=True)]
+
+    def _count(self, drafts: Any, lengths: list[int] | None) -> None:
+        ends = getattr(self.drafter, "ends", None)  # type: ignore[attr-defined]
+        if isinstance(drafts, list):
+            self.drafted = [len(draft) for draft in drafts]
+        elif lengths is None:
+            self.drafted = [drafts.shape[1]] * drafts.shape[0]
+        else:
+            self.drafted = [min(length, drafts.shape[1]) for length in ends or lengths]
+        self._handed = dict(zip(self.input_batch.req_ids, self.drafted, strict=True))  # type: ignore[attr-defined]
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Return the drafts on the host, row i cut to its request's length."""
+        drafts: DraftTokenIds | None = super().take_draft_token_ids()  # type: ignore[misc]
+        if drafts is not None and self.order is not None:
+            self._guard("cut of drafts", lambda: self._cut(drafts))
+        return drafts
+
+    def _cut(self, drafts: DraftTokenIds) -> None:
+        assert self.order is not None
+        lengths = self.order.lengths if self._handed is None else self._handed
+        drafts.draft_token_ids = [
+            tokens[: lengths.get(request_id, 0)]
+            for request_id, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
+        ]
+
+    def _attach(self, output: Any) -> None:
+        inner = inner_output(output)
+        spent = self._stopwatch.collect()
+        request_ids = getattr(inner, "req_ids", None)
+        if not request_ids:  # vLLM's empty output is one object for all
+            return
+        inner.faser = StepReport(
+            verify_s=spent.get("verify", 0.0),
+            sample_s=spent.get("sample", 0.0),
+            draft_s=spent.get("draft", 0.0),
+            runner_s=spent.get("runner", 0.0),
+            caught_up=getattr(self.drafter, "caught_up", 0) if self.drafted else 0,  # type: ignore[attr-defined]
+            drafted=self.drafted or [0] * len(request_ids),
+            confidences=self._confidences(),
+        )
+
+    def _confidences(self) -> list[tuple[float, ...]]:
+        book = getattr(getattr(self, "drafter", None), "book", None)
+        if book is None or self.drafted is None:
+            return []
+        found: list[tuple[float, ...]] = book.read(self.drafted)
+        return found
+
+
+def with_faser(runner_class: type) -> type:
+    """Return vLLM's V1 runner class with FASER's mixin in front."""
+    name = f"Faser{runner_class.__name__}"
+    return type(name, (FaserRunnerV1, runner_class), {"__doc__": f"vLLM's {runner_class.__name__} with FASER."})

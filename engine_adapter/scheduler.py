@@ -1,0 +1,225 @@
+"""FASER's scheduler for an unmodified vLLM: `--scheduler-cls faser.engine_adapter.scheduler.FaserScheduler`.
+
+A mixin in front of whichever scheduler vLLM would have used. It latches a draft length per request, writes step
+records and never raises into vLLM: after any failure of ours the engine runs on with its own default.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+
+from .engine_facts import describe_engine, refusal
+from .lease import Lease
+from .link import EngineLink
+from .patches import SchedulerHooks
+from .settings import SettingError, ensure_private_folder, load_settings
+from .steering import BatchOutcome, Default, Steering
+from .versions import unsupported_reason, vllm_version
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(f"vllm.{__name__}")  # below "vllm", whose handler shows the operator INFO lines too
+P = ParamSpec("P")
+
+
+def FaserScheduler(vllm_config: VllmConfig, **arguments: Any) -> Any:
+    """Return vLLM's own scheduler for this configuration, steered by FASER where that is possible."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    is_async = bool(vllm_config.scheduler_config.async_scheduling)
+    base = AsyncScheduler if is_async else Scheduler
+    reason = unsupported_reason(vllm_version()) or refusal(vllm_config)
+    if reason is not None:
+        logger.warning("FASER is off: %s", reason)
+        return base(vllm_config=vllm_config, **arguments)
+    scheduler = steered(base, is_async)(vllm_config=vllm_config, **arguments)
+    try:
+        scheduler.steering = start_steering(vllm_config, scheduler)
+    except (SettingError, OSError, ValueError) as error:
+        logger.warning("FASER is off: %s", error)
+    return scheduler
+
+
+def start_steering(vllm_config: VllmConfig, scheduler: Any) -> Steering | None:
+    """Connect to the sidecar and say hello; None if switched off by FASER_ENABLED=0."""
+    settings = load_settings()
+    if not settings.is_enabled:
+        logger.info("FASER is off: FASER_ENABLED=0")
+        return None
+    if settings.endpoint.startswith("ipc://"):
+        ensure_private_folder(_folder_of(settings.endpoint))
+    hello = describe_engine(vllm_config, settings)
+    default = Default(settings.default_length)
+    if scheduler.dynamic_sd_lookup is not None:
+        default.lookup = list(scheduler.dynamic_sd_lookup)
+    elif hello.k_max:
+        # vLLM pads one-token requests with k_max placeholder drafts while this is None (0.32 scheduler.py:1131), and
+        # if FASER should fail at run time, this is what vLLM goes on with.
+        scheduler.dynamic_sd_lookup = [default.length] * (scheduler.max_num_running_reqs + 1)
+    link = EngineLink(settings.endpoint, hello.boot_id)
+    lease = Lease(hello.boot_id, hello.k_max, settings.lease_steps, settings.lease_ms / 1000)
+    steering = Steering(hello, link, lease, default)
+    steering.introduce()
+    logger.info("FASER %s steers this engine over %s", hello.adapter_version, settings.endpoint)
+    return steering
+
+
+def _folder_of(endpoint: str) -> Path:
+    from pathlib import Path
+
+    return Path(endpoint.removeprefix("ipc://")).parent
+
+
+def harmless(hook: Callable[Concatenate[Any, Steering, P], None]) -> Callable[Concatenate[Any, P], None]:
+    """Run a hook only while FASER steers, count its CPU time, and end steering if it fails."""
+
+    def guarded(scheduler: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        steering: Steering | None = scheduler.steering
+        if steering is None:
+            return
+        started = time.thread_time()
+        try:
+            hook(scheduler, steering, *args, **kwargs)
+        except Exception:
+            scheduler.steering = None
+            _abandon(steering)
+            logger.exception("FASER is off for this engine after a failure of its own; vLLM goes on without it")
+        finally:
+            steering.cost_s += time.thread_time() - started
+
+    update_wrapper(guarded, hook)
+    return guarded
+
+
+def _abandon(steering: Steering) -> None:
+    try:
+        steering.abandon()
+    except Exception:
+        logger.exception("FASER could not close its link")
+
+
+class SteeredScheduler(SchedulerHooks):
+    """Mixin in front of Scheduler or AsyncScheduler; `steering` is None when FASER is off."""
+
+    steering: Steering | None = None
+    _started_s = 0.0
+    _latched: dict[str, int] | None = None
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Time vLLM's own scheduling."""
+        self._started_s = time.monotonic()
+        return super().schedule(*args, **kwargs)  # type: ignore[misc,no-any-return]
+
+    @harmless
+    def before_latch(self, steering: Steering, output: SchedulerOutput) -> None:
+        """Fix the lengths of the drafting in this step, which are those of the next verification."""
+        order = steering.order(output.num_scheduled_tokens, self._started_s)
+        self._latched = order.lengths
+        output.num_spec_tokens_to_schedule = max(order.lengths.values(), default=0)
+        output.faser = order  # type: ignore[attr-defined]
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Cut drafts to the latched lengths (a runner without FASER drafts the batch's longest for all)."""
+        self.cut_drafts(draft_token_ids)
+        super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
+
+    @harmless
+    def cut_drafts(self, steering: Steering, draft_token_ids: DraftTokenIds) -> None:
+        """Truncate in place; independent of the tokens' values, so it never changes the output's distribution."""
+        latched = self._latched or {}
+        for request_id, tokens in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
+            length = latched.get(request_id, 0)
+            if len(tokens) > length:
+                del tokens[length:]
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
+        """Let vLLM digest the step, then record it."""
+        result = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        self.record_step(scheduler_output, model_runner_output)
+        return result
+
+    @harmless
+    def record_step(self, steering: Steering, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Write the step record; steps without tokens (connector work only) are not steps of ours."""
+        order = getattr(scheduled, "faser", None)
+        if order is None or not scheduled.num_scheduled_tokens:
+            return
+        running, waiting = self.get_request_counts()  # type: ignore[attr-defined]
+        outcome = BatchOutcome(
+            scheduled=scheduled.num_scheduled_tokens,
+            drafts=scheduled.scheduled_spec_decode_tokens,
+            row_of=output.req_id_to_index,
+            sampled=output.sampled_token_ids,
+            running=running,
+            waiting=waiting,
+            kv_usage=self.get_kv_cache_usage(),  # type: ignore[attr-defined]
+            report=getattr(output, "faser", None),
+        )
+        steering.record(order, outcome)
+
+    def add_request(self, request: Request) -> None:
+        """Count a request in."""
+        is_new = request.request_id not in self.requests  # type: ignore[attr-defined]
+        super().add_request(request)  # type: ignore[misc]
+        if is_new:
+            self.on_arrival(request)
+
+    @harmless
+    def on_arrival(self, steering: Steering, request: Request) -> None:
+        """Give the request a handle."""
+        steering.arrive(request.request_id, request)
+
+    @harmless
+    def on_leave(self, steering: Steering, request: Request) -> None:
+        """Count a finished or aborted request out."""
+        from vllm.v1.request import RequestStatus
+
+        steering.leave(request.request_id, request.status == RequestStatus.FINISHED_ABORTED)
+
+    @harmless
+    def on_preempt(self, steering: Steering, request: Request) -> None:
+        """Note the preemption."""
+        steering.preempt(request.request_id)
+
+    def shutdown(self) -> None:
+        """Say goodbye to the sidecar."""
+        super().shutdown()  # type: ignore[misc]
+        self.say_goodbye()
+
+    @harmless
+    def say_goodbye(self, steering: Steering) -> None:
+        """Close the link; nothing is steered afterwards."""
+        self.steering = None
+        steering.close()
+
+
+class SteeredAsyncScheduler(SteeredScheduler):
+    """Mixin in front of AsyncScheduler, which schedules a step before it has seen the drafts of the last one."""
+
+    @harmless
+    def after_latch(self, steering: Steering, output: SchedulerOutput) -> None:
+        """Give each request its own number of placeholders; vLLM's list is shared, so never change it in place."""
+        order = output.faser  # type: ignore[attr-defined]
+        requests = self.requests  # type: ignore[attr-defined]
+        longest = output.num_spec_tokens_to_schedule
+        for request_id, length in order.lengths.items():
+            request = requests[request_id]
+            if length < longest and len(request.spec_token_ids) > length:
+                request.spec_token_ids = request.spec_token_ids[:length]
+
+
+def steered(base: type, is_async: bool) -> type[Any]:
+    """Return `base`, vLLM's Scheduler or AsyncScheduler, with FASER's mixin in front."""
+    mixin = SteeredAsyncScheduler if is_async else SteeredScheduler
+    return type(f"Faser{base.__name__}", (mixin, base), {"__doc__": f"vLLM's {base.__name__}, steered."})

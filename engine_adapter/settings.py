@@ -1,0 +1,142 @@
+"""The FASER_* environment variables that the engine's side reads: one table, one parser.
+
+Called by the scheduler mixin at engine start, by the sidecar for the shared defaults, and by the documentation
+test. Reads nothing but the environment; a bad value is an error that names what was expected.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from .protocol import MAX_DRAFT_LENGTH
+
+IPC_PATH_LIMIT: Final = 107  # sun_path of Linux, without the trailing zero
+
+
+class SettingError(ValueError):
+    """A FASER_* variable or a path that cannot be used; one line: seen, expected, what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One environment variable: how it is parsed, its default as text, and one sentence of help."""
+
+    name: str
+    default: str
+    help: str
+    parse: Callable[[str, str], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the engine's side needs to know; see SETTINGS for meaning and defaults."""
+
+    is_enabled: bool
+    endpoint: str
+    default_length: int
+    lease_steps: int
+    lease_ms: int
+    has_confidence: bool
+    catch_up_tokens: int
+
+
+def _integer(low: int, high: int) -> Callable[[str, str], int]:
+    def parse(name: str, text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            raise SettingError(f"{name}={text!r}: expected an integer from {low} to {high}; correct or unset it")
+        return value
+
+    return parse
+
+
+def _switch(name: str, text: str) -> bool:
+    if text not in ("0", "1"):
+        raise SettingError(f"{name}={text!r}: expected 0 or 1; correct or unset it")
+    return text == "1"
+
+
+def _endpoint(name: str, text: str) -> str:
+    if not text:
+        return default_endpoint()
+    if text.startswith("ipc://") and len(text) - len("ipc://") > IPC_PATH_LIMIT:
+        raise SettingError(
+            f"{name}: socket path of {len(text) - 6} bytes, at most {IPC_PATH_LIMIT}; choose a shorter one"
+        )
+    if not text.startswith(("ipc://", "tcp://", "inproc://")):
+        raise SettingError(f"{name}={text!r}: expected ipc://PATH or tcp://127.0.0.1:PORT")
+    return text
+
+
+SETTINGS: Final = {
+    "is_enabled": Setting(
+        "FASER_ENABLED", "1", "0 leaves vLLM exactly as it is, even with FASER's classes named.", _switch
+    ),
+    "endpoint": Setting(
+        "FASER_ENDPOINT", "", "Where the sidecar listens; empty: engine.sock in the runtime folder.", _endpoint
+    ),
+    "default_length": Setting(
+        "FASER_DEFAULT_K",
+        "0",
+        "Draft length without a valid lease, where the engine has no Dynamic-SD table of its own.",
+        _integer(0, MAX_DRAFT_LENGTH),
+    ),
+    "lease_steps": Setting("FASER_LEASE_STEPS", "32", "Longest lease, in engine steps.", _integer(1, 100_000)),
+    "lease_ms": Setting("FASER_LEASE_MS", "1000", "Longest lease, in milliseconds.", _integer(1, 600_000)),
+    "has_confidence": Setting(
+        "FASER_CONFIDENCE",
+        "1",
+        "0 records no confidence of a draft model's tokens and ignores rules that stop drafts by it.",
+        _switch,
+    ),
+    "catch_up_tokens": Setting(
+        "FASER_CATCH_UP_TOKENS",
+        "512",
+        "Tokens per step that a draft model may make up for after it skipped them (CPU); 0: it never skips.",
+        _integer(0, 1_000_000),
+    ),
+}
+
+
+def load_settings(environ: Mapping[str, str] = os.environ) -> Settings:
+    """Return the settings in force; raise SettingError for a value that cannot be used."""
+    values = {field: s.parse(s.name, environ.get(s.name, s.default)) for field, s in SETTINGS.items()}
+    return Settings(**values)  # type: ignore[arg-type]
+
+
+def runtime_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder of sockets: FASER_RUNTIME_DIR, else faser/ below XDG_RUNTIME_DIR, else one per user."""
+    if named := environ.get("FASER_RUNTIME_DIR"):
+        return Path(named)
+    if session := environ.get("XDG_RUNTIME_DIR"):
+        return Path(session) / "faser"
+    return Path(tempfile.gettempdir()) / f"faser-{os.getuid()}"
+
+
+def default_endpoint(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the endpoint that engine and sidecar share when nobody configured one."""
+    return f"ipc://{runtime_folder(environ) / 'engine.sock'}"
+
+
+def ensure_private_folder(folder: Path) -> None:
+    """Create `folder` with mode 0700; raise SettingError if it belongs to or is open to somebody else."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        seen = folder.stat()
+    except OSError as error:
+        raise SettingError(f"{folder}: {error.strerror}; set FASER_RUNTIME_DIR to a folder you own") from None
+    mode = stat.S_IMODE(seen.st_mode)
+    if seen.st_uid != os.getuid() or mode & 0o077:
+        raise SettingError(
+            f"{folder}: owner {seen.st_uid}, mode {mode:04o}; expected yours alone (0700); "
+            "chmod 700 it or set FASER_RUNTIME_DIR"
+        )

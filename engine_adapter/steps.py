@@ -1,0 +1,39 @@
+"""What scheduler and model runner tell each other about one step, inside vLLM.
+
+`StepOrder` rides down on SchedulerOutput as attribute `faser`, `StepReport` rides back on ModelRunnerOutput as
+attribute `faser`; vLLM's multiprocess executor keeps both. Plain and picklable: nothing here imports vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .protocol import StopRule
+
+
+@dataclass(slots=True)
+class StepOrder:
+    """What the runner is asked to do in this step, and what the scheduler must remember of it."""
+
+    lengths: dict[str, int]  # request id -> draft tokens to propose for the next step
+    step: int = 0
+    started_s: float = 0.0  # engine's monotonic clock when schedule() began
+    schedule_s: float = 0.0
+    lease_epoch: int = 0  # 0: the engine's default
+    lease_sequence: int = 0
+    stop: StopRule | None = None  # ends drafts on confidence, within `lengths`
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What the runner did in this step; times in seconds, lists aligned with the batch's rows."""
+
+    verify_s: float = 0.0
+    sample_s: float = 0.0
+    draft_s: float = 0.0
+    overlap_s: float = 0.0
+    runner_s: float = 0.0
+    caught_up: int = 0  # tokens the drafter had skipped and made up for in this step's `draft_s`
+    drafted: list[int] = field(default_factory=list)  # tokens handed to verification
+    confidences: list[tuple[float, ...]] = field(default_factory=list)  # of those tokens; empty: not recorded
+    pruned: list[int] = field(default_factory=list)
