@@ -1,0 +1,159 @@
+"""The price policy: each request drafts as deep as its next token's survival still pays for its row.
+
+Over a grid of (survival threshold, deepest round) it predicts tokens per second of the step, with the cost
+table's verify and drafting times, and takes the best cell; so for stop rules on the drafter's confidence
+(models/stopping.py). `PricePolicy.act` is called once per record.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..env.acceptance import Floats, Ints
+from ..env.confidence import EDGES
+from ..env.requests import Bools
+from ..env.spaces import Action, Capabilities
+from ..env.state import EngineState
+from .baselines import uniform
+from .probe import Chances, ProbeAccount
+from .stopping import all_drafts, predict_stops
+
+BINS = 48  # survival thresholds, log-spaced
+LOWEST_SURVIVAL = 0.01
+HYSTERESIS = 0.01  # gain below which the cell of the step before is kept
+COMPARE_DECISIONS = 8  # confidence is weighed against history this often
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Predictions per (threshold bin, deepest round), all (BINS + 1, k_max + 1); row 0 drafts nothing."""
+
+    tokens: Floats  # expected emitted tokens of the step
+    drafted: Floats  # draft tokens
+    step_s: Floats
+
+    @property
+    def rate(self) -> Floats:
+        """Tokens per second."""
+        return self.tokens / self.step_s
+
+
+def survival_bins(conditional: Floats) -> tuple[Floats, Ints]:
+    """Return survival (n, k_max) and its bin 0..BINS-1, ascending as survival falls."""
+    survival = conditional.cumprod(axis=1)
+    scale = BINS / -np.log(LOWEST_SURVIVAL)
+    bins: Ints = np.minimum(np.log(np.maximum(survival, 1e-9)) * -scale, BINS - 1).astype(np.int64)
+    return survival, bins
+
+
+def predict(state: EngineState, survival: Floats, bins: Ints) -> Grid:
+    """Return the predictions for a batch of the n requests whose survival is given."""
+    n, k_max = survival.shape
+    delivery = state.population.delivery
+    cell = (bins * k_max + np.arange(k_max)).ravel()
+    table = np.zeros((2, BINS + 1, k_max + 1))  # leading row and column: none
+    table[0, 1:, 1:] = np.bincount(cell, minlength=BINS * k_max).reshape(BINS, k_max) * delivery
+    table[1, 1:, 1:] = np.bincount(cell, survival.ravel(), BINS * k_max).reshape(BINS, k_max) * delivery
+    drafted, gain = table.cumsum(axis=1).cumsum(axis=2)
+    rows = drafted + (n + state.load.prefill_rows)
+    step_s = state.cost.verify_time_s(rows) + state.cost.draft_time_s(rows, np.arange(k_max + 1), drafted)
+    step_s = step_s - state.cost.prefill_time_s(n, state.load.prefill_rows)
+    return Grid(gain + n, drafted, step_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one way of choosing would ask for, and what it expects."""
+
+    action: Action  # a probe may replace it
+    rate: float  # tokens/s
+    people: Chances | None = None  # None: the population as seen without stop rules
+
+
+class PricePolicy:
+    """Per-request lengths by marginal survival against marginal cost, with probes of what is not known.
+
+    With calibrated confidences at hand it also weighs stop rules, and follows whichever promises more.
+    """
+
+    def __init__(self, capabilities: Capabilities, *, use_confidence: bool = True) -> None:
+        self.name = "price" if use_confidence else "price:history"
+        self._k_max = capabilities.k_max
+        self._can_stop = use_confidence and not capabilities.is_async
+        self._cell = (0, 0)  # (threshold bin, deepest round) in force
+        self._stop_cell = (0, 0)  # (threshold to keep, deepest round) in force
+        self._is_stopping = False
+        self._decisions = 0
+        self._rate = 0.0  # tokens/s expected last
+        self._probes = ProbeAccount()
+
+    def act(self, state: EngineState) -> Action:
+        """Return the lengths of the cell with the most tokens per second, now and then of a probe."""
+        decoding = state.decoding()
+        requests = int(np.count_nonzero(decoding))
+        if self._k_max == 0 or requests == 0:
+            return uniform(state, 0, "nothing to speculate on")
+        plan = self._plan(state, decoding, requests)
+        self._rate = plan.rate
+        probe = self._probes.choose(state, requests, plan.rate, plan.people)
+        if probe is not None:
+            return uniform(state, probe, f"{requests} decoding: probing length {probe}")
+        return plan.action
+
+    def _plan(self, state: EngineState, decoding: Bools, requests: int) -> Plan:
+        forecast = state.confidence.forecast
+        self._decisions += 1
+        if not self._can_stop or forecast is None or not state.confidence.is_ready:
+            self._is_stopping = False
+            return self._by_history(state, decoding, requests)
+        if self._decisions % COMPARE_DECISIONS:  # both take too long for every step
+            way = self._by_confidence if self._is_stopping else self._by_history
+            return way(state, decoding, requests)
+        history, stops = (way(state, decoding, requests) for way in (self._by_history, self._by_confidence))
+        ahead = stops.rate / history.rate - 1.0
+        self._is_stopping = ahead > (-HYSTERESIS if self._is_stopping else HYSTERESIS)
+        return stops if self._is_stopping else history
+
+    def _by_confidence(self, state: EngineState, decoding: Bools, requests: int) -> Plan:
+        forecast = state.confidence.forecast
+        assert forecast is not None
+        grid = predict_stops(state, forecast, requests, self._rate)
+        rate = grid.rate
+        self._stop_cell = settle(self._stop_cell, rate)
+        keep, depth = self._stop_cell
+        now = float(rate[self._stop_cell])
+        gain = (now / float(rate[0, 0]) - 1.0) * 100.0
+        reason = (
+            f"{requests} decoding: {grid.drafted[self._stop_cell]:.0f} drafts in up to {depth} rounds, "
+            f"kept above {EDGES[keep]:.2f}, {gain:+.0f} % over none"
+        )
+        lengths = np.full(state.requests.size, depth, np.int64)
+        stop = grid.rule(state.confidence, keep, depth) if depth else None
+        return Plan(Action(lengths, depth, price=1.0 / now, stop=stop, reason=reason), now, all_drafts(state, forecast))
+
+    def _by_history(self, state: EngineState, decoding: Bools, requests: int) -> Plan:
+        # The last row is a stranger: a request that nothing is known about.
+        conditional = np.concatenate([state.acceptance()[decoding], state.population.mean[None, :]])
+        survival, bins = survival_bins(conditional)
+        grid = predict(state, survival[:-1], bins[:-1])
+        rate = grid.rate
+        self._cell = settle(self._cell, rate)
+        now = float(rate[self._cell])
+        edge, depth = self._cell
+        chosen = np.minimum((bins < edge).sum(axis=1), depth)
+        default = int(chosen[-1])
+        lengths = np.full(state.requests.size, default, np.int64)
+        lengths[decoding] = chosen[:-1]
+        gain = (now / float(rate[0, 0]) - 1.0) * 100.0
+        reason = (
+            f"{requests} decoding: {grid.drafted[self._cell]:.0f} drafts in {depth} rounds, {gain:+.0f} % over none"
+        )
+        return Plan(Action(lengths, default, price=1.0 / now, reason=reason), now)
+
+
+def settle(cell: tuple[int, int], rate: Floats) -> tuple[int, int]:
+    """Return the best cell, or the one in force if that is nearly as good."""
+    best = divmod(int(rate.argmax()), rate.shape[1])
+    return best if rate[cell] < rate[best] * (1.0 - HYSTERESIS) else cell
