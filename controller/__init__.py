@@ -1,0 +1,1 @@
+"""The daemon: decision core, store, command line. The top floor."""

@@ -1,0 +1,193 @@
+"""The `faser` command: parses flags, calls one function per command, prints errors as one line.
+
+The only place that prints. Bodies are imported inside the commands, so that `faser --help` stays fast and works
+where vLLM, torch or a command's own dependencies are missing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from .. import __version__
+from .config import Effective, Value, as_json, as_toml, load
+from .drafter import app as drafter_app
+from .errors import FaserError
+
+app = typer.Typer(
+    name="faser",
+    help="Chooses the speculation length of every request of a vLLM engine, every step.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+store_app = typer.Typer(help="Read telemetry files.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(store_app, name="store")
+app.add_typer(drafter_app, name="drafter")
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file; see `faser config`.")]
+Endpoint = Annotated[
+    str | None, typer.Option(help="Where engines and sidecar meet: ipc://PATH or tcp://127.0.0.1:PORT.")
+]
+Policy = Annotated[str | None, typer.Option(help="price, price:history, off, fixed:K or table:FIRST-LAST=K,...")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+class ExportFormat(StrEnum):
+    """What `faser store export` writes."""
+
+    csv = "csv"
+    jsonl = "jsonl"
+
+
+class ExportTable(StrEnum):
+    """Which rows `faser store export` writes."""
+
+    requests = "requests"
+    steps = "steps"
+    events = "events"
+
+
+def main() -> NoReturn:
+    """Run the command line; exit with the error's code after one line on stderr."""
+    try:
+        app()
+    except FaserError as error:
+        typer.echo(f"faser: {error}", err=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(0)
+
+
+def _load(config: Path | None, flags: dict[str, Value | None]) -> Effective:
+    return load(config, os.environ, flags)
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"faser {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Hold the options of the bare command."""
+
+
+@app.command()
+def demo(
+    duration: Annotated[float, typer.Option(help="Seconds of load.")] = 60.0,
+    policy: Policy = None,
+    seed: Annotated[int, typer.Option(help="Seed of arrivals, prompts and sampling.")] = 0,
+    json: Json = False,
+    method: Annotated[str | None, typer.Option(help="Drafting method: draft_model, ngram, eagle, eagle3.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="The drafter: a path, or the embedded one.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for report and telemetry.")] = None,
+    config: ConfigFile = None,
+) -> None:
+    """Serve the embedded model to a replayed production load and steer it, for real."""
+    from .demo import DemoOptions, run_demo
+
+    options = DemoOptions(
+        duration_s=duration,
+        policy=policy,
+        seed=seed,
+        json=json,
+        method=method,
+        drafter=drafter,
+        output=output,
+        config=config,
+    )
+    raise typer.Exit(run_demo(options))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="The model, as vLLM takes it.")],
+    endpoint: Endpoint = None,
+    config: ConfigFile = None,
+) -> None:
+    """Start vLLM's API server with FASER switched on; unknown options go to vLLM."""
+    from .serve import run_serve
+
+    effective = _load(config, {"link.endpoint": endpoint})
+    raise typer.Exit(run_serve(model, context.args, effective.config))
+
+
+@app.command()
+def sidecar(
+    endpoint: Endpoint = None,
+    policy: Policy = None,
+    store: Annotated[Path | None, typer.Option(help="The telemetry file.")] = None,
+    record: Annotated[bool | None, typer.Option("--record/--no-record", help="Write telemetry.")] = None,
+    config: ConfigFile = None,
+) -> None:
+    """Run the daemon that answers the engines' step records with draft lengths."""
+    from .sidecar import run_sidecar
+
+    flags: dict[str, Value | None] = {
+        "link.endpoint": endpoint, "policy.spec": policy, "store.path": store, "store.enabled": record,
+    }  # fmt: skip
+    raise typer.Exit(run_sidecar(_load(config, flags).config))
+
+
+@app.command()
+def status(endpoint: Endpoint = None, json: Json = False, config: ConfigFile = None) -> None:
+    """Print what the running sidecar sees and does."""
+    from .status import run_status
+
+    raise typer.Exit(run_status(_load(config, {"link.endpoint": endpoint}).config.link, json))
+
+
+@app.command()
+def top(
+    endpoint: Endpoint = None,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 0.5,
+    config: ConfigFile = None,
+) -> None:
+    """Watch load, lengths, acceptance and the link, live."""
+    from .top import run_top
+
+    raise typer.Exit(run_top(_load(config, {"link.endpoint": endpoint}).config.link, interval))
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """Name what is wrong with this installation and how to mend it."""
+    from .doctor import run_doctor
+
+    raise typer.Exit(run_doctor(json))
+
+
+@app.command(name="config")
+def show_config(json: Json = False, config: ConfigFile = None) -> None:
+    """Print the effective configuration and where each value came from."""
+    effective = _load(config, {})
+    typer.echo(as_json(effective) if json else as_toml(effective))
+
+
+@store_app.command()
+def export(
+    file: Annotated[Path, typer.Argument(help="A telemetry file.")],
+    format: Annotated[ExportFormat, typer.Option(help="csv or jsonl.")] = ExportFormat.jsonl,
+    table: Annotated[
+        ExportTable, typer.Option(help="One line per request and step, per step, or per event.")
+    ] = ExportTable.requests,
+    output: Annotated[Path | None, typer.Option(help="Where to write; default: stdout.")] = None,
+) -> None:
+    """Unfold the packed columns of a telemetry file."""
+    from .export import run_export
+
+    raise typer.Exit(run_export(file, format.value, table.value, output))

@@ -1,0 +1,294 @@
+"""The sidecar's configuration: one frozen dataclass per part, filled from file < environment < flags.
+
+Called by the CLI. It opens no socket and starts nothing; an unknown key is an error that names the nearest valid
+one. The engine's side has its own FASER_* table in engine_adapter/settings.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import math
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeAlias, TypeVar, get_type_hints
+
+import platformdirs
+
+from ..engine_adapter.settings import SETTINGS as ENGINE_SETTINGS
+from ..engine_adapter.settings import default_endpoint
+from .errors import ConfigError
+
+Value: TypeAlias = str | int | float | bool | Path
+T = TypeVar("T", str, int, float, bool, Path)
+
+CONFIG_VARIABLE: Final = "FASER_CONFIG"
+DEFAULT_STORE: Final = platformdirs.user_state_path("faser") / "telemetry.sqlite"
+# Read elsewhere, so not unknown.
+OTHER_VARIABLES: Final = (
+    *(setting.name for setting in ENGINE_SETTINGS.values()),
+    CONFIG_VARIABLE,
+    "FASER_RUNTIME_DIR",
+    "FASER_CACHE",
+)
+# Kubernetes adds FASER_SERVICE_* and FASER_PORT* to every pod
+# of a namespace with a service named faser: those are nobody's mistake.
+NOT_OURS: Final = ("FASER_SERVICE_", "FASER_PORT")
+
+
+def _option(default: T, help: str, *, variable: str = "", low: float = -math.inf, high: float = math.inf) -> T:
+    """Describe one setting; `variable` stands in for the environment name FASER_<PART>_<FIELD>."""
+    return dataclasses.field(default=default, metadata={"help": help, "variable": variable, "low": low, "high": high})  # type: ignore[return-value, unused-ignore]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkConfig:
+    """Where engines and status clients meet the sidecar."""
+
+    endpoint: str = _option(
+        "",
+        "ipc:// path in a 0700 directory, or tcp:// on loopback; empty: the engine's default",
+        variable="FASER_ENDPOINT",
+    )
+    status_endpoint: str = _option("", "where status and top ask; empty: beside the endpoint")
+    queue_frames: int = _option(1024, "frames held per engine and direction before they are dropped", low=1, high=65536)
+    silent_after_s: float = _option(
+        5.0, "a busy engine without a record for so long is shown as silent", low=0.1, high=1e6
+    )
+    forget_after_s: float = _option(60.0, "an engine that is gone is shown for so long", low=0.0, high=1e6)
+    max_engines: int = _option(64, "engines served at once", low=1, high=4096)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyConfig:
+    """Who chooses the draft lengths."""
+
+    spec: str = _option("price", "price, off, fixed:K or table:FIRST-LAST=K,...", variable="FASER_POLICY")
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseConfig:
+    """How long a decision holds when no newer one arrives; the engine grants at most its own limit."""
+
+    steps: int = _option(32, "engine steps", variable="FASER_LEASE_STEPS", low=1, high=100_000)
+    ms: int = _option(1000, "milliseconds", variable="FASER_LEASE_MS", low=1, high=600_000)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """The telemetry file."""
+
+    enabled: bool = _option(True, "record telemetry and decisions")
+    path: Path = _option(DEFAULT_STORE, "the SQLite file", variable="FASER_STORE")  # noqa: RUF009 - a Path is immutable
+    queue_records: int = _option(20_000, "records that may wait for the disk before they are dropped", low=1)
+    flush_s: float = _option(0.5, "time between two commits", low=0.01, high=60.0)
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """What the sidecar says on stderr."""
+
+    level: str = _option("info", "debug, info, warning or error", variable="FASER_LOG")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The whole configuration."""
+
+    link: LinkConfig = LinkConfig()
+    policy: PolicyConfig = PolicyConfig()
+    lease: LeaseConfig = LeaseConfig()
+    store: StoreConfig = StoreConfig()
+    log: LogConfig = LogConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting's description: `key` is PART.FIELD as in the file."""
+
+    key: str
+    type: type
+    default: Value
+    help: str
+    variable: str
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Effective:
+    """A configuration and, per key, where its value came from."""
+
+    config: Config
+    origins: Mapping[str, str]
+
+    def value(self, key: str) -> Value:
+        """Return the effective value of PART.FIELD."""
+        part, name = key.split(".")
+        result: Value = getattr(getattr(self.config, part), name)
+        return result
+
+
+@functools.cache
+def settings() -> Mapping[str, Setting]:
+    """Return the description of every setting by key, in the order of the dataclasses."""
+    parts = get_type_hints(Config)
+    described = (_describe(part, parts[part], entry) for part in parts for entry in dataclasses.fields(parts[part]))
+    return {setting.key: setting for setting in described}
+
+
+def _describe(part: str, owner: type, entry: dataclasses.Field[Value]) -> Setting:
+    if not isinstance(entry.default, (str, int, float, Path)):
+        raise AssertionError(f"{part}.{entry.name} has no default")
+    variable = entry.metadata["variable"] or f"FASER_{part}_{entry.name}".upper()
+    low, high = entry.metadata["low"], entry.metadata["high"]
+    kind = get_type_hints(owner)[entry.name]
+    return Setting(f"{part}.{entry.name}", kind, entry.default, entry.metadata["help"], variable, low, high)
+
+
+def load(
+    file: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    flags: Mapping[str, Value | None] | None = None,
+) -> Effective:
+    """Merge file < environment < flags into a configuration; a flag that is None was not given.
+
+    Without `file`, FASER_CONFIG and then the user's configuration directory name it; only that last one may be absent.
+    """
+    environment = environment or {}
+    values: dict[str, Value] = {}
+    origins = dict.fromkeys(settings(), "default")
+    for origin, layer in (_file_layer(file, environment), _environment_layer(environment), _flag_layer(flags or {})):
+        for key, (value, where) in layer.items():
+            values[key], origins[key] = value, f"{origin} {where}".strip()
+    if not values.get("link.endpoint"):
+        values["link.endpoint"] = default_endpoint(environment)
+    return Effective(_build(values), origins)
+
+
+Layer: TypeAlias = tuple[str, Mapping[str, tuple[Value, str]]]
+
+
+def _file_layer(file: Path | None, environment: Mapping[str, str]) -> Layer:
+    named = file or (Path(environment[CONFIG_VARIABLE]) if environment.get(CONFIG_VARIABLE) else None)
+    path = named or default_file()
+    try:
+        with path.open("rb") as stream:
+            document = tomllib.load(stream)
+    except FileNotFoundError:
+        if named is None:
+            return "file", {}
+        raise ConfigError(f"no configuration file {path}", "an existing TOML file", "check --config") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", remedy="check its permissions") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}", "lines like [policy] and spec = 'price'") from None
+    return "file", {key: (value, str(path)) for key, value in _flatten(document, path)}
+
+
+def default_file() -> Path:
+    """Return the configuration file that is read when none is named."""
+    return platformdirs.user_config_path("faser") / "config.toml"
+
+
+def _flatten(document: Mapping[str, object], path: Path) -> Iterable[tuple[str, Value]]:
+    parts = get_type_hints(Config)
+    for part, table in document.items():
+        if part not in parts:
+            raise _unknown(f"part [{part}] in {path}", part, parts)
+        if not isinstance(table, dict):
+            raise ConfigError(f"{part} = {table!r} in {path}", f"a table [{part}]")
+        for name, value in table.items():
+            yield f"{part}.{name}", _check(f"{part}.{name}", value, str(path))
+
+
+def _environment_layer(environment: Mapping[str, str]) -> Layer:
+    by_variable = {setting.variable: setting for setting in settings().values()}
+    layer: dict[str, tuple[Value, str]] = {}
+    for variable, text in environment.items():
+        if setting := by_variable.get(variable):
+            layer[setting.key] = (_check(setting.key, _parse(setting, text), variable), variable)
+        elif variable.startswith("FASER_") and variable not in OTHER_VARIABLES and not variable.startswith(NOT_OURS):
+            raise _unknown(f"environment variable {variable}", variable, (*by_variable, *OTHER_VARIABLES))
+    return "environment", layer
+
+
+def _flag_layer(flags: Mapping[str, Value | None]) -> Layer:
+    return "flag", {key: (_check(key, value, "flag"), "") for key, value in flags.items() if value is not None}
+
+
+def _parse(setting: Setting, text: str) -> object:
+    """Read an environment variable as the setting's type; what cannot be read stays text and fails the check."""
+    if setting.type is bool:
+        return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}.get(text.lower(), text)
+    if setting.type in (int, float):
+        try:
+            return int(text) if setting.type is int else float(text)
+        except ValueError:
+            return text
+    return text
+
+
+def _check(key: str, value: object, where: str) -> Value:
+    """Return the value as the setting's type, within its bounds."""
+    setting = settings().get(key)
+    if setting is None:
+        raise _unknown(f"key {key} in {where}", key, settings())
+    if isinstance(value, str | Path):
+        _require_text(key, str(value), where)
+    if setting.type is Path and isinstance(value, str | Path) and str(value):
+        try:
+            return Path(value).expanduser()
+        except RuntimeError:
+            raise ConfigError(f"{key} = {str(value)!r} from {where}", "a user with a home folder after ~") from None
+    if setting.type is float and type(value) is int:
+        value = float(value)
+    if type(value) is not setting.type or not isinstance(value, str | int | float):
+        raise ConfigError(f"{key} = {value!r} from {where}", f"a value of type {setting.type.__name__}", setting.help)
+    if isinstance(value, int | float) and not setting.low <= value <= setting.high:
+        raise ConfigError(f"{key} = {value!r} from {where}", f"a number from {setting.low:g} to {setting.high:g}")
+    return value
+
+
+def _require_text(key: str, text: str, where: str) -> None:
+    """Raise ConfigError for what no path and no JSON text can hold: a zero byte, bytes that are not UTF-8."""
+    if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ConfigError(f"{key} = {text!a} from {where}", "UTF-8 text without zero bytes", "choose another name")
+
+
+def _unknown(seen: str, key: str, valid: Iterable[str]) -> ConfigError:
+    names = list(valid)
+    nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
+    return ConfigError(f"unknown {seen}", f"a name such as {nearest[0]}", "faser config lists all of them")
+
+
+def _build(values: Mapping[str, Value]) -> Config:
+    built = {}
+    for part, owner in get_type_hints(Config).items():
+        names = [entry.name for entry in dataclasses.fields(owner)]
+        built[part] = owner(**{name: values[f"{part}.{name}"] for name in names if f"{part}.{name}" in values})
+    if built["log"].level not in ("debug", "info", "warning", "error"):
+        raise ConfigError(f"log.level = {built['log'].level!r}", "debug, info, warning or error")
+    return Config(**built)
+
+
+def as_json(effective: Effective) -> str:
+    """Return the values by key as one JSON object."""
+    return json.dumps({key: effective.value(key) for key in settings()}, default=str, indent=2)
+
+
+def as_toml(effective: Effective) -> str:
+    """Return a configuration file with these values; comments say where each came from and what it means."""
+    lines: list[str] = []
+    for key, setting in settings().items():
+        part, name = key.split(".")
+        if f"[{part}]" not in lines:
+            lines += ["", f"[{part}]"]
+        # JSON's strings, numbers and booleans are TOML's too.
+        value = json.dumps(effective.value(key), default=str, ensure_ascii=False)
+        lines.append(f"{name} = {value}  # {effective.origins[key]}; {setting.variable}: {setting.help}")
+    return "\n".join(lines[1:])

@@ -1,0 +1,255 @@
+"""The sidecar's loop, the only one: sockets, clock and presence; everything that decides is pure and lives elsewhere.
+
+Called by sidecar.run_sidecar and, in a thread, by tests. It never waits for an engine, a disk or a status reader,
+and never ends because of what a peer sends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter, OrderedDict
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+import zmq
+
+from .. import __version__
+from ..engine_adapter.protocol import Goodbye, Hello, HelloRequest, Release, StepRecord
+from .config import Config
+from .endpoint import Endpoint, status_address
+from .link import EngineRouter, Incoming
+from .session import Session, check_policy
+from .snapshot import QUESTION, SNAPSHOT_VERSION, LinkStatus, Snapshot, StoreStatus, encode_snapshot
+from .store import EngineEntry, Entry, NoticeEntry, RunEntry, StepEntry, Store
+
+logger = logging.getLogger(__name__)
+
+TICK_S: Final = 0.1  # longest wait for a frame; signals and presence are looked at between two waits
+ASK_AGAIN_S: Final = 1.0  # an unknown engine is asked for its hello this often
+LINGER_MS: Final = 200  # for the releases at the end
+MAX_UNKNOWN: Final = 1024
+MAX_QUESTIONS_PER_ROUND: Final = 16
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What one drain brought of one engine: records in order; the last one is decided on."""
+
+    session: Session
+    records: list[StepRecord] = field(default_factory=list)
+
+
+class Daemon:
+    """One life of the sidecar: owns its endpoint and its telemetry file from construction to close."""
+
+    def __init__(self, config: Config) -> None:
+        check_policy(config.policy.spec)
+        # Time since the host booted: engines take rising epochs only, and this clock cannot be set back.
+        self.epoch = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        self._config = config
+        self._started_s = time.monotonic()
+        self._is_stopping = threading.Event()
+        self._sessions: dict[bytes, Session] = {}
+        self._asked_s: OrderedDict[bytes, float] = OrderedDict()  # unknown identities
+        self._dropped: Counter[str] = Counter()
+        self._next_look_s = 0.0
+        with ExitStack() as opened:
+            endpoint = opened.enter_context(Endpoint(config.link.endpoint))
+            status = opened.enter_context(Endpoint(status_address(config.link.endpoint, config.link.status_endpoint)))
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            opened.callback(context.destroy, linger=LINGER_MS)  # closes every socket: term alone would wait for them
+            self._router = EngineRouter(context, endpoint, config.link.queue_frames)
+            self._status = _status_socket(context)
+            status.bind(self._status)
+            self._store = self._open_store()
+            self._opened = opened.pop_all()
+
+    def _open_store(self) -> Store | None:
+        store = self._config.store
+        if not store.enabled:
+            return None
+        effective = msgspec.json.encode(self._config, enc_hook=str).decode()
+        run = RunEntry(self.epoch, time.time_ns(), __version__, effective)
+        return Store(store.path, run, store.queue_records, store.flush_s)
+
+    def run(self) -> None:
+        """Serve until `stop` is called."""
+        poller = zmq.Poller()
+        poller.register(self._router.socket, zmq.POLLIN)
+        poller.register(self._status, zmq.POLLIN)
+        while not self._is_stopping.is_set():
+            poller.poll(int(TICK_S * 1e3))
+            self._serve_engines(time.monotonic())
+            self._answer_questions()
+            self._look_after_engines(time.monotonic())
+
+    def stop(self) -> None:
+        """Make `run` return soon; safe in signal handlers and from other threads."""
+        self._is_stopping.set()
+
+    def close(self) -> None:
+        """Give every lease back, write what waits and free all that is owned."""
+        for identity, session in self._sessions.items():
+            if not session.is_over():
+                self._router.send(identity, Release(session.hello.boot_id, self.epoch))
+        self._opened.close()
+        if self._store is not None:
+            self._store.close()
+
+    # -- engines ------------------------------------------------------------------------------------------------
+
+    def _serve_engines(self, now_s: float) -> None:
+        batches: dict[bytes, _Batch] = {}
+        for incoming in self._router.drain():
+            if isinstance(incoming.message, StepRecord):
+                self._collect(batches, incoming.identity, incoming.message, now_s)
+            else:
+                self._meet_or_part(incoming, now_s)
+        for identity, batch in batches.items():
+            self._answer(identity, batch)
+
+    def _collect(self, batches: dict[bytes, _Batch], identity: bytes, record: StepRecord, now_s: float) -> None:
+        session = self._sessions.get(identity)
+        if session is None:
+            self._dropped["unknown_engine"] += 1
+            self._ask_for_hello(identity, now_s)
+        elif session.admit(record, now_s):
+            batches.setdefault(identity, _Batch(session)).records.append(record)
+        else:
+            self._dropped["late"] += 1
+
+    def _ask_for_hello(self, identity: bytes, now_s: float) -> None:
+        if now_s - self._asked_s.get(identity, -ASK_AGAIN_S) < ASK_AGAIN_S:
+            return
+        self._asked_s[identity] = now_s
+        self._asked_s.move_to_end(identity)
+        if len(self._asked_s) > MAX_UNKNOWN:
+            self._asked_s.popitem(last=False)
+        self._router.send(identity, HelloRequest(self.epoch))
+
+    def _meet_or_part(self, incoming: Incoming, now_s: float) -> None:
+        session = self._sessions.get(incoming.identity)
+        if isinstance(incoming.message, Hello):
+            self._welcome(incoming.identity, incoming.message, session, now_s)
+        elif isinstance(incoming.message, Goodbye) and session is not None:
+            session.stop(now_s)
+            self._note(session, "goodbye", "the engine stopped")
+
+    def _welcome(self, identity: bytes, hello: Hello, session: Session | None, now_s: float) -> None:
+        if session is not None:  # it was asked twice, or heard of a reconnect: what is known about it holds
+            session.heard_s = now_s
+            return
+        if len(self._sessions) >= self._config.link.max_engines and not self._forget_one_that_is_over():
+            self._dropped["too_many_engines"] += 1
+            if self._dropped["too_many_engines"] == 1:  # each of them asks again every second
+                logger.warning(
+                    "engine %s is not served: %d engines already are (link.max_engines); further ones are only counted",
+                    *(hello.boot_id, len(self._sessions)),
+                )
+            return
+        self._asked_s.pop(identity, None)
+        config = self._config
+        self._sessions[identity] = Session(hello, config.policy.spec, config.lease, self.epoch, now_s)
+        self._record(EngineEntry(hello, time.time_ns()))
+        logger.info(
+            "engine %s: %s with %s (%s), k_max %d, vLLM %s on %s, pid %d",
+            *(hello.boot_id, hello.model, hello.drafter, hello.method, hello.k_max),
+            *(hello.vllm_version, hello.device, hello.pid),
+        )
+
+    def _answer(self, identity: bytes, batch: _Batch) -> None:
+        """Decide on the newest record and send; figures and telemetry come after, off the engine's critical path."""
+        session, newest = batch.session, batch.records[-1]
+        received_ns = time.time_ns()
+        for record in batch.records[:-1]:
+            session.observe(record)
+        entry = StepEntry(newest, received_ns)
+        if (decision := session.decide(newest)) is not None:
+            is_sent = self._router.send(identity, decision.action_set)
+            session.note_sent(is_sent, time.monotonic())
+            entry = StepEntry(
+                newest, received_ns, decision.action_set, decision.reason, session.decision_s[-1], is_sent
+            )
+        session.learn()
+        for record in batch.records:
+            session.measure(record)
+            self._record(entry if record is newest else StepEntry(record, received_ns))
+
+    # -- presence -----------------------------------------------------------------------------------------------
+
+    def _look_after_engines(self, now_s: float) -> None:
+        if now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + TICK_S
+        for identity, session in list(self._sessions.items()):
+            before = session.presence
+            presence = session.update_presence(now_s, self._config.link.silent_after_s)
+            if presence and {presence, before} & {"silent", "gone", "stopped"}:  # busy and idle alternate all day
+                self._note(session, presence, f"was {before}")
+            if session.is_over() and now_s - session.changed_s > self._config.link.forget_after_s:
+                del self._sessions[identity]
+
+    def _forget_one_that_is_over(self) -> bool:
+        over = [identity for identity, session in self._sessions.items() if session.is_over()]
+        for identity in over[:1]:
+            del self._sessions[identity]
+        return bool(over)
+
+    def _note(self, session: Session, kind: str, detail: str) -> None:
+        level = logging.WARNING if kind in ("silent", "gone") else logging.INFO
+        logger.log(level, "engine %s: %s (%s)", session.hello.boot_id, kind, detail)
+        self._record(NoticeEntry(session.hello.boot_id, kind, detail, time.time_ns()))
+
+    def _record(self, entry: Entry) -> None:
+        if self._store is not None:
+            self._store.put(entry)
+
+    # -- status -------------------------------------------------------------------------------------------------
+
+    def _answer_questions(self) -> None:
+        for _ in range(MAX_QUESTIONS_PER_ROUND):
+            try:
+                *envelope, question = self._status.recv_multipart(zmq.NOBLOCK)
+                if question == QUESTION:
+                    self._status.send_multipart((*envelope, encode_snapshot(self.snapshot())), zmq.NOBLOCK)
+            except zmq.ZMQError:  # nothing waits, or the asker is gone
+                return
+
+    def snapshot(self) -> Snapshot:
+        """Return what the sidecar sees and does now."""
+        now_s = time.monotonic()
+        return Snapshot(
+            version=SNAPSHOT_VERSION,
+            faser_version=__version__,
+            pid=os.getpid(),
+            epoch=self.epoch,
+            uptime_s=now_s - self._started_s,
+            policy=self._config.policy.spec,
+            link=LinkStatus(
+                self._config.link.endpoint,
+                self._router.received,
+                self._router.sent,
+                dict(self._router.dropped + self._dropped),
+                self._router.count_disconnects(),
+            ),
+            store=self._store_status(),
+            engines=[session.status(now_s) for session in self._sessions.values()],
+        )
+
+    def _store_status(self) -> StoreStatus:
+        if self._store is None:
+            return StoreStatus("", 0, 0, 0, "")
+        health = self._store.health()
+        return StoreStatus(health.path, health.written, health.queued, health.dropped, health.error)
+
+
+def _status_socket(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.ROUTER)
+    for option, value in ((zmq.LINGER, 0), (zmq.RCVHWM, 64), (zmq.SNDHWM, 16), (zmq.MAXMSGSIZE, 1024)):
+        socket.setsockopt(option, value)
+    return socket

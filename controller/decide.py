@@ -1,0 +1,89 @@
+"""The decision core: one step record in, one action set out.
+
+Called by the daemon, the replay and the tests. Pure in the sense that matters: no socket, clock, file or random
+source; the same records give byte-identical action sets. It must never raise because of what a record says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..engine_adapter.protocol import MAX_REQUESTS, ActionSet, Mode, StepRecord
+from ..env.spaces import Action, Capabilities, clamp
+from ..env.state import EngineState, look
+from ..models.policy import Policy
+
+LAST_STEP = 1 << 62  # the wire's bound on counters
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTerms:
+    """How long an action set holds, and in which mode it is sent."""
+
+    steps: int = 32
+    ms: int = 1000
+    mode: Mode = "active"
+
+    def granted(self, capabilities: Capabilities) -> LeaseTerms:
+        """Return these terms cut to what the engine grants."""
+        return replace(self, steps=min(self.steps, capabilities.lease_steps), ms=min(self.ms, capabilities.lease_ms))
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What is sent, what it means for each live request, and why."""
+
+    action_set: ActionSet
+    action: Action  # after the guard
+    reason: str
+
+
+def decide(
+    state: EngineState, record: StepRecord, policy: Policy, lease: LeaseTerms, epoch: int, sequence: int
+) -> Decision:
+    """Look at the record (updates `state`), ask the policy, guard its answer, and pack the action set.
+
+    What the record teaches is learnt by `env.state.learn`: best after the answer is sent, at the latest by the next
+    call.
+    """
+    look(state, record)
+    action = guard(policy.act(state), state)
+    terms = lease.granted(state.capabilities)
+    handles, lengths = pack(state, action)
+    action_set = ActionSet(
+        boot_id=record.boot_id,
+        epoch=epoch,
+        sequence=sequence,
+        valid_until_step=min(record.step + terms.steps, LAST_STEP),
+        valid_until_s=record.time_s + terms.ms / 1000.0,
+        default_length=action.default_length,
+        handles=handles,
+        lengths=lengths,
+        price=action.price,
+        split=action.split,
+        frontier=action.frontier,
+        prune=action.prune,
+        mode=terms.mode,
+        stop=action.stop,
+    )
+    if terms.mode in ("active", "canary"):
+        state.ask(sequence, action.stop)
+    return Decision(action_set, action, action.reason)
+
+
+def guard(action: Action, state: EngineState) -> Action:
+    """Return an action that the engine can run; one that does not fit the live requests becomes the default."""
+    size = np.size(action.lengths)
+    if size != state.requests.size:
+        default = state.capabilities.default_length
+        reason = f"policy gave {size} lengths for {state.requests.size} requests: default length {default}"
+        action = Action(np.full(state.requests.size, default, np.int64), default, reason=reason)
+    return clamp(action, state.capabilities)
+
+
+def pack(state: EngineState, action: Action) -> tuple[list[int], list[int]]:
+    """Return handles and lengths of the requests whose length differs from the default."""
+    named = np.flatnonzero(action.lengths != action.default_length)[:MAX_REQUESTS]
+    return state.requests.column("handle")[named].tolist(), action.lengths[named].tolist()

@@ -1,0 +1,136 @@
+"""Where the sidecar may listen: private ipc:// paths and loopback tcp:// addresses, one owner each.
+
+Called by the daemon before it binds and by status clients. libzmq removes an existing socket file before it binds,
+dead or alive, so ownership is a lock file beside the socket: the kernel drops it with the process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import stat
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import zmq
+
+from ..engine_adapter.settings import IPC_PATH_LIMIT, SettingError, ensure_private_folder, runtime_folder
+from .errors import EndpointError
+
+IPC: Final = "ipc://"
+TCP: Final = "tcp://"
+
+
+class FileLock:
+    """An exclusive lock on a file, held until closed or until the process ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.read(self._file, 32).decode(errors="replace").strip()
+            os.close(self._file)
+            raise BlockingIOError(f"process {holder or 'unknown'}") from None
+        os.ftruncate(self._file, 0)
+        os.write(self._file, f"{os.getpid()}\n".encode())
+
+    def close(self) -> None:
+        """Give the lock back. The file stays: removing it would let two processes lock two files of one name."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+
+class Endpoint:
+    """One address the sidecar owns while this object is open; raises EndpointError if it cannot."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._lock: FileLock | None = None
+        if address.startswith(IPC):
+            self._claim_path(Path(address.removeprefix(IPC)))
+        elif address.startswith(TCP):
+            _require_loopback(address)
+        else:
+            raise EndpointError(f"endpoint {address!r}", "ipc://PATH or tcp://127.0.0.1:PORT", "set link.endpoint")
+
+    def bind(self, socket: zmq.Socket[bytes]) -> None:
+        """Bind the socket, readable and writable for this user alone."""
+        mask = os.umask(0o077)
+        try:
+            socket.bind(self.address)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EADDRINUSE:
+                raise EndpointError(
+                    f"{self.address} is in use", "a free one", "stop its owner or choose another link.endpoint"
+                ) from None
+            raise EndpointError(
+                f"{self.address} cannot be bound: {error.strerror}", remedy="check link.endpoint"
+            ) from None
+        finally:
+            os.umask(mask)
+
+    def close(self) -> None:
+        """Let others have the address."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _claim_path(self, path: Path) -> None:
+        if not path.is_absolute() or len(os.fsencode(path)) > IPC_PATH_LIMIT:
+            raise EndpointError(
+                f"socket path {str(path)!r} of {len(os.fsencode(path))} bytes",
+                f"an absolute path of at most {IPC_PATH_LIMIT}",
+                "set link.endpoint or FASER_RUNTIME_DIR",
+            )
+        try:
+            ensure_private_folder(path.parent)
+        except SettingError as error:
+            raise EndpointError(str(error)) from None
+        if os.path.lexists(path) and not stat.S_ISSOCK(path.lstat().st_mode):
+            raise EndpointError(f"{path} exists and is no socket", "a free path", "move it or set link.endpoint")
+        try:
+            self._lock = FileLock(path.with_name(f"{path.name}.lock"))
+        except BlockingIOError as holder:
+            raise EndpointError(
+                f"{self.address} belongs to a running sidecar ({holder})",
+                "one sidecar each",
+                "stop it or set link.endpoint",
+            ) from None
+        except OSError as error:
+            raise EndpointError(f"{path}.lock: {error.strerror}", remedy="check the folder's permissions") from None
+
+
+def _require_loopback(address: str) -> None:
+    host, _, port = address.removeprefix(TCP).rpartition(":")
+    host = host.strip("[]")
+    try:
+        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = False
+    if not is_loopback or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise EndpointError(
+            f"endpoint {address}", "tcp://127.0.0.1:PORT, since the link is not encrypted", "use loopback or ipc://"
+        )
+
+
+def status_address(endpoint: str, configured: str = "") -> str:
+    """Return where the sidecar of `endpoint` answers status questions: beside it unless configured."""
+    if configured:
+        return configured
+    if endpoint.startswith(IPC):
+        path = Path(endpoint.removeprefix(IPC))
+        name = "status.sock" if path.name == "engine.sock" else f"{path.name}.status"
+        return f"{IPC}{path.with_name(name)}"
+    return f"{IPC}{runtime_folder() / ('status-' + endpoint.rpartition(':')[2] + '.sock')}"

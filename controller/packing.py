@@ -1,0 +1,160 @@
+"""The packed per-request columns of the telemetry file: one blob per step, exact and versioned.
+
+Called by the store's writer and by every reader of a telemetry file. A blob is one version byte and, for version 1,
+a zlib stream of one msgpack array: columns over the step's requests, in the order of the engine's batch.
+"""
+
+from __future__ import annotations
+
+import array
+import sys
+import zlib
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from ..engine_adapter.protocol import RequestRow
+from .errors import StoreError
+
+PACKING_VERSION: Final = 1
+_LEVEL: Final = 1  # twice as fast as the default level, 5 % larger
+
+_IS_SWAPPED: Final = sys.byteorder == "big"
+
+
+class _Columns(msgspec.Struct, array_like=True, gc=False):
+    """Version 1 of the request columns; meanings as in protocol.RequestRow.
+
+    Handles are differences to the one before, confidences one run of little-endian floats of `width` bytes: 4 where
+    that loses nothing, else 8. `counts` says how many of them belong to each request; empty: none has any.
+    """
+
+    handle: list[int]
+    scheduled: list[int]
+    draft_limit: list[int]
+    drafted: list[int]
+    verified: list[int]
+    pruned: list[int]
+    accepted: list[int]
+    emitted: list[int]
+    context: list[int]
+    is_prefill: list[bool]
+    counts: list[int]
+    width: int
+    confidences: bytes
+
+
+_encoder = msgspec.msgpack.Encoder()
+_columns_decoder = msgspec.msgpack.Decoder(_Columns)
+_pair_decoder = msgspec.msgpack.Decoder(tuple[list[int], list[int]])
+
+
+def pack_rows(rows: Sequence[RequestRow]) -> bytes:
+    """Return the blob of a step's request rows."""
+    values = [value for row in rows for value in row.confidences]
+    width, confidences = _pack_floats(values)
+    columns = _Columns(
+        _differences([row.handle for row in rows]),
+        [row.scheduled for row in rows],
+        [row.draft_limit for row in rows],
+        [row.drafted for row in rows],
+        [row.verified for row in rows],
+        [row.pruned for row in rows],
+        [row.accepted for row in rows],
+        [row.emitted for row in rows],
+        [row.context for row in rows],
+        [row.is_prefill for row in rows],
+        [len(row.confidences) for row in rows] if values else [],
+        width,
+        confidences,
+    )
+    return _seal(_encoder.encode(columns))
+
+
+def unpack_rows(blob: bytes) -> list[RequestRow]:
+    """Return the request rows of a blob, equal to what was packed; raise StoreError for anything else."""
+    try:
+        columns = _columns_decoder.decode(_open(blob))
+        values = _unpack_floats(columns.width, columns.confidences)
+    except (msgspec.MsgspecError, zlib.error, ValueError) as error:
+        raise StoreError(f"a packed step cannot be read: {error}", remedy="the file may be damaged") from None
+    rows, start = [], 0
+    counts = columns.counts or [0] * len(columns.handle)
+    columns_in_order = (
+        _sums(columns.handle), columns.scheduled, columns.draft_limit, columns.drafted, columns.verified,
+        columns.pruned, columns.accepted, columns.emitted, columns.context, columns.is_prefill, counts,
+    )  # fmt: skip
+    try:
+        for *fields, count in zip(*columns_in_order, strict=True):
+            rows.append(msgspec.convert((*fields, values[start : start + count]), RequestRow))
+            start += count
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise StoreError(f"a packed step is inconsistent: {error}", remedy="the file may be damaged") from None
+    return rows
+
+
+def pack_lengths(handles: Sequence[int], lengths: Sequence[int]) -> bytes:
+    """Return the blob of a decision's draft lengths per request handle."""
+    return _seal(_encoder.encode((_differences(handles), list(lengths))))
+
+
+def unpack_lengths(blob: bytes) -> dict[int, int]:
+    """Return draft lengths by request handle; raise StoreError for anything but a packed blob."""
+    try:
+        handles, lengths = _pair_decoder.decode(_open(blob))
+        return dict(zip(_sums(handles), lengths, strict=True))
+    except (msgspec.MsgspecError, zlib.error, ValueError) as error:
+        raise StoreError(f"packed lengths cannot be read: {error}", remedy="the file may be damaged") from None
+
+
+def _seal(content: bytes) -> bytes:
+    return bytes((PACKING_VERSION,)) + zlib.compress(content, _LEVEL)
+
+
+def _open(blob: object) -> bytes:
+    """Return the content of a blob; the cell of a damaged file can hold anything."""
+    if not isinstance(blob, bytes):
+        raise ValueError(f"a {type(blob).__name__} instead of bytes")
+    if not blob or blob[0] != PACKING_VERSION:
+        raise StoreError(
+            f"packing version {blob[:1].hex() or 'none'}",
+            f"{PACKING_VERSION:02x}",
+            "read it with the FASER that wrote it",
+        )
+    return zlib.decompress(memoryview(blob)[1:])
+
+
+def _differences(values: Sequence[int]) -> list[int]:
+    return [after - before for before, after in zip((0, *values), values, strict=False)]
+
+
+def _sums(differences: Sequence[int]) -> list[int]:
+    total, sums = 0, []
+    for difference in differences:
+        total += difference
+        sums.append(total)
+    return sums
+
+
+def _pack_floats(values: list[float]) -> tuple[int, bytes]:
+    for width, code in ((4, "f"), (8, "d")):
+        try:
+            packed = array.array(code, values)
+        except OverflowError:  # beyond single precision
+            continue
+        if width == 8 or packed.tolist() == values:
+            return width, _little_endian(packed).tobytes()
+    raise AssertionError("unreachable: doubles hold every float")
+
+
+def _unpack_floats(width: int, content: bytes) -> list[float]:
+    values = array.array("f" if width == 4 else "d")
+    values.frombytes(content)
+    return _little_endian(values).tolist()
+
+
+def _little_endian(values: array.array[float]) -> array.array[float]:
+    if _IS_SWAPPED:
+        values.byteswap()
+    return values

@@ -1,0 +1,112 @@
+"""What the sidecar tells about itself, as JSON: the reply to status questions.
+
+Built by the daemon, read by `faser status`, `faser top` and the demo. Fields may be added; readers ignore unknown ones.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+from .errors import EndpointError
+
+SNAPSHOT_VERSION: Final = 1
+QUESTION: Final = b"status"
+
+# busy: stepping; idle: nothing to do; silent: busy when last heard, too long ago; stopped: said goodbye; gone: died
+Presence = Literal["busy", "idle", "silent", "stopped", "gone"]
+
+
+class EngineStatus(msgspec.Struct, frozen=True):
+    """One engine: totals since the sidecar met it, rates over the last seconds of its own clock."""
+
+    boot_id: str
+    pid: int
+    host: str
+    model: str
+    drafter: str
+    method: str
+    device: str
+    vllm_version: str
+    adapter_version: str
+    k_max: int
+    presence: Presence
+    last_record_age_s: float | None
+    running: int
+    waiting: int
+    kv_usage: float  # 0..1
+    steps_per_s: float
+    tokens_per_s: float
+    step_ms: float
+    adapter_us: float  # of the last step
+    acceptance_rate: float | None
+    acceptance_by_position: list[float | None]
+    mean_draft_length: float
+    length_histogram: list[int]  # request-steps by drafted tokens, 0..k_max
+    lease_share: float  # 0..1 of the window's steps
+    lease_age_s: float | None  # since the action set in force was sent; None: the engine's default holds
+    records: int
+    decisions: int
+    sends_dropped: int
+    failures: int  # records on which deciding failed
+    gaps: int
+    lost_records: int
+    late_records: int
+    engine_dropped: int  # records the engine could not send
+    engine_rejected: int  # our messages the engine refused
+    decision_us_p50: float
+    decision_us_p99: float
+    reason: str  # of the last decision
+
+
+class LinkStatus(msgspec.Struct, frozen=True):
+    """The wire, all engines together."""
+
+    endpoint: str
+    received: int
+    sent: int
+    dropped: dict[str, int]  # by reason
+    disconnects: int
+
+
+class StoreStatus(msgspec.Struct, frozen=True):
+    """The telemetry file; an empty path: not recording by configuration."""
+
+    path: str
+    written: int
+    queued: int
+    dropped: int
+    error: str
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """The whole sidecar at one moment."""
+
+    version: int
+    faser_version: str
+    pid: int
+    epoch: int
+    uptime_s: float
+    policy: str
+    link: LinkStatus
+    store: StoreStatus
+    engines: list[EngineStatus]
+
+
+def encode_snapshot(snapshot: Snapshot) -> bytes:
+    """Return the snapshot as one JSON object."""
+    return msgspec.json.encode(snapshot)
+
+
+def decode_snapshot(content: bytes) -> Snapshot:
+    """Return the snapshot of a reply; raise EndpointError for anything else."""
+    try:
+        snapshot = msgspec.json.decode(content, type=Snapshot)
+    except msgspec.MsgspecError as error:
+        raise EndpointError(
+            f"a status reply that cannot be read ({error})", "a sidecar of this version", "update both"
+        ) from None
+    if snapshot.version != SNAPSHOT_VERSION:
+        raise EndpointError(f"status version {snapshot.version}", str(SNAPSHOT_VERSION), "update FASER or the sidecar")
+    return snapshot

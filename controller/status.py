@@ -1,0 +1,120 @@
+"""`faser status` and the way every reader asks a running sidecar how it is.
+
+`ask` is used by top, the demo and tests. Asking never disturbs the loop: one small frame, one JSON reply.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import zmq
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .config import LinkConfig
+from .endpoint import IPC, status_address
+from .errors import NotRunningError
+from .snapshot import QUESTION, EngineStatus, Snapshot, decode_snapshot, encode_snapshot
+
+TIMEOUT_S: Final = 2.0
+
+
+def ask(link: LinkConfig, timeout_s: float = TIMEOUT_S) -> Snapshot:
+    """Return the running sidecar's snapshot; raise NotRunningError if none answers in time."""
+    address = status_address(link.endpoint, link.status_endpoint)
+    if address.startswith(IPC) and not Path(address.removeprefix(IPC)).exists():
+        raise _not_running(address, "no socket there")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        with context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(address)
+            socket.send(QUESTION, zmq.NOBLOCK)
+            if not socket.poll(int(timeout_s * 1e3)):
+                hint = "; if one runs, it hangs or is stopped: continue or end it"
+                raise _not_running(address, f"no answer within {timeout_s:g} s", hint)
+            return decode_snapshot(socket.recv())
+    except zmq.ZMQError as error:
+        raise _not_running(address, str(error)) from None
+    finally:
+        context.term()
+
+
+def _not_running(address: str, seen: str, hint: str = "") -> NotRunningError:
+    return NotRunningError(f"no sidecar runs at {address} ({seen})", remedy=f"start one with: faser sidecar{hint}")
+
+
+def run_status(link: LinkConfig, is_json: bool) -> int:
+    """Print the snapshot once."""
+    snapshot = ask(link)
+    console = Console(soft_wrap=True)
+    if is_json:
+        console.out(encode_snapshot(snapshot).decode(), highlight=False)
+    else:
+        console.print(Text(overview(snapshot)))
+        for engine in snapshot.engines:
+            console.print(engine_table(engine))
+    return 0
+
+
+def overview(snapshot: Snapshot) -> str:
+    """Return the sidecar's own lines: policy, link, telemetry."""
+    link, store = snapshot.link, snapshot.store
+    dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(link.dropped.items())) or "none"
+    if not store.path:
+        telemetry = "off"
+    elif store.error:
+        telemetry = f"STOPPED: {store.error} ({store.path})"
+    else:
+        telemetry = f"{store.path}: {store.written} written, {store.queued} waiting, {store.dropped} dropped"
+    return (
+        f"sidecar {snapshot.faser_version}, pid {snapshot.pid}, up {snapshot.uptime_s:.0f} s, "
+        f"policy {snapshot.policy}\n"
+        f"link {link.endpoint}: {link.received} in, {link.sent} out, dropped {dropped}, "
+        f"{link.disconnects} disconnects\n"
+        f"telemetry {telemetry}\n"
+        f"engines {len(snapshot.engines) or 'none yet: start one with faser serve MODEL'}"
+    )
+
+
+def engine_table(engine: EngineStatus) -> Table:
+    """Return one engine's figures as two columns."""
+    table = Table(title=Text(f"{engine.boot_id}: {engine.model}"), title_justify="left", show_header=False)
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for name, text in engine_lines(engine):
+        table.add_row(name, Text(text))  # names and paths are not markup
+    return table
+
+
+def engine_lines(engine: EngineStatus) -> list[tuple[str, str]]:
+    """Return one engine's figures as (name, text)."""
+    age = "never heard" if engine.last_record_age_s is None else f"last record {engine.last_record_age_s:.1f} s ago"
+    lease = "engine's default" if engine.lease_age_s is None else f"held, {engine.lease_age_s * 1e3:.0f} ms old"
+    positions = " ".join("-" if share is None else f"{share:.2f}" for share in engine.acceptance_by_position)
+    rate = "-" if engine.acceptance_rate is None else f"{engine.acceptance_rate:.2f}"
+    return [
+        (
+            "engine",
+            f"vLLM {engine.vllm_version} on {engine.device}, {engine.method} {engine.drafter}, pid {engine.pid}",
+        ),
+        ("presence", f"{engine.presence}, {age}"),
+        ("load", f"{engine.running} running, {engine.waiting} waiting, KV cache {engine.kv_usage:.0%}"),
+        ("rate", f"{engine.tokens_per_s:.1f} tokens/s, {engine.steps_per_s:.1f} steps/s of {engine.step_ms:.1f} ms"),
+        ("lengths", f"mean {engine.mean_draft_length:.2f} of {engine.k_max}"),
+        ("acceptance", f"{rate}, by position {positions}"),
+        ("lease", f"{lease}, {engine.lease_share:.1%} of the last steps"),
+        (
+            "link",
+            f"{engine.records} records, {engine.lost_records} lost in {engine.gaps} gaps, {engine.late_records} late, "
+            f"engine dropped {engine.engine_dropped}, rejected {engine.engine_rejected}",
+        ),
+        (
+            "decisions",
+            f"{engine.decisions}, {engine.decision_us_p50:.0f} us p50, {engine.decision_us_p99:.0f} us p99, "
+            f"{engine.sends_dropped} not sent, {engine.failures} failed; adapter {engine.adapter_us:.0f} us/step",
+        ),
+        ("reason", engine.reason or "-"),
+    ]

@@ -1,0 +1,259 @@
+"""The telemetry file's one writer: a thread that takes what the daemon hands over and commits it in batches.
+
+Called by the daemon. Handing over never blocks: when the queue is full or the disk has failed, entries are dropped
+and counted. Exactly one connection writes and checkpoints (SQLite before 3.51.3 can corrupt a WAL file otherwise).
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from sqlite_utils import Database
+
+from ..engine_adapter.protocol import ActionSet, Hello, StepRecord
+from .endpoint import FileLock
+from .errors import StoreError
+from .schema import Row, create, engine_row, event_row, notice_row, step_row
+
+logger = logging.getLogger(__name__)
+
+ENTRIES_PER_COMMIT: Final = 512
+
+
+@dataclass(frozen=True, slots=True)
+class RunEntry:
+    """One life of the sidecar."""
+
+    epoch: int
+    started_ns: int
+    version: str
+    config: str  # JSON
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEntry:
+    """An engine introduced itself."""
+
+    hello: Hello
+    received_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepEntry:
+    """A step record and, on the newest record of a batch, the decision that was made on it."""
+
+    record: StepRecord
+    received_ns: int
+    action: ActionSet | None = None
+    reason: str = ""
+    decision_s: float = 0.0
+    is_sent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeEntry:
+    """Something the sidecar noticed about an engine; `boot_id` is empty where it concerns none."""
+
+    boot_id: str
+    kind: str
+    detail: str
+    received_ns: int
+
+
+Entry: TypeAlias = EngineEntry | StepEntry | NoticeEntry
+
+
+@dataclass(frozen=True, slots=True)
+class StoreHealth:
+    """How the store is doing; `error` is empty while it records."""
+
+    path: str
+    written: int
+    queued: int
+    dropped: int
+    error: str
+
+
+class Store:
+    """A telemetry file open for writing; raises StoreError when it cannot be written at start."""
+
+    def __init__(self, path: Path, run: RunEntry, queue_entries: int = 20_000, flush_s: float = 0.5) -> None:
+        self._path = path
+        self._queue: deque[Entry] = deque()
+        self._queue_entries = queue_entries
+        self._flush_s = flush_s
+        self._written = self._dropped = self._unwritable = 0
+        self._has_waited = False
+        self._error = ""
+        self._engine_keys: dict[str, int] = {}
+        self._lock, self._database, self._run_key = _open(path, run)
+        self._is_stopping = threading.Event()
+        self._thread = threading.Thread(target=self._write_until_closed, name="faser-store", daemon=True)
+        self._thread.start()
+
+    def put(self, entry: Entry) -> bool:
+        """Hand an entry over; False if it had to be dropped."""
+        is_full = len(self._queue) >= self._queue_entries and not isinstance(entry, EngineEntry)  # steps need its key
+        if self._error or is_full:
+            self._dropped += 1
+            return False
+        self._queue.append(entry)
+        return True
+
+    def health(self) -> StoreHealth:
+        """Return how many entries were written, wait and were dropped."""
+        return StoreHealth(str(self._path), self._written, len(self._queue), self._dropped, self._error)
+
+    def close(self, timeout_s: float = 3.0) -> None:
+        """Write what waits, at most for `timeout_s`, and close the file."""
+        self._is_stopping.set()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.error("telemetry: %d entries were not written within %g s", len(self._queue), timeout_s)
+            return
+        self._database.close()
+        self._lock.close()
+
+    def _write_until_closed(self) -> None:
+        while True:
+            is_last = self._is_stopping.wait(self._flush_s)
+            try:
+                while self._queue and not self._error:
+                    self._write_batch()
+            except (sqlite3.Error, OSError) as error:
+                if _is_busy(error) and not is_last:
+                    self._note_busy()  # what waits is written when the other one lets go
+                else:
+                    self._stop_recording(str(error))
+            except Exception as error:  # a bug here must not end deciding either
+                logger.exception("telemetry writer failed")
+                self._stop_recording(repr(error))
+            if is_last:
+                return
+
+    def _write_batch(self) -> None:
+        batch = [self._queue.popleft() for _ in range(min(len(self._queue), ENTRIES_PER_COMMIT))]
+        try:
+            self._commit(batch)
+        except (OverflowError, ValueError, KeyError):  # a number no SQLite column holds: find it, keep the others
+            for entry in batch:
+                self._commit_alone(entry)
+        except BaseException as error:
+            if _is_busy(error):
+                self._queue.extendleft(reversed(batch))
+            else:
+                self._dropped += len(batch)
+            raise
+
+    def _commit(self, batch: Sequence[Entry]) -> None:
+        known = dict(self._engine_keys)
+        try:
+            with self._database.atomic():
+                self._insert(batch)
+        except BaseException:
+            self._engine_keys = known  # rows made in this transaction are gone
+            raise
+        self._written += len(batch)
+
+    def _commit_alone(self, entry: Entry) -> None:
+        try:
+            self._commit([entry])
+        except (OverflowError, ValueError, KeyError) as error:
+            self._dropped += 1
+            self._unwritable += 1
+            if self._unwritable == 1:
+                logger.warning("telemetry: an entry cannot be written (%r); further ones are only counted", error)
+
+    def _note_busy(self) -> None:
+        if not self._has_waited:
+            self._has_waited = True
+            logger.warning("telemetry: %s is locked by another program; records wait until it lets go", self._path)
+
+    def _insert(self, batch: Sequence[Entry]) -> None:
+        steps: list[Row] = []
+        events: list[Row] = []
+        key: int | None
+        for entry in batch:
+            if isinstance(entry, EngineEntry):
+                key = self._engine_key(entry)
+                rows = [event_row(event, entry.received_ns, None) for event in entry.hello.roster]
+                rows.append(notice_row("hello", "", entry.received_ns))
+            elif isinstance(entry, StepEntry):
+                key = self._engine_keys[entry.record.boot_id]
+                steps.append(self._keyed(key, _step_row(entry)))
+                rows = [event_row(event, entry.received_ns, entry.record.counter) for event in entry.record.events]
+            else:
+                key = self._engine_keys.get(entry.boot_id)
+                rows = [notice_row(entry.kind, entry.detail, entry.received_ns)]
+            events += [self._keyed(key, row) for row in rows]
+        self._database.table("steps").insert_all(steps)
+        self._database.table("events").insert_all(events)
+
+    def _keyed(self, engine: int | None, row: Row) -> Row:
+        return {"engine": engine, "run": self._run_key, **row}
+
+    def _engine_key(self, entry: EngineEntry) -> int:
+        """Return the key of the engine's row, made now if this file never saw that boot."""
+        boot_id = entry.hello.boot_id
+        if boot_id not in self._engine_keys:
+            seen = self._database.execute("SELECT id FROM engines WHERE boot_id = ?", [boot_id]).fetchone()
+            if seen is None:
+                self._database.table("engines").insert(engine_row(entry.hello, entry.received_ns))
+                seen = self._database.execute("SELECT id FROM engines WHERE boot_id = ?", [boot_id]).fetchone()
+            self._engine_keys[boot_id] = seen[0]
+        return self._engine_keys[boot_id]
+
+    def _stop_recording(self, reason: str) -> None:
+        self._error = reason or "unknown"
+        self._dropped += len(self._queue)
+        self._queue.clear()
+        logger.error(
+            "ALARM telemetry stops, deciding goes on: %s: %s; free the disk and restart the sidecar", self._path, reason
+        )
+
+
+def _is_busy(error: BaseException) -> bool:
+    """Return whether another program, such as a SQLite shell, holds the file's write lock."""
+    return isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY
+
+
+def _step_row(entry: StepEntry) -> Row:
+    return step_row(entry.record, entry.received_ns, entry.action, entry.reason, entry.decision_s, entry.is_sent)
+
+
+def _open(path: Path, run: RunEntry) -> tuple[FileLock, Database, int]:
+    """Open and prepare the file in the caller's thread, so that what is wrong with it ends the start."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():  # a folder, /dev/null: leave nothing beside it
+            raise StoreError(f"{path} is no regular file", "a telemetry file or a free path", "set store.path")
+        lock = FileLock(path.with_name(f"{path.name}.lock"))
+    except BlockingIOError as holder:
+        raise StoreError(f"{path} is written by {holder}", "one writer per file", "choose another store.path") from None
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be written: {error.strerror}", "a writable path", "set store.path or store.enabled = false"
+        ) from None
+    try:
+        database = Database(sqlite3.connect(path, check_same_thread=False, timeout=1.0))
+        create(database)
+        database.enable_wal()
+        database.execute("PRAGMA synchronous = NORMAL")
+        database.table("runs").insert(
+            {"epoch": run.epoch, "started_ns": run.started_ns, "version": run.version, "config": run.config}
+        )
+        key: int = database.execute("SELECT max(id) FROM runs").fetchone()[0]
+    except StoreError as error:
+        lock.close()
+        raise StoreError(f"{path}: {error.seen}", error.expected, error.remedy or "set store.path") from None
+    except sqlite3.Error as error:
+        lock.close()
+        raise StoreError(f"{path} cannot be written: {error}", "a writable SQLite file", "set store.path") from None
+    return lock, database, key
