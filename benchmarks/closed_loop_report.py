@@ -1,0 +1,346 @@
+"""Results of closed_loop.py: their file, their statistics, and the table and picture made from them.
+
+    python benchmarks/closed_loop_report.py [--json benchmarks/results/closed_loop.json] [--docs docs]
+
+Rewrites the table in docs/results.md between its markers, and docs/closed_loop.svg, from the JSON file alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from scipy import stats
+
+Floats = npt.NDArray[np.float64]
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "closed_loop.json"
+OURS = "faser"
+BEGIN, END = "<!-- closed loop: begin -->", "<!-- closed loop: end -->"
+WANTED_HALF_WIDTH = 0.03
+LEAST_RATIO, LEAST_LOW = 0.99, 0.97
+LEAST_PAIRS = 3  # fewer undisturbed pairs than these: the disturbed ones count too, and the table says so
+HEADING = "# Results\n"
+NAMES = {"none": "no speculation", OURS: "FASER"}
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """Where it ran."""
+
+    cpu: str
+    cores: int
+    memory_gib: float
+    system: str
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What must be the same for windows to be compared."""
+
+    window_s: float
+    max_tokens: int
+    max_prompt_tokens: int
+    threads: int
+    k_max: int
+    policy: str
+    target: str
+    drafter_sha256: str
+    arguments: tuple[str, ...]
+
+
+class Window(msgspec.Struct, frozen=True):
+    """One arm under one load for one window. Shares are of one core; counts are of the run with its ramp."""
+
+    round: int
+    load: int
+    arm: str
+    tokens_per_s: float
+    window_s: float
+    ramp_s: float
+    tokens: int
+    requests: int
+    failed: int
+    drafts: int  # vLLM's counters
+    draft_tokens: int
+    accepted_tokens: int
+    engine_cpu: float  # with its sidecar
+    client_cpu: float
+    other_cpu: float
+    steal_share: float  # of all cores' time
+    load_average: float
+    is_disturbed: bool
+    attempt: int
+    at: str
+
+
+class Results(msgspec.Struct):
+    """The whole file; `commits` are those the code had when windows were added."""
+
+    machine: Machine
+    versions: dict[str, str]
+    commits: list[str]
+    settings: Settings
+    windows: list[Window] = []
+
+    def loads(self) -> list[int]:
+        """Return the loads measured, ascending."""
+        return sorted({window.load for window in self.windows})
+
+    def arms(self) -> list[str]:
+        """Return the arms measured, in the table's order."""
+        return sorted({window.arm for window in self.windows}, key=lambda arm: (arm == OURS, arm != "none", arm))
+
+    def rates(self, load: int, is_clean: bool = False) -> dict[str, Floats]:
+        """Return tokens/s by arm, (rounds,) each; NaN where an arm was not measured or, if asked for, disturbed."""
+        windows = [window for window in self.windows if window.load == load]
+        count = 1 + max((window.round for window in windows), default=-1)
+        rates = {arm: np.full(count, np.nan) for arm in self.arms()}
+        for window in windows:  # a repeated window comes later and counts instead
+            dirty = is_clean and window.is_disturbed
+            rates[window.arm][window.round] = np.nan if dirty else window.tokens_per_s
+        return rates
+
+
+def read_results(path: Path) -> Results:
+    """Read the file; msgspec's errors name the field."""
+    return msgspec.json.decode(path.read_bytes(), type=Results)
+
+
+def write_results(results: Results, path: Path) -> None:
+    """Replace the file at once: a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+    part.replace(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A ratio with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+    pairs: int
+
+    @property
+    def half_width(self) -> float:
+        """Half of the interval's width; NaN with fewer than two pairs."""
+        return (self.high - self.low) / 2
+
+    def is_sharp(self) -> bool:
+        """Return whether the ratio counts."""
+        return self.half_width <= WANTED_HALF_WIDTH
+
+    def meets_envelope(self) -> bool:
+        """Return whether the ratio meets the bar of the envelope."""
+        return self.is_sharp() and self.value >= LEAST_RATIO and self.low >= LEAST_LOW
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def paired_ratio(logs: Floats) -> Ratio:
+    """Return the geometric mean of paired ratios, given as logarithms (n,), NaN left out.
+
+    Student's interval, not a bootstrap's: with the handful of rounds there is time for, resampling them gives
+    intervals that are too narrow.
+    """
+    logs = logs[~np.isnan(logs)]
+    if not len(logs):
+        return Ratio(math.nan, math.nan, math.nan, 0)
+    mean = float(logs.mean())
+    if len(logs) < 2:
+        return Ratio(math.exp(mean), math.nan, math.nan, 1)
+    reach = float(stats.t.ppf(0.975, len(logs) - 1)) * float(logs.std(ddof=1)) / math.sqrt(len(logs))
+    return Ratio(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach), len(logs))
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """FASER against the best rival. `rivals` were chosen on the even and on the odd rounds."""
+
+    ratio: Ratio
+    rivals: tuple[str, ...]
+    is_disturbed: bool = False
+
+
+def envelope(rates: Mapping[str, Floats], ours: str = OURS) -> Envelope:
+    """Choose the best rival on every other round, compare with it on the rounds between; then the other way round.
+
+    So every round is compared, and none with a rival chosen by it.
+    """
+    rivals = {arm: np.log(rate) - np.log(rates[ours]) for arm, rate in rates.items() if arm != ours}
+    is_even = np.arange(len(rates[ours])) % 2 == 0
+    logs, chosen = [], []
+    for choosing in (is_even, ~is_even):
+        level = {arm: float(np.nanmean(log[choosing])) for arm, log in rivals.items() if _has_any(log[choosing])}
+        if level:
+            chosen.append(max(level, key=level.__getitem__))
+            logs.append(-rivals[chosen[-1]][~choosing])
+    return Envelope(paired_ratio(np.concatenate(logs) if logs else np.array([])), tuple(chosen))
+
+
+def _has_any(values: Floats) -> bool:
+    return bool((~np.isnan(values)).any())
+
+
+def envelope_at(results: Results, load: int) -> Envelope:
+    """Return the envelope ratio at a load, from undisturbed windows if there are enough of them."""
+    clean, whole = envelope(results.rates(load, is_clean=True)), envelope(results.rates(load))
+    if clean.ratio.pairs >= min(LEAST_PAIRS, whole.ratio.pairs):
+        return clean
+    return Envelope(whole.ratio, whole.rivals, is_disturbed=True)
+
+
+def over_none(results: Results, load: int) -> Ratio:
+    """Return FASER over no speculation at a load, from the same windows as the envelope."""
+    rates = results.rates(load, is_clean=not envelope_at(results, load).is_disturbed)
+    return paired_ratio(np.log(rates[OURS]) - np.log(rates["none"]))
+
+
+def name_of(arm: str) -> str:
+    """Return an arm's name for people."""
+    return NAMES.get(arm, f"k = {arm[1:]}")
+
+
+def table_rows(results: Results) -> tuple[list[str], list[list[str]]]:
+    """Return the table's heading and its rows, one per load."""
+    arms, has_ratio = results.arms(), OURS in results.arms()
+    heading = ["requests", *(name_of(arm) for arm in arms)]
+    if has_ratio:
+        heading += ["FASER's length", "over none", "over the best rival", "rival", "pairs", "bar"]
+    return heading, [_row(results, load, arms, has_ratio) for load in results.loads()]
+
+
+def _row(results: Results, load: int, arms: Sequence[str], has_ratio: bool) -> list[str]:
+    rates = results.rates(load)
+    row = [str(load), *(_spread(rates[arm]) for arm in arms)]
+    if not has_ratio:
+        return row
+    best = envelope_at(results, load)
+    rivals = " / ".join(dict.fromkeys(name_of(arm) for arm in best.rivals))
+    verdict = "met" if best.ratio.meets_envelope() else "missed" if best.ratio.is_sharp() else "open"
+    over = str(over_none(results, load)) if "none" in arms else ""
+    pairs = f"{best.ratio.pairs}{' *' if best.is_disturbed else ''}"
+    return [*row, f"{mean_length(results, load):.2f}", over, str(best.ratio), rivals, pairs, verdict]
+
+
+def _spread(rates: Floats) -> str:
+    rates = rates[~np.isnan(rates)]
+    if not len(rates):
+        return ""
+    return f"{np.median(rates):.0f} ({rates.min():.0f} to {rates.max():.0f})"
+
+
+def mean_length(results: Results, load: int, arm: str = OURS) -> float:
+    """Return the draft tokens verified per token that no draft gave, i.e. per request and step."""
+    windows = [window for window in results.windows if window.load == load and window.arm == arm]
+    own = sum(window.tokens - window.accepted_tokens for window in windows)
+    return sum(window.draft_tokens for window in windows) / own if own > 0 else math.nan
+
+
+def markdown(results: Results) -> str:
+    """Return the section for docs/results.md."""
+    heading, rows = table_rows(results)
+    lines = [f"| {' | '.join(cells)} |" for cells in (heading, ["--:"] * len(heading), *rows)]
+    return "\n".join([BEGIN, "## Closed loop", "", *_conditions(results), "", *lines, "", *_legend(results), END, ""])
+
+
+def _conditions(results: Results) -> list[str]:
+    machine, settings = results.machine, results.settings
+    versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
+    return [
+        f"{settings.target} on {machine.cpu}, {machine.cores} cores, {settings.threads} of them for the engine's",
+        f"threads; {versions};",
+        f"commit {', '.join(results.commits)}; drafter sha256 {settings.drafter_sha256[:12]}.",
+        f"Each of N clients sends its next held-out prompt when its {settings.max_tokens}-token answer is done;",
+        "the first answers are staggered. Greedy, the five kinds of prompts in turn, the same prompts for each arm of",
+        "a round. Every arm is a vLLM server of its own; one works, the others are halted.",
+        f"Policy: {settings.policy}, longest draft {settings.k_max}.",
+        "",
+        "![tokens/s relative to no speculation](closed_loop.svg)",
+    ]
+
+
+def _legend(results: Results) -> list[str]:
+    disturbed = sum(window.is_disturbed for window in results.windows)
+    return [
+        "Tokens/s: median (lowest to highest) over rounds. *FASER's length*: draft tokens verified per request and",
+        "step. Ratios: geometric mean over paired rounds with its 95 % interval. The best rival is chosen on every",
+        "other round and compared on the rounds between, and the other way round.",
+        f"*Bar*: ratio at least {LEAST_RATIO}, lower end at least {LEAST_LOW}, half-width at most "
+        f"{WANTED_HALF_WIDTH:.0%}; *open*: the interval is still wider.",
+        f"{len(results.windows)} windows, {disturbed} of them disturbed by other work or stolen time and repeated; "
+        "* marks loads that use such windows.",
+        "Reproduce: `python benchmarks/closed_loop.py --docs docs`.",
+        "",
+    ]
+
+
+def write_markdown(results: Results, path: Path) -> None:
+    """Put the section between its markers in the file, or at its end."""
+    text = path.read_text() if path.exists() else HEADING
+    if BEGIN in text and END in text:
+        before, after = text.split(BEGIN)[0], text.split(END)[1].removeprefix("\n")
+    else:
+        before, after = text.rstrip("\n") + "\n\n", ""
+    path.write_text(before + markdown(results) + after)
+
+
+def write_picture(results: Results, path: Path) -> None:
+    """Draw each arm's tokens/s over the load, relative to no speculation (else to the first arm)."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    loads, arms = results.loads(), results.arms()
+    base = "none" if "none" in arms else arms[0]
+    figure = Figure(figsize=(7.0, 3.4), layout="constrained")
+    axes = figure.add_subplot()
+    for arm in arms:
+        ratios = [paired_ratio(np.log(rates[arm]) - np.log(rates[base])) for rates in map(results.rates, loads)]
+        values = np.array([ratio.value for ratio in ratios])
+        reach = np.array([[r.value - r.low for r in ratios], [r.high - r.value for r in ratios]])
+        style = {"color": "black", "linewidth": 2.2, "zorder": 5} if arm == OURS else {"linewidth": 1.2}
+        axes.errorbar(
+            loads, values, np.nan_to_num(reach), marker="o", markersize=3.5, capsize=2, label=name_of(arm), **style
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(loads, [str(load) for load in loads])
+    axes.set_xlabel("concurrent requests")
+    axes.set_ylabel(f"tokens/s over {name_of(base)}")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    with rc_context({"svg.hashsalt": "closed_loop"}):
+        FigureCanvasSVG(figure).print_svg(path, metadata={"Date": None})
+
+
+def write_documents(results: Results, docs: Path) -> None:
+    """Write table and picture."""
+    docs.mkdir(parents=True, exist_ok=True)
+    write_markdown(results, docs / "results.md")
+    write_picture(results, docs / "closed_loop.svg")
+
+
+def main() -> None:
+    """Write the documents anew."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs")
+    options = parser.parse_args()
+    if not options.json.exists():
+        print(f"closed_loop_report: no results at {options.json}; run benchmarks/closed_loop.py first")
+        return
+    write_documents(read_results(options.json), options.docs)
+    print(f"closed_loop_report: wrote {options.docs / 'results.md'} and closed_loop.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Measure the decision core: observe + policy + guard + pack, one thread.
+
+    OMP_NUM_THREADS=1 python benchmarks/decide.py [--policy price] [--k-max 7] [--steps 2000] [--no-confidence] [--json]
+
+Each step's record is made beforehand; every 20th step one request finishes and another arrives. `decide` is the
+whole call, `policy` the policy's part alone, `learn` what the record teaches, done after the answer is out. Times are
+wall time; run it on an idle core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+
+import numpy as np
+
+from faser.controller.decide import LeaseTerms, decide
+from faser.engine_adapter.protocol import RequestEvent, RequestRow, StepRecord
+from faser.env.spaces import Capabilities
+from faser.env.state import EngineState, learn
+from faser.models.policy import make_policy
+
+BATCHES = (16, 64, 256)
+PARTS = ("decide", "policy", "learn")
+
+
+def make_records(batch: int, k_max: int, steps: int, is_confident: bool) -> list[StepRecord]:
+    """Return the records of a steady batch in which requests come and go and accept differently."""
+    chance = random.Random(0)
+    handles, newest, time_s, records = list(range(1, batch + 1)), batch, 0.0, []
+    for step in range(steps):
+        events = []
+        if step % 20 == 19:
+            gone, newest = handles.pop(0), newest + 1
+            handles.append(newest)
+            events = [
+                RequestEvent("finish", gone, time_s, 99),
+                RequestEvent("arrival", newest, time_s, 80, f"r{newest}"),
+            ]
+        rows = [_row(chance, handle, k_max, step, is_confident) for handle in handles]
+        drafts = sum(row.verified for row in rows)
+        draft_s, verify_s = 0.004 + 1e-5 * drafts, (0.012 + 6e-5 * (batch + drafts)) * chance.lognormvariate(0, 0.05)
+        time_s += draft_s + verify_s
+        records.append(
+            StepRecord(
+                boot_id="boot", counter=step, step=step, time_s=time_s, step_s=draft_s + verify_s, schedule_s=1e-4,
+                verify_s=verify_s, sample_s=0.0, draft_s=draft_s, overlap_s=0.0, adapter_s=0.0, running=batch,
+                waiting=0, prefill_tokens=0, decode_tokens=batch, draft_tokens=drafts, kv_usage=0.5, split=None,
+                frontier=None, lease_epoch=1, lease_sequence=step, dropped=0, rejected=0, events=events, rows=rows,
+            )
+        )  # fmt: skip
+    return records
+
+
+def _row(chance: random.Random, handle: int, k_max: int, step: int, is_confident: bool) -> RequestRow:
+    drafted, accepted, level = chance.randint(0, k_max), 0, 0.5 + 0.4 * (handle % 3 - 1)
+    sure = tuple(chance.betavariate(3.0 * level, 3.0 - 3.0 * level) for _ in range(drafted))
+    while accepted < drafted and chance.random() < sure[accepted]:
+        accepted += 1
+    return RequestRow(
+        handle, 1 + drafted, drafted, drafted, drafted, 0, accepted, accepted + 1, 100 + step, False,
+        sure if is_confident else (),
+    )  # fmt: skip
+
+
+def measure(batch: int, policy_name: str, k_max: int, steps: int, is_confident: bool) -> dict[str, float]:
+    """Return percentiles in microseconds over the second half of the steps."""
+    capabilities = Capabilities(k_max=k_max)
+    state, policy = EngineState(capabilities), make_policy(policy_name, capabilities)
+    whole, alone, after = [], [], []
+    for sequence, record in enumerate(make_records(batch, k_max, steps, is_confident)):
+        start = time.perf_counter()
+        decide(state, record, policy, LeaseTerms(), 1, sequence)
+        decided = time.perf_counter()
+        learn(state)
+        learnt = time.perf_counter()
+        policy.act(state)
+        alone.append(time.perf_counter() - learnt)
+        whole.append(decided - start)
+        after.append(learnt - decided)
+    half = steps // 2
+    spread = {name: np.array(times[half:]) * 1e6 for name, times in zip(PARTS, (whole, alone, after), strict=True)}
+    return {f"{name}_p{p}_us": float(np.percentile(values, p)) for name, values in spread.items() for p in (50, 99)}
+
+
+def main() -> None:
+    """Print one row per batch size, or one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", default="price")
+    parser.add_argument("--k-max", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--no-confidence", action="store_true", help="records without the drafter's confidences")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    is_confident, k_max = not arguments.no_confidence, arguments.k_max
+    results = {batch: measure(batch, arguments.policy, k_max, arguments.steps, is_confident) for batch in BATCHES}
+    if arguments.json:
+        setting = {"policy": arguments.policy, "k_max": k_max, "has_confidence": is_confident}
+        print(json.dumps(setting | {"requests": results}))
+        return
+    print(f"{'requests':>8}" + "".join(f" {part + ' p50':>11} {'p99 us':>9}" for part in PARTS))
+    for batch, row in results.items():
+        print(
+            f"{batch:>8}" + "".join(f" {row[f'{part}_p50_us']:>11.0f} {row[f'{part}_p99_us']:>9.0f}" for part in PARTS)
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Decision round trip: record out -> action in force. `python benchmarks/round_trip.py [--json]`.
+
+A real sidecar process (`faser sidecar`, policy price, recording to SQLite) and a real engine-side link. Each step sends
+a record of 64 or 256 requests and waits until the answering action set is in the engine's inbox, as `Steering` would
+find it. Bounds (DESIGN section 8, idle cores): 64 requests p50 <= 300 us and p99 <= 2 ms, 256 requests p50 <= 800 us.
+On a busy machine compare the CPU time per decision instead, which is printed beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+
+from faser.engine_adapter import protocol as wire
+from faser.engine_adapter.link import EngineLink
+
+PAUSE_S = 0.005  # between two steps, about the shortest step of a real engine
+BOUNDS_US = {64: (300.0, 2000.0), 256: (800.0, float("inf"))}
+
+
+class Inbox(deque[wire.FromController]):
+    """An inbox that notes when its newest message arrived, perf_counter seconds."""
+
+    arrived_s = 0.0
+
+    def append(self, message: wire.FromController) -> None:
+        """Take a message in, on the link's thread."""
+        self.arrived_s = time.perf_counter()
+        super().append(message)
+
+
+def hello(boot_id: str) -> wire.Hello:
+    """Introduce an engine that does not exist."""
+    return wire.Hello(
+        boot_id=boot_id, pid=os.getpid(), host="", adapter_version="", vllm_version="0.32.0", model="none",
+        device="cpu", runner="v1", is_async=False, method="eagle3", drafter="", k_max=6, default_length=0,
+        default_table=[], max_requests=256, max_batched_tokens=4096, kv_tokens=1 << 20, graph_sizes=[],
+        splits=["unsplit"], exit_layers=[], tensor_parallel=1, pipeline_parallel=1, data_parallel=1,
+        data_parallel_rank=0, lease_steps=32, lease_ms=1000, roster=[],
+    )  # fmt: skip
+
+
+def record(boot_id: str, counter: int, requests: int, generator: np.random.Generator) -> wire.StepRecord:
+    """Return a plausible step of `requests` decoding requests."""
+    lengths = generator.integers(0, 5, requests)
+    accepted = np.minimum(generator.geometric(0.5, requests) - 1, lengths)
+    rows = [
+        wire.RequestRow(i + 1, 1 + int(k), int(k), int(k), int(k), 0, int(a), int(a) + 1, 100 + counter, False)
+        for i, (k, a) in enumerate(zip(lengths, accepted, strict=True))
+    ]
+    drafts = int(lengths.sum())
+    seconds = 0.015 + 0.0007 * (requests + drafts)
+    events = [wire.RequestEvent("arrival", i + 1, time.monotonic(), 90, f"r{i}") for i in range(requests)]
+    return wire.StepRecord(
+        boot_id, counter, counter, time.monotonic(), seconds, 1e-4, 0.8 * seconds, 1e-3, 0.1 * seconds, 0.0, 5e-5,
+        requests, 0, 0, requests, drafts, 0.3, None, None, 0, 0, 0, 0, events if counter == 1 else [], rows,
+    )  # fmt: skip
+
+
+def measure(endpoint: str, requests: int, steps: int, sidecar: int) -> dict[str, float]:
+    """Return round-trip percentiles in microseconds and the sidecar's CPU time per decision."""
+    boot_id = f"bench{requests}"
+    link = EngineLink(endpoint, boot_id)
+    inbox = link._inbox = Inbox(maxlen=8)
+    link.send(hello(boot_id))
+    generator = np.random.default_rng(0)
+    trips_us: list[float] = []
+    spent_s = 0.0
+    for counter in range(1, steps + 1):
+        message = record(boot_id, counter, requests, generator)
+        if counter == steps // 5:
+            spent_s = cpu_s(sidecar)
+        started = time.perf_counter()
+        link.send(message)
+        deadline = started + 2.0
+        while not any(isinstance(answer, wire.ActionSet) for answer in link.receive()):
+            if time.perf_counter() > deadline:
+                raise SystemExit(f"no answer to record {counter} within 2 s")
+            time.sleep(PAUSE_S)  # the engine thread is in the forward pass and has released the interpreter lock
+        trips_us.append((inbox.arrived_s - started) * 1e6)
+    per_decision_us = (cpu_s(sidecar) - spent_s) / (steps - steps // 5) * 1e6
+    link.close()
+    settled = trips_us[steps // 5 :]
+    return {
+        "requests": requests,
+        "p50_us": statistics.median(settled),
+        "p99_us": float(np.percentile(settled, 99)),
+        "sidecar_cpu_us": per_decision_us,
+    }
+
+
+def cpu_s(pid: int) -> float:
+    """Return the CPU time a process has used, all threads, seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        endpoint = f"ipc://{folder}/engine.sock"
+        faser = Path(sys.executable).with_name("faser")
+        command = [str(faser), "sidecar", "--endpoint", endpoint, "--store", f"{folder}/telemetry.sqlite"]
+        sidecar = subprocess.Popen(command, stderr=subprocess.DEVNULL, cwd=folder)
+        try:
+            rows = [measure(endpoint, requests, options.steps, sidecar.pid) for requests in BOUNDS_US]
+        finally:
+            sidecar.terminate()
+            sidecar.wait(10)
+    for row in rows:
+        p50, p99 = BOUNDS_US[int(row["requests"])]
+        if not options.json:
+            print(
+                f"{row['requests']:4.0f} requests: p50 {row['p50_us']:6.0f} us (bound {p50:.0f}), "
+                f"p99 {row['p99_us']:6.0f} us (bound {p99:.0f}), sidecar CPU {row['sidecar_cpu_us']:.0f} us a decision"
+            )
+    if options.json:
+        print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

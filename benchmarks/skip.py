@@ -1,0 +1,188 @@
+"""What a drafter costs that nobody asks for a draft: `python benchmarks/skip.py [--json] [--loads 1,8,32,64]`.
+
+Two engines in processes of their own, one thread each, take turns: plain vLLM, and vLLM with the embedded drafter at
+draft length 0, with FASER's skipping and without it. Prints CPU time per engine step (of the one compute thread, so
+that other work on the machine counts little) and, for the first step that drafts again, the cost of catching up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from faser.controller.launch import openmp_library
+from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
+
+STEPS, WARM_UP, MISSED = 24, 4, 50
+
+
+class Engine:
+    """In the child: one engine without output processing to speak of."""
+
+    def __init__(self, drafter: str) -> None:
+        from vllm import LLM
+
+        named: dict[str, Any] = {}
+        if drafter:
+            named = {
+                "scheduler_cls": "faser.engine_adapter.scheduler.FaserScheduler",
+                "worker_cls": "faser.engine_adapter.worker.FaserWorker",
+                "speculative_config": {"method": "eagle3", "model": drafter, "num_speculative_tokens": 4},
+            }
+        llm = LLM(str(ensure_embedded_target()), enforce_eager=True, max_model_len=512, max_num_seqs=64, **named)
+        self.engine: Any = llm.llm_engine
+        core: Any = self.engine.engine_core
+        self.scheduler = core.engine_core.scheduler
+        self.drafter: Any = getattr(self.engine.model_executor.driver_worker.worker.model_runner, "drafter", None)
+        self.catch_up = getattr(self.drafter, "catch_up", None)
+        self.rounds = 0
+
+    def fill(self, requests: int) -> None:
+        """Start requests that outlast the measurement, and run their prompts."""
+        from vllm import SamplingParams
+
+        self.rounds += 1
+        params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True, detokenize=False)
+        for index in range(requests):
+            prompt = [1000 + (37 * index + 11 * place + self.rounds) % 9000 for place in range(40)]
+            self.engine.add_request(f"{self.rounds}-{index}", {"prompt_token_ids": prompt}, params)
+        for _ in range(WARM_UP):
+            self.engine.step()
+
+    def step_ms(self) -> float:
+        """Run one step; return the CPU time of this thread."""
+        started = time.thread_time()
+        self.engine.step()
+        return (time.thread_time() - started) * 1e3
+
+    def clear(self, requests: int) -> None:
+        """Abort them all."""
+        self.engine.abort_request([f"{self.rounds}-{index}" for index in range(requests)])
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+
+    def idle(self, requests: int, is_skipping: bool) -> float:
+        """Return the median step without drafts."""
+        if self.drafter is not None:
+            self.drafter.catch_up = self.catch_up if is_skipping else None
+        self.fill(requests)
+        measured = statistics.median(self.step_ms() for _ in range(STEPS))
+        self.clear(requests)
+        return measured
+
+    def return_cost(self, requests: int) -> tuple[float, float, float]:
+        """Return the tokens per request made up for, and the first and the usual step that drafts one token."""
+        self.drafter.catch_up = self.catch_up
+        self.fill(requests)
+        for _ in range(MISSED - WARM_UP - 40):
+            self.step_ms()
+        self.scheduler.steering.default.length = 1
+        first = self.step_ms()
+        missed = self.drafter.caught_up / requests
+        usual = statistics.median(self.step_ms() for _ in range(STEPS))
+        self.scheduler.steering.default.length = 0
+        self.clear(requests)
+        return missed, first, usual
+
+
+def child(drafter: str) -> None:
+    """Answer one JSON line per order."""
+    engine = Engine(drafter)
+    answers = os.fdopen(3, "w", buffering=1)
+    answers.write("null\n")
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        answers.write(json.dumps(getattr(engine, name)(*arguments)) + "\n")
+
+
+class Remote:
+    """In the parent: an engine in a process of its own."""
+
+    def __init__(self, drafter: str, folder: str) -> None:
+        environment = os.environ | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_USE_V2_MODEL_RUNNER": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "LD_PRELOAD": str(openmp_library() or ""),
+            "FASER_ENDPOINT": f"ipc://{folder}/nobody.sock",
+            "FASER_CATCH_UP_TOKENS": "100000",
+        }
+        reading, writing = os.pipe()
+        self.process = subprocess.Popen(
+            ["bash", "-c", f'exec 3>&{writing}; exec "$@"', "-", sys.executable, __file__, "--child", drafter],
+            stdin=subprocess.PIPE,
+            stdout=sys.stderr,
+            env=environment,
+            cwd=folder,
+            pass_fds=(writing,),
+            text=True,
+        )
+        os.close(writing)
+        self.answers = os.fdopen(reading)
+        self.answers.readline()
+
+    def ask(self, *order: Any) -> Any:
+        """Return the engine's answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.answers.readline())
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--loads", default="1,8,32,64")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child is not None:
+        child(options.child)
+        return
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        plain, drafting = Remote("", folder), Remote(str(ensure_embedded_drafter()), folder)
+        for requests in map(int, options.loads.split(",")):
+            turns = [
+                (
+                    plain.ask("idle", requests, False),
+                    *(drafting.ask("idle", requests, skips) for skips in (True, False)),
+                )
+                for _ in range(options.rounds)
+            ]
+            returns = [drafting.ask("return_cost", requests) for _ in range(options.rounds)]
+            none_ms, skipped_ms, kept_ms = map(statistics.median, zip(*turns, strict=True))
+            rows.append(
+                {
+                    "requests": requests,
+                    "none_ms": none_ms,
+                    "skipped_over_none": statistics.median(turn[1] / turn[0] for turn in turns),
+                    "kept_over_none": statistics.median(turn[2] / turn[0] for turn in turns),
+                    "skipped_ms": skipped_ms,
+                    "kept_ms": kept_ms,
+                    "missed": returns[0][0],
+                    "catch_up_ms": statistics.median(first - usual for _, first, usual in returns),
+                }
+            )
+            if not options.json:
+                print({name: round(value, 3) for name, value in rows[-1].items()}, flush=True)
+        for remote in (plain, drafting):
+            remote.process.terminate()
+    if options.json:
+        print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
