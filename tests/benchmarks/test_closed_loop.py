@@ -1,0 +1,144 @@
+"""The closed-loop benchmark: its statistics against known answers, its documents from a file, one real short run."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+import numpy as np
+import pytest
+
+import faser
+
+FOLDER = Path(faser.__file__).parent / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def report() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("closed_loop_report", FOLDER / "closed_loop_report.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def results(report: ModuleType, rates: dict[str, list[float]], disturbed: tuple[int, ...] = ()) -> object:
+    settings = report.Settings(4.0, 96, 300, 1, 4, "price", "target", "ab" * 32, ())
+    windows = [
+        report.Window(
+            round=round_,
+            load=1,
+            arm=arm,
+            tokens_per_s=rate,
+            window_s=4.0,
+            ramp_s=0.2,
+            tokens=400,
+            requests=5,
+            failed=0,
+            drafts=200,
+            draft_tokens=300,
+            accepted_tokens=200,
+            engine_cpu=1.0,
+            client_cpu=0.1,
+            other_cpu=0.0,
+            steal_share=0.0,
+            load_average=1.0,
+            is_disturbed=round_ in disturbed,
+            attempt=0,
+            at="",
+        )
+        for arm, values in rates.items()
+        for round_, rate in enumerate(values)
+    ]
+    return report.Results(report.Machine("cpu", 2, 23.5, "Linux"), {"vllm": "0.32"}, ["abc"], settings, windows)
+
+
+def test_the_interval_holds_the_true_ratio_as_often_as_it_says(report: ModuleType) -> None:
+    random = np.random.default_rng(0)
+    ratios = [report.paired_ratio(random.normal(0.05, 0.02, 5)) for _ in range(2000)]
+    assert np.mean([ratio.low <= np.exp(0.05) <= ratio.high for ratio in ratios]) == pytest.approx(0.95, abs=0.015)
+
+
+def test_a_rival_is_not_chosen_on_the_rounds_it_is_compared_on(report: ModuleType) -> None:
+    """Among arms that differ by noise alone, one chosen on all rounds would look better than ours."""
+    random = np.random.default_rng(1)
+    values = []
+    for _ in range(400):
+        rates = {arm: np.exp(random.normal(0.0, 0.05, 6)) for arm in ("k1", "k2", "k3", "k4", "faser")}
+        values.append(report.envelope(rates).ratio.value)
+    assert np.mean(np.log(values)) == pytest.approx(0.0, abs=0.006)
+
+
+def test_rounds_an_arm_was_left_out_of_do_not_count_against_it(report: ModuleType) -> None:
+    rates = {
+        "k1": np.array([100.0, 100.0, np.nan, np.nan]),
+        "k3": np.array([120.0, 120.0, 121.0, 119.0]),
+        "faser": np.array([126.0, 126.0, 127.05, 124.95]),
+    }
+    best = report.envelope(rates)
+    assert best.rivals == ("k3", "k3")
+    assert (best.ratio.value, best.ratio.pairs) == (pytest.approx(1.05), 4)
+
+
+def test_disturbed_windows_count_only_where_there_are_too_few_others(report: ModuleType) -> None:
+    rates = {"none": [100.0] * 4 + [10.0], "faser": [130.0] * 4 + [100.0]}
+    clean = report.envelope_at(results(report, rates, disturbed=(4,)), 1)
+    assert (clean.ratio.value, clean.is_disturbed) == (pytest.approx(1.3), False)
+    dirty = report.envelope_at(results(report, rates, disturbed=(1, 2, 3, 4)), 1)
+    assert (dirty.ratio.pairs, dirty.is_disturbed) == (5, True)
+
+
+def test_a_repeated_window_counts_instead_of_the_first(report: ModuleType) -> None:
+    measured = results(report, {"none": [50.0, 100.0]})
+    measured.windows.append(msgspec.structs.replace(measured.windows[0], tokens_per_s=99.0, attempt=1))
+    assert measured.rates(1)["none"].tolist() == [99.0, 100.0]
+
+
+def test_the_documents_come_from_the_file_alone_and_replace_only_their_own_section(
+    report: ModuleType, tmp_path: Path
+) -> None:
+    rates = {"none": [100.0, 101.0, 99.0], "k2": [120.0, 121.0, 119.0], "faser": [126.0, 127.0, 125.0]}
+    file = tmp_path / "closed_loop.json"
+    report.write_results(results(report, rates), file)
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "results.md").write_text("# Results\n\nbefore\n\n" + report.BEGIN + "old" + report.END + "\nafter\n")
+    for _ in range(2):
+        command = [sys.executable, str(FOLDER / "closed_loop_report.py"), "--json", str(file), "--docs", str(docs)]
+        assert subprocess.run(command, capture_output=True, cwd="/").returncode == 0
+        text = (docs / "results.md").read_text()
+        assert text.startswith("# Results\n\nbefore\n\n" + report.BEGIN)
+        assert text.endswith(report.END + "\nafter\n")
+        assert "old" not in text
+        assert "| 1 | 100 (99 to 101) | 120 (119 to 121) | 126 (125 to 127) | 1.50 |" in text
+        assert "| k = 2 | 3 | met |" in text
+    assert (docs / "closed_loop.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--loads", "0"), ("--loads", "1,x"), ("--loads", "4096"), ("--arms", "k9")]
+)
+def test_what_cannot_be_measured_is_refused_before_anything_starts(flag: str, value: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(FOLDER / "closed_loop.py"), flag, value]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert value in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_short_run_measures_every_window(report: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "smoke.json"
+    command = [sys.executable, str(FOLDER / "closed_loop.py"), "--smoke", "--json", str(file)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    windows = report.read_results(file).windows
+    assert {(window.arm, window.load) for window in windows} == {(a, n) for a in ("none", "faser") for n in (1, 2)}
+    assert all(window.failed == 0 and window.tokens_per_s > 0 for window in windows)

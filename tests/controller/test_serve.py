@@ -1,0 +1,232 @@
+"""`faser serve`: what it refuses, what it passes on, and how a failing engine is reported."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from faser.controller.config import Config, LinkConfig, StoreConfig
+from faser.controller.engine import RunningEngine, last_error
+from faser.controller.errors import EndpointError, EngineError, FaserError, ModelError, StoreError, UsageError
+from faser.controller.launch import EngineLaunch, free_port
+from faser.controller.processes import ProcessTree
+from faser.controller.serve import (
+    EmbeddedPair,
+    _require_no_complaint,
+    embedded_launch,
+    ensure_embedded_pair,
+    flag_value,
+    model_launch,
+    run_serve,
+    sidecar_environment,
+)
+
+
+@pytest.mark.parametrize(("code", "expected"), [(2, UsageError), (3, EndpointError), (4, StoreError)])
+def test_a_sidecar_that_refuses_to_start_ends_serve_with_its_reason(
+    tmp_path: Path, code: int, expected: type[FaserError]
+) -> None:
+    script = f"import sys; print('faser: /x cannot be written; set store.path'); sys.exit({code})"
+    with ProcessTree([sys.executable, "-S", "-c", script], {}, tmp_path / "log") as sidecar:
+        while (ended := sidecar.poll()) is None:
+            time.sleep(0.01)
+        with pytest.raises(expected, match=r"the sidecar did not start: /x cannot be written; set store\.path"):
+            _require_no_complaint(sidecar, ended)
+        _require_no_complaint(sidecar, 137)  # killed: the engine serves on without it
+
+
+ENDPOINT = "ipc:///tmp/x.sock"
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> EmbeddedPair:
+    return EmbeddedPair(tmp_path / "target", tmp_path / "drafter")
+
+
+def test_the_embedded_pair_gets_its_drafter_and_the_operators_arguments(pair: EmbeddedPair) -> None:
+    launch = embedded_launch(pair, ENDPOINT, 8123, ["--max-num-seqs", "8", "--port", "8123", "--host=::1"])
+    assert (launch.host, launch.port, launch.speculative) == ("::1", 8123, pair.speculative())
+    assert launch.arguments[-2:] == ("--max-num-seqs", "8")
+    assert not {"--port", "--host", "--host=::1"} & set(launch.arguments)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [["--speculative-config", "{}"], ["-sc", "{}"], ["--speculative_config={}"], ["--speculative-config.method", "x"]],
+)
+def test_a_drafter_of_the_operators_own_takes_the_place_of_ours(pair: EmbeddedPair, own: list[str]) -> None:
+    assert embedded_launch(pair, ENDPOINT, 8123, own).speculative is None
+    assert model_launch("org/name", ENDPOINT, own).arguments == tuple(own)
+
+
+def test_a_model_without_drafter_is_refused_with_an_example() -> None:
+    with pytest.raises(EngineError, match=r"no drafter configured for org/name; .*--speculative-config '\{"):
+        model_launch("org/name", ENDPOINT, ["--max-model-len", "2048"])
+
+
+def test_a_local_model_survives_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert model_launch("m", ENDPOINT, ["-sc", "{}"]).model == str(tmp_path / "m")
+
+
+def test_a_path_without_a_model_is_refused_before_vllm_starts() -> None:
+    with pytest.raises(ModelError, match="no model at /nonexistent"):
+        model_launch("/nonexistent", ENDPOINT, ["-sc", "{}"])
+
+
+@pytest.mark.parametrize("flag", ["--scheduler-cls", "--worker_cls=x"])
+def test_a_class_of_the_operators_own_is_refused(flag: str) -> None:
+    with pytest.raises(UsageError, match="drop it"):
+        run_serve("org/name", [flag, "mine"], Config())
+
+
+def test_a_port_that_is_no_number_is_refused() -> None:
+    with pytest.raises(UsageError, match="--port x"):
+        model_launch("org/name", ENDPOINT, ["-sc", "{}", "--port", "x"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"), [(["--port", "1"], "1"), (["--port=2", "--port", "3"], "3"), ([], None), (["--port"], "")]
+)
+def test_flags_are_read_in_both_spellings(arguments: list[str], value: str | None) -> None:
+    assert flag_value(arguments, "--port") == value
+
+
+def test_the_sidecar_gets_the_whole_configuration(tmp_path: Path) -> None:
+    config = Config(link=LinkConfig(endpoint=ENDPOINT), store=StoreConfig(enabled=False, path=tmp_path / "t.sqlite"))
+    environment = sidecar_environment(config)
+    assert environment["FASER_ENDPOINT"] == ENDPOINT
+    assert environment["FASER_STORE"] == str(tmp_path / "t.sqlite")
+    from faser.controller.config import load
+
+    assert load(None, {"XDG_CONFIG_HOME": str(tmp_path)} | environment).config == config
+
+
+LOG = """\
+(APIServer pid=1) INFO 11-21 04:38:32 [api_utils.py:286] non-default args: {}
+(EngineCore pid=2) ERROR 11-21 04:38:39 [core.py:1100] Traceback (most recent call last):
+(EngineCore pid=2) ERROR 11-21 04:38:39 [core.py:1100] ValueError: No available memory for the cache blocks.
+(APIServer pid=1) Traceback (most recent call last):
+(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        (LOG, "ValueError: No available memory for the cache blocks."),
+        ("x\nserver.py: error: unrecognized arguments: --no\n", "server.py: error: unrecognized arguments: --no"),
+        ("ValidationError: 1 validation error for A\n  long\n", "ValidationError: 1 validation error for A long"),
+        ("only this\n\n", "only this"),
+        ("", "it said nothing"),
+    ],
+)  # fmt: skip
+def test_the_useful_line_of_a_log_is_found(log: str, line: str) -> None:
+    assert last_error(log) == line
+
+
+class FakeServer(EngineLaunch):
+    """A launch whose command is a Python script instead of vLLM."""
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-S", "-c", *self.arguments]
+
+
+def test_an_engine_that_ends_while_starting_is_reported_with_its_reason(tmp_path: Path) -> None:
+    script = "import sys; print('ValueError: no such model'); sys.exit(3)"
+    launch = FakeServer("m", free_port(), arguments=(script,))
+    with (
+        RunningEngine(launch, tmp_path / "log") as engine,
+        pytest.raises(EngineError, match=r"ended with code 3 while starting: ValueError: no such model; see .*log"),
+    ):
+        engine.wait_ready(60.0)
+
+
+def test_an_engine_that_never_answers_is_given_up(tmp_path: Path) -> None:
+    launch = FakeServer("m", free_port(), arguments=("import time; time.sleep(600)",))
+    with RunningEngine(launch, tmp_path / "log") as engine, pytest.raises(EngineError, match="not ready after 0 s"):
+        engine.wait_ready(0.2)
+
+
+SERVER = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Health(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+print("Starting to load model", flush=True)
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
+"""
+
+
+def test_readiness_is_the_answer_to_health(tmp_path: Path) -> None:
+    port = free_port()
+    shares: list[float] = []
+    with RunningEngine(FakeServer("m", port, arguments=(SERVER, str(port))), tmp_path / "log") as engine:
+        engine.wait_ready(60.0, lambda what, share: shares.append(share))
+        assert engine.is_ready()
+        engine.require_running()
+    assert shares[-1] == 1.0
+    assert not engine.is_running()
+    with pytest.raises(EngineError, match="vLLM ended with code"):
+        engine.require_running()
+
+
+def test_a_proxy_is_not_asked_about_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    port = free_port()
+    with RunningEngine(FakeServer("m", port, arguments=(SERVER, str(port))), tmp_path / "log") as engine:
+        engine.wait_ready(60.0)
+
+
+@pytest.mark.engine
+def test_serve_answers_a_chat_and_ends_with_its_parent(tmp_path: Path) -> None:
+    import json
+    import urllib.request
+
+    ensure_embedded_pair()
+    port = free_port()
+    environment = os.environ | {"FASER_RUNTIME_DIR": str(tmp_path / "run"), "FASER_STORE": str(tmp_path / "t.sqlite")}
+    command = [sys.executable, "-P", "-c", "from faser.controller.cli import main; main()"]
+    serve = subprocess.Popen(
+        [*command, "serve", "embedded", "--port", str(port)],
+        env=environment, cwd="/", stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert serve.stderr
+        lines = iter(serve.stderr.readline, "")
+        assert any("serving on" in line for line in lines)
+        body = {
+            "model": "SmolLM2-135M-Instruct",
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "temperature": 0,
+            "max_tokens": 100,
+        }
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as answer:
+            choice = json.load(answer)["choices"][0]
+        assert "Paris" in choice["message"]["content"]
+        assert choice["finish_reason"] == "stop"
+        from faser.controller.reaper import descendants
+
+        below = descendants(serve.pid)
+        assert len(below) >= 5  # two reapers, sidecar, API server, engine core, worker
+    finally:
+        serve.send_signal(signal.SIGKILL)
+        serve.communicate()
+    end = time.monotonic() + 30
+    while left := [pid for pid in below if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < end, left
+        time.sleep(0.1)

@@ -1,0 +1,299 @@
+"""One real vLLM engine in a process of its own, steered by lengths that the test chooses.
+
+Run by `engine_run.py`: reads a scenario as JSON from stdin and writes what happened to the file named in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from faser.engine_adapter import ragged
+from faser.engine_adapter.catch_up import CatchUp
+from faser.engine_adapter.protocol import ActionSet, StopRule
+from faser.engine_adapter.steering import BatchOutcome, Steering
+from faser.engine_adapter.steps import StepOrder
+
+Log = list[dict[str, Any]]
+SEQUENCE = itertools.count(1)  # of the late leases, over all batches
+Rule = Callable[[int], int]  # handle -> draft length
+Stop = Callable[[], StopRule | None]  # the stop rule of the next step
+
+
+class Driver:
+    """Stands in for the sidecar: a rule instead of leases, and a log instead of records."""
+
+    def __init__(self) -> None:
+        self.rule: Rule | None = lambda handle: 0  # None: what the leases say
+        self.stop: Stop = lambda: None
+        self.log: Log = []
+        self.runner: Any = None
+        driver = self
+
+        def lengths(
+            steering: Steering, scheduled: dict[str, int], named: dict[int, int], default: int
+        ) -> dict[str, int]:
+            rule = driver.rule
+            if rule is None:
+                return leased(steering, scheduled, named, default)
+            return {name: rule(steering.entries[name].handle) for name in scheduled}
+
+        def record(steering: Steering, order: StepOrder, outcome: BatchOutcome) -> None:
+            driver.note(steering, order, outcome)
+            inherited(steering, order, outcome)
+
+        def order(steering: Steering, scheduled: dict[str, int], started_s: float) -> StepOrder:
+            ordered = inherited_order(steering, scheduled, started_s)
+            ordered.stop = driver.stop()
+            return ordered
+
+        inherited, leased, inherited_order = Steering.record, Steering._lengths, Steering.order
+        Steering.order = order  # type: ignore[method-assign]
+        Steering._lengths = lengths  # type: ignore[method-assign]
+        Steering.record = record  # type: ignore[method-assign]
+
+    def note(self, steering: Steering, order: StepOrder, outcome: BatchOutcome) -> None:
+        """Log one step, one list entry per scheduled request."""
+        names, report = list(outcome.scheduled), outcome.report
+        assert report is not None, "the runner left no report"
+        self.log.append(
+            {
+                "handles": [steering.entries[name].handle for name in names],
+                "lengths": [order.lengths[name] for name in names],
+                "scheduled": [outcome.scheduled[name] for name in names],
+                "verified": [len(outcome.drafts.get(name, ())) for name in names],
+                "sampled": [len(outcome.sampled[outcome.row_of[name]]) for name in names],
+                "drafted": [report.drafted[outcome.row_of[name]] for name in names],
+                "confidences": [report.confidences[outcome.row_of[name]] for name in names]
+                if report.confidences
+                else [],
+                "rounds": list(getattr(self.runner.drafter, "rounds", ())),
+                "first_rows": getattr(self.runner.drafter, "first_rows", 0),
+                "caught_up": report.caught_up,
+                "times_s": [report.verify_s, report.sample_s, report.draft_s, report.runner_s],
+            }
+        )
+
+
+def rule_of(spec: dict[str, Any]) -> Rule | None:
+    """Return lengths cyclic over requests, or random for each request and step; None for late leases."""
+    if "late" in spec:
+        return None
+    if "cycle" in spec:
+        cycle = spec["cycle"]
+        return lambda handle: cycle[(handle - 1) % len(cycle)]
+    if "phases" in spec:
+        return _phases(spec["phases"], spec["seed"])
+    chance = random.Random(spec["seed"])
+    return lambda handle: chance.randint(0, spec["random"])
+
+
+def _phases(longest: int, seed: int) -> Rule:
+    """Draft nothing for random times, sometimes all requests together, and then something for random times."""
+    asked: Counter[int] = Counter()
+    spans: dict[str, tuple[random.Random, list[bool]]] = {}
+
+    def is_off(name: str, step: int) -> bool:
+        chance, span = spans.setdefault(name, (random.Random(f"{seed} {name}"), []))
+        while len(span) <= step:
+            span += [chance.random() < 0.4] * chance.randint(1, 9)
+        return span[step]
+
+    def length(handle: int) -> int:
+        asked[handle] += 1
+        step = asked[handle]
+        is_zero = is_off("all", step) or is_off(f"request {handle}", step)
+        return 0 if is_zero else random.Random(f"{seed} {handle} {step}").randint(1, longest)
+
+    return length
+
+
+def stop_of(spec: dict[str, Any] | None) -> Stop:
+    """Return a fixed stop rule, or one with random thresholds for each step and sometimes none."""
+    if spec is None:
+        return lambda: None
+    if "rule" in spec:
+        rule = StopRule(*spec["rule"])
+        return lambda: rule
+    chance = random.Random(spec["seed"])
+
+    def draw() -> StopRule | None:
+        def some(low: float, high: float) -> list[float]:
+            return [chance.uniform(low, high) for _ in range(chance.randint(1, 6))]
+
+        return None if chance.random() < 0.2 else StopRule(some(0.5, 2), some(-1, 1), some(0, 0.8), some(0, 0.8))
+
+    return draw
+
+
+@contextmanager
+def spoiled(control: str, runner: Any) -> Iterator[None]:
+    """Break one thing on purpose: a test that does not notice is no test."""
+    from vllm.v1.sample import rejection_sampler
+
+    owner, name, broken = {
+        "": (ragged, "MODEL_METHODS", ragged.MODEL_METHODS),
+        "uniform": (runner.drafter, "is_ragged", False),
+        "positions": (ragged, "advance_positions", _forget_to_advance),
+        "drawn": (ragged, "sample_draft", _judge_by_the_drawn_token(ragged.sample_draft)),
+        "no catch-up": (CatchUp, "_held_until", lambda _catch_up, step, rows: step.firsts[rows]),
+        "shifted states": (CatchUp, "_keep", _keep_shifted(CatchUp._keep)),
+        "failure": (ragged, "advance_positions", _fail),
+        "rows": (ragged._Store, "put", _shifted(ragged._Store.put)),
+        "probabilities": (ragged, "keep_draft_probabilities", _roll(ragged.keep_draft_probabilities)),
+        "acceptance": (rejection_sampler, "rejection_sample", _accept_all(rejection_sampler.rejection_sample)),
+    }[control]
+    whole = getattr(owner, name)
+    setattr(owner, name, broken)
+    try:
+        yield
+    finally:
+        setattr(owner, name, whole)
+
+
+@contextmanager
+def late_leases(spec: dict[str, Any]) -> Iterator[None]:
+    """Let a lease arrive between drafting and verification whose lengths depend on the tokens just drawn.
+
+    `late`: "offered" leaves it to FASER what becomes of them; "obeyed" cuts by them at once, which is biased.
+    """
+    if "late" not in spec:
+        yield
+        return
+    from faser.engine_adapter.scheduler import SteeredScheduler
+
+    latest, whole = spec["longest"], SteeredScheduler.update_draft_token_ids
+    order = Steering.order
+
+    def offer(steering: Steering, lengths: dict[int, int]) -> None:
+        action = ActionSet(
+            steering.hello.boot_id, 1, next(SEQUENCE), 1 << 40, 1e12, latest, list(lengths), list(lengths.values())
+        )
+        assert steering.lease.offer(action, steering.step, time.monotonic()) is None
+
+    def ordered(steering: Steering, *rest: Any) -> StepOrder:
+        if steering.lease.in_force(steering.step + 1, time.monotonic()) is None:
+            offer(steering, {})
+        return order(steering, *rest)
+
+    def update(scheduler: Any, drafts: Any) -> None:
+        entries = scheduler.steering.entries
+        lengths = {
+            entries[name].handle: latest if not tokens or tokens[0] % 2 else 0
+            for name, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
+            if name in entries
+        }
+        offer(scheduler.steering, lengths)
+        if spec["late"] == "obeyed":
+            for name, tokens in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
+                del tokens[lengths.get(entries[name].handle, 0) if name in entries else 0 :]
+        whole(scheduler, drafts)
+
+    SteeredScheduler.update_draft_token_ids, Steering.order = update, ordered  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SteeredScheduler.update_draft_token_ids, Steering.order = whole, order  # type: ignore[method-assign]
+
+
+def _forget_to_advance(drafter: Any, positions: Any, metadata: Any, size: int, padded: int) -> Any:
+    kept = positions.clone()
+    drafter._update_positions_dependent_metadata(positions, metadata, size, padded, drafter.block_size)
+    drafter.positions[:size] = kept
+    return drafter.positions[:size]
+
+
+def _fail(*_: Any) -> Any:
+    raise RuntimeError("broken on purpose")
+
+
+def _shifted(put: Any) -> Any:
+    return lambda store, rows, *rest: put(store, rows[1:] + rows[:1], *rest)
+
+
+def _roll(keep: Any) -> Any:
+    return lambda drafter, values: keep(drafter, None if values is None else values.roll(1, 1))
+
+
+def _judge_by_the_drawn_token(sample: Any) -> Any:
+    def drawn(drafter: Any, hidden: Any, sampling: Any) -> Any:
+        tokens, probabilities = sample(drafter, hidden, sampling)
+        drafter.book._columns[-1] = probabilities.gather(1, tokens[:, None].long())[:, 0]
+        return tokens, probabilities
+
+    return drawn
+
+
+def _keep_shifted(keep: Any) -> Any:
+    def shifted(catch_up: Any, step: Any, *rest: Any) -> None:
+        hidden = step.inputs["target_hidden_states"].roll(1, 0)
+        keep(catch_up, replace(step, inputs=step.inputs | {"target_hidden_states": hidden}), *rest)
+
+    return shifted
+
+
+def _accept_all(sample: Any) -> Any:
+    def accept(drafts: Any, counts: Any, *rest: Any, **named: Any) -> Any:
+        output, start = sample(drafts, counts, *rest, **named), 0
+        for row, count in enumerate(counts):
+            output[row, :count] = drafts[start : start + count]
+            start += count
+        return output
+
+    return accept
+
+
+def run(scenario: dict[str, Any]) -> dict[str, Any]:
+    """Return, for each batch of requests, their tokens and one log entry per step."""
+    named: dict[str, Any] = {}
+    driver = None
+    if scenario["is_steered"]:
+        driver = Driver()
+        named = {
+            "scheduler_cls": "faser.engine_adapter.scheduler.FaserScheduler",
+            "worker_cls": "faser.engine_adapter.worker.FaserWorker",
+        }
+    if not scenario.get("is_mended", True):
+        from faser.engine_adapter import worker
+
+        worker.mend_expand = lambda: False
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(scenario["model"], **named, **scenario["engine"])
+    executor: Any = llm.llm_engine.model_executor
+    runner = executor.driver_worker.worker.model_runner
+    batches = []
+    for batch in scenario["batches"]:
+        params = SamplingParams(ignore_eos=True, detokenize=False, **batch["sampling"])
+        prompts: Any = [{"prompt_token_ids": prompt} for prompt in batch["prompts"]]
+        if driver is None:
+            done, log = llm.generate(prompts, params, use_tqdm=False), []
+        else:
+            driver.rule, driver.log, driver.runner = rule_of(batch["rule"]), [], runner
+            driver.stop = stop_of(batch.get("stop"))
+            with spoiled(batch.get("control", ""), runner), late_leases(batch["rule"]):
+                done = llm.generate(prompts, params, use_tqdm=False)
+            log = driver.log
+        tokens = [[list(output.token_ids) for output in request.outputs] for request in done]
+        batches.append({"tokens": tokens, "steps": log})
+    drafter = getattr(runner, "drafter", None)
+    return {
+        "batches": batches,
+        "drafter": type(drafter).__name__,
+        "is_ragged": getattr(drafter, "is_ragged", None),
+        "faults": dict(getattr(runner, "faults", {})),
+    }
+
+
+if __name__ == "__main__":
+    given = json.load(sys.stdin)
+    Path(given["result"]).write_text(json.dumps(run(given)))

@@ -1,0 +1,231 @@
+"""One real vLLM engine put through everything at once; run by test_exactness.py as a process of its own.
+
+Reads a scenario as JSON from stdin: model, engine arguments, whether FASER steers, which control breaks it. A real
+controller socket in a thread gives every request a new random length at every step. Writes outputs and counts.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from faser.engine_adapter import protocol as wire
+
+LONGEST = 6
+TEXT = (
+    "The lighthouse keeper wrote a letter every evening. He counted the ships that passed, the birds that rested on "
+    "the rail, and the hours until dawn. One night a storm came from the north, and the lamp went out. He climbed "
+    "the stairs with a candle in his hand, and the wind tried the windows one after the other. In the morning the "
+    "harbour was full of boats, and the people of the town came to thank him for the light that had not failed. "
+)
+QUESTIONS = (
+    "Count from one to twenty in words: one, two, three,",
+    "Repeat after me: red green blue red green blue red green",
+    "def add(a, b):\n    return a + b\n\ndef subtract(a, b):\n    return",
+    "Question: What is the capital of France?\nAnswer:",
+    "A list of fruits: apple, banana, cherry, apple, banana, cherry, apple,",
+    "Once upon a time there was a little girl who lived",
+)
+
+
+class RandomController(threading.Thread):
+    """A sidecar that answers each record with random lengths, and sometimes not at all."""
+
+    def __init__(self, endpoint: str, seed: int) -> None:
+        super().__init__(daemon=True)
+        self.records: list[wire.StepRecord] = []
+        self._chance = random.Random(seed)
+        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.bind(endpoint)
+
+    def run(self) -> None:
+        """Answer until the process ends."""
+        while True:
+            identity, frame = self._socket.recv_multipart()
+            message = wire.decode_from_engine(frame)
+            if not isinstance(message, wire.StepRecord):
+                continue
+            self.records.append(message)
+            if self._chance.random() < 0.05:
+                continue
+            handles = [row.handle for row in message.rows]
+            lengths = [self._chance.randint(0, LONGEST) for _ in handles]
+            action = wire.ActionSet(
+                message.boot_id, 1, len(self.records), message.step + 32, message.time_s + 5.0, 2, handles, lengths,
+                stop=self._random_stop(),
+            )  # fmt: skip
+            self._socket.send_multipart([identity, bytes(wire.encode(action))])
+
+    def _random_stop(self) -> wire.StopRule | None:
+        def some(low: float, high: float) -> list[float]:
+            return [self._chance.uniform(low, high) for _ in range(self._chance.randint(1, LONGEST))]
+
+        return (
+            wire.StopRule(some(0.5, 2), some(-1, 1), some(0, 0.6), some(0, 0.6))
+            if self._chance.random() < 0.5
+            else None
+        )
+
+    def counts(self) -> dict[str, Any]:
+        """Return what the records say happened."""
+        decoding = [[row for row in record.rows if not row.is_prefill] for record in self.records]
+        return {
+            "records": len(self.records),
+            "under_lease": sum(record.lease_epoch > 0 for record in self.records),
+            "mixed": sum(len({row.verified for row in rows}) > 1 for rows in decoding),
+            "verified": sum(row.verified for rows in decoding for row in rows),
+            "accepted": sum(row.accepted for rows in decoding for row in rows),
+            "lengths": sorted({row.verified for rows in decoding for row in rows}),
+            "chunked": sum(record.prefill_tokens > 0 and record.decode_tokens > 0 for record in self.records),
+            "events": dict(Counter(event.kind for record in self.records for event in record.events)),
+            "excess": _excess(self.records),
+            "confident": sum(len(row.confidences) for rows in decoding for row in rows),
+            "dropped": self.records[-1].dropped,
+            "rejected": self.records[-1].rejected,
+        }
+
+
+def _excess(records: list[wire.StepRecord]) -> int:
+    """Count verifications of more tokens than the length latched when they were drafted."""
+    latched: dict[int, int] = {}
+    excess = 0
+    for record in records:
+        for row in record.rows:
+            excess += row.verified > latched.get(row.handle, 0)
+            latched[row.handle] = row.draft_limit
+    return excess
+
+
+def parameters() -> dict[str, Any]:
+    """Return one SamplingParams per kind of request; every one decodes greedily."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    def greedy(**arguments: Any) -> Any:
+        return SamplingParams(temperature=0.0, **arguments)
+
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+    }
+    return {
+        "plain": greedy(max_tokens=48, ignore_eos=True),
+        "eos": greedy(max_tokens=40),
+        "one": greedy(max_tokens=1),
+        "two": greedy(max_tokens=2),
+        "three": greedy(max_tokens=3, ignore_eos=True),
+        "stop": greedy(max_tokens=48, stop=[" the", "blue"]),
+        "many": SamplingParams(temperature=1.0, top_k=1, n=3, max_tokens=20, ignore_eos=True),
+        "logprobs": greedy(max_tokens=24, logprobs=2, ignore_eos=True),
+        "penalty": greedy(max_tokens=32, presence_penalty=0.6, repetition_penalty=1.1, ignore_eos=True),
+        "json": greedy(max_tokens=48, structured_outputs=StructuredOutputsParams(json=schema)),
+        "choice": greedy(max_tokens=16, structured_outputs=StructuredOutputsParams(choice=["blue whale", "red fox"])),
+    }
+
+
+class Gauntlet:
+    """Drives one engine through three rounds of requests and keeps what each request said."""
+
+    def __init__(self, engine: Any, tokenizer: Any) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.outputs: dict[str, Any] = {}
+        self.cached_tokens = 0
+
+    def add(self, name: str, prompt: list[int], parameter: Any) -> None:
+        """Queue one request."""
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, parameter)
+
+    def drain(self, steps: int | None = None) -> None:
+        """Step until all are done, or at most `steps` times."""
+        while self.engine.has_unfinished_requests() and steps != 0:
+            for output in self.engine.step():
+                if output.finished:
+                    self.cached_tokens += output.num_cached_tokens or 0
+                    said = [(list(c.token_ids), c.finish_reason, c.text) for c in output.outputs]
+                    self.outputs[output.request_id] = said
+            steps = None if steps is None else steps - 1
+
+    def run(self) -> None:
+        """Mixed requests, the same again with prefix hits, and aborts in mid-flight."""
+        kinds = parameters()
+        words = self.tokenizer.encode(TEXT * 3)
+        prompts = [self.tokenizer.encode(question) for question in QUESTIONS]
+        long = [words[start : start + 100 + 40 * start] for start in range(5)]
+        for index, prompt in enumerate([*prompts, *long]):
+            self.add(f"plain-{index}", prompt, kinds["plain"])
+        for index, kind in enumerate(kinds):
+            self.add(f"kind-{kind}", prompts[index % len(prompts)], kinds[kind])
+        self.drain()
+        for index, prompt in enumerate(long):
+            self.add(f"again-{index}", prompt + self.outputs[f"plain-{index + 6}"][0][0], kinds["plain"])
+            self.add(f"again-eos-{index}", prompt, kinds["eos"])
+        self.drain()
+        for index, prompt in enumerate([*prompts, *prompts]):
+            self.add(f"abort-{index}", prompt + prompts[(index + 1) % 6], kinds["plain"])
+        self.drain(steps=6)
+        self.engine.abort_request([f"abort-{index}" for index in (1, 4, 7)])
+        self.drain()
+
+
+def spoil(control: str) -> None:
+    """Break verification on purpose: accept every draft, or compare each draft with its neighbour's row."""
+    from vllm.v1.sample import rejection_sampler
+
+    sample = rejection_sampler.rejection_sample
+
+    def accept_all(drafts: Any, counts: Any, *args: Any, **kwargs: Any) -> Any:
+        output = sample(drafts, counts, *args, **kwargs)
+        start = 0
+        for row, count in enumerate(counts):
+            output[row, :count] = drafts[start : start + count]
+            start += count
+        return output
+
+    def neighbour(
+        drafts: Any, counts: Any, longest: int, ends: Any, q: Any, logits: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        return sample(drafts, counts, longest, ends, q, logits.roll(1, dims=0), *args, **kwargs)
+
+    if control:
+        rejection_sampler.rejection_sample = {"accept-all": accept_all, "neighbour": neighbour}[control]
+
+
+def main(scenario: dict[str, Any]) -> dict[str, Any]:
+    """Return outputs and counts."""
+    from vllm import LLM
+
+    controller = None
+    classes = {}
+    if scenario["steered"]:
+        controller = RandomController(scenario["endpoint"], scenario["seed"])
+        controller.start()
+        classes = {
+            "scheduler_cls": "faser.engine_adapter.scheduler.FaserScheduler",
+            "worker_cls": "faser.engine_adapter.worker.FaserWorker",
+        }
+        spoil(scenario["control"])
+    llm = LLM(scenario["model"], **classes, **scenario["engine"])
+    gauntlet = Gauntlet(llm.llm_engine, llm.get_tokenizer())
+    gauntlet.run()
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    return {
+        "outputs": gauntlet.outputs,
+        "cached_tokens": gauntlet.cached_tokens,
+        "counts": controller.counts() if controller else {},
+        "faults": dict(getattr(runner, "faults", {})),
+        "is_steered": getattr(llm.llm_engine.engine_core.engine_core.scheduler, "steering", None) is not None,
+    }
+
+
+if __name__ == "__main__":
+    given = json.load(sys.stdin)
+    Path(given["result"]).write_text(json.dumps(main(given)))

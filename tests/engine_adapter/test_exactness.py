@@ -1,0 +1,165 @@
+"""Greedy float32 outputs under FASER equal those without speculation, with everything vLLM does in one batch.
+
+Random lengths 0..6 per request and step over a real socket, chunked prefill, prefix-cache hits, preemption,
+structured output, stop strings, aborts, n > 1, penalties, logprobs and short max_tokens; see gauntlet.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faser.controller.launch import openmp_library
+from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+GAUNTLET = Path(__file__).with_name("gauntlet.py")
+K_MAX = 6
+ENGINE = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 640,
+    "max_num_seqs": 12,
+    "max_num_batched_tokens": 96,  # below the long prompts: they are prefilled in chunks
+    "num_gpu_blocks_override": 13,  # below what twelve requests need: some are preempted
+    "seed": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> Path:
+    return ensure_embedded_target()
+
+
+@pytest.fixture(scope="module")
+def truncated(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target's first three layers: a drafter that is mostly wrong."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("truncated")
+    for file in target.iterdir():
+        if file.is_file() and file.suffix != ".safetensors":
+            shutil.copy(file, folder / file.name)
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] = 3
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(target / "model.safetensors")
+    kept = {
+        name: tensor
+        for name, tensor in weights.items()
+        if ".layers." not in name or int(name.split(".layers.")[1].split(".")[0]) < 3
+    }
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def short_folder() -> Iterator[Path]:
+    """A private folder whose paths fit into a socket's name."""
+    with tempfile.TemporaryDirectory(prefix="faser-") as folder:
+        yield Path(folder)
+
+
+def speculation(method: str, target: Path, truncated: Path) -> dict[str, Any] | None:
+    drafters = {
+        "ngram": {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1},
+        "draft_model itself": {"method": "draft_model", "model": str(target)},
+        "draft_model truncated": {"method": "draft_model", "model": str(truncated)},
+        "eagle3": {"method": "eagle3", "model": ""},
+    }
+    if method == "none":
+        return None
+    chosen = drafters[method] | {"num_speculative_tokens": K_MAX}
+    if method == "eagle3":
+        chosen["model"] = str(ensure_embedded_drafter())
+    return chosen
+
+
+def run_gauntlet(folder: Path, target: Path, drafter: dict[str, Any] | None, control: str = "") -> dict[str, Any]:
+    endpoint = f"ipc://{folder / 'engine.sock'}"
+    scenario = {
+        "model": str(target),
+        "engine": ENGINE | ({"speculative_config": drafter} if drafter else {}),
+        "steered": drafter is not None,
+        "endpoint": endpoint,
+        "seed": 1,
+        "control": control,
+        "result": str(folder / "result.json"),
+    }
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "LD_PRELOAD": str(openmp_library() or ""),
+        "FASER_RUNTIME_DIR": str(folder),
+        "FASER_ENDPOINT": endpoint,
+    }
+    subprocess.run(
+        [sys.executable, str(GAUNTLET)], input=json.dumps(scenario), text=True, env=environment, cwd="/", check=True
+    )
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return result
+
+
+@pytest.fixture(scope="module")
+def reference(target: Path, short_folder: Path) -> dict[str, Any]:
+    """What vLLM says by itself, without speculation and without FASER."""
+    return run_gauntlet(short_folder, target, None)
+
+
+def different(result: dict[str, Any], reference: dict[str, Any]) -> list[str]:
+    return [name for name, said in reference["outputs"].items() if result["outputs"].get(name) != said]
+
+
+def test_the_reference_says_something(reference: dict[str, Any]) -> None:
+    assert not reference["is_steered"]
+    assert len(reference["outputs"]) >= 40
+    assert reference["cached_tokens"] >= 128
+    person = json.loads(reference["outputs"]["kind-json"][0][2])
+    assert set(person) == {"name", "age"}
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model itself", "draft_model truncated", "eagle3"])
+def test_outputs_equal_those_without_speculation(
+    method: str, target: Path, truncated: Path, short_folder: Path, reference: dict[str, Any]
+) -> None:
+    result = run_gauntlet(short_folder, target, speculation(method, target, truncated))
+    counts = result["counts"]
+    assert different(result, reference) == []
+    assert result["is_steered"]
+    assert result["faults"] == {}
+    # The comparison is worth something only if all of this happened.
+    assert counts["lengths"] == list(range(K_MAX + 1))
+    assert counts["mixed"] > 40
+    assert counts["under_lease"] > 0.9 * counts["records"]
+    assert counts["chunked"] > 10
+    assert counts["events"]["preempt"] >= 1
+    assert counts["events"]["abort"] == 3
+    assert counts["excess"] == 0
+    assert counts["dropped"] == 0
+    # Half of the leases stop drafts by random rules, and every verified token of a model has its confidence.
+    assert counts["confident"] == (0 if method == "ngram" else counts["verified"])
+    assert result["cached_tokens"] >= 128
+    if method == "draft_model itself":
+        assert counts["accepted"] > 0.9 * counts["verified"]
+
+
+@pytest.mark.parametrize("control", ["accept-all", "neighbour"])
+def test_the_comparison_fails_when_verification_is_broken(
+    control: str, target: Path, truncated: Path, short_folder: Path, reference: dict[str, Any]
+) -> None:
+    result = run_gauntlet(short_folder, target, speculation("ngram", target, truncated), control)
+    assert len(different(result, reference)) > 5

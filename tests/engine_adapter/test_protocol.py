@@ -1,0 +1,123 @@
+"""The wire: round trips, golden frames, and everything that must be dropped."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from faser.engine_adapter import protocol as wire
+
+ROW = wire.RequestRow(7, 4, 3, 2, 3, 1, 1, 2, 120, False, (0.5, 0.25))
+EVENT = wire.RequestEvent("arrival", 7, 1.5, 100, "chatcmpl-1", 0)
+RECORD = wire.StepRecord(
+    "boot", 1, 2, 3.0, 0.02, 0.001, 0.015, 0.001, 0.003, 0.0, 0.00002, 1, 0, 0, 1, 3, 0.25, None, None, 9, 4, 0, 0,
+    [EVENT], [ROW],
+)  # fmt: skip
+ACTION = wire.ActionSet("boot", 9, 5, 34, 4.0, 0, [7], [3], price=0.001, prune=wire.Prune(15, 0.2))
+STOP = wire.StopRule([1.0, 0.5], [0.0], [0.25], [0.5])
+
+# A change of these bytes is a change of the protocol: bump VERSION and say so in the changelog.
+GOLDEN_ACTION = (
+    "fa019fa3616374a4626f6f74090522cb40100000000000000091079103cb3f50624dd2f1a9fcc0c0920fcb3fc999999999999a"
+    "a6616374697665c0"
+)
+GOLDEN_STOP = GOLDEN_ACTION.removesuffix("c0") + (
+    "9492cb3ff0000000000000cb3fe000000000000091cb000000000000000091cb3fd000000000000091cb3fe0000000000000"
+)
+GOLDEN_RELEASE = "fa0193a772656c65617365a4626f6f7409"
+
+
+def test_messages_survive_the_round_trip() -> None:
+    assert wire.decode_from_engine(wire.encode(RECORD)) == RECORD
+    assert wire.decode_from_controller(wire.encode(ACTION)) == ACTION
+    stopping = msgspec.structs.replace(ACTION, stop=STOP)
+    assert wire.decode_from_controller(wire.encode(stopping)) == stopping
+    assert wire.decode_from_controller(wire.encode(wire.HelloRequest(3))) == wire.HelloRequest(3)
+
+
+def test_the_wire_format_of_this_version_does_not_change() -> None:
+    assert wire.encode(ACTION).hex() == GOLDEN_ACTION
+    assert wire.encode(msgspec.structs.replace(ACTION, stop=STOP)).hex() == GOLDEN_STOP
+    assert wire.encode(wire.Release("boot", 9)).hex() == GOLDEN_RELEASE
+
+
+@pytest.mark.parametrize(
+    ("frame", "reason"),
+    [
+        (b"", "malformed"),
+        (b"\x00\x01\x90", "malformed"),
+        (bytes((wire.MAGIC, wire.VERSION + 1)) + wire.encode(ACTION)[2:], "wrong_version"),
+        (wire.HEADER + b"\x9f\xa3act\xa4bo", "malformed"),
+        (wire.HEADER + b"\xdd\xff\xff\xff\xff", "malformed"),
+        (wire.HEADER + b"\xc4\xff" + b"x", "malformed"),
+        (wire.HEADER + bytes(wire.MAX_FRAME_BYTES), "oversized"),
+        (wire.encode(RECORD), "out_of_bounds"),  # an engine's message on the controller's way
+    ],
+)
+def test_a_foreign_frame_is_refused_with_its_reason(frame: bytes, reason: str) -> None:
+    with pytest.raises(wire.ProtocolError) as caught:
+        wire.decode_from_controller(bytes(frame))
+    assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lengths": [-1]},
+        {"lengths": [wire.MAX_DRAFT_LENGTH + 1]},
+        {"lengths": [1, 2]},
+        {"handles": [0]},
+        {"valid_until_s": float("nan")},
+        {"price": float("inf")},
+        {"epoch": 0},
+        {"mode": "loud"},
+        {"stop": wire.StopRule([], [0.0], [0.1], [0.1])},
+        {"stop": wire.StopRule([1.0], [0.0], [0.1] * (wire.MAX_DRAFT_LENGTH + 1), [0.1])},
+        {"stop": wire.StopRule([1.0], [float("nan")], [0.1], [0.1])},
+        {"stop": wire.StopRule([1.0], [0.0], [0.1], [0.1, float("inf")])},
+        {"handles": [1] * (wire.MAX_REQUESTS + 1), "lengths": [1] * (wire.MAX_REQUESTS + 1)},
+    ],
+)
+def test_an_action_out_of_bounds_is_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(wire.ProtocolError) as caught:
+        wire.decode_from_controller(bytes(wire.encode(msgspec.structs.replace(ACTION, **changes))))
+    assert caught.value.reason == "out_of_bounds"
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_a_protocol_error(noise: bytes) -> None:
+    reasons = set()
+    for decode in (wire.decode_from_engine, wire.decode_from_controller):
+        for frame in (noise, wire.HEADER + noise):
+            try:
+                decode(frame)
+            except wire.ProtocolError as error:
+                reasons.add(error.reason)
+    assert reasons <= set(wire.REASONS)
+
+
+def test_mutated_frames_neither_crash_nor_allocate_past_the_cap() -> None:
+    """10,000 mutations here; `make chaos` of the production issue runs the 100,000."""
+    generator = random.Random(1)
+    frames = [
+        bytes(wire.encode(message))
+        for message in (RECORD, msgspec.structs.replace(ACTION, stop=STOP), wire.Release("boot", 9))
+    ]
+    tracemalloc.start()
+    for _ in range(10_000):
+        frame = bytearray(generator.choice(frames))
+        for _ in range(generator.randint(1, 6)):
+            frame[generator.randrange(2, len(frame))] = generator.randrange(256)
+        for decode in (wire.decode_from_engine, wire.decode_from_controller):
+            try:
+                decode(bytes(frame[: generator.randint(0, len(frame))]))
+            except wire.ProtocolError:
+                continue
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8 * wire.MAX_FRAME_BYTES

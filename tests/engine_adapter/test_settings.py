@@ -1,0 +1,59 @@
+"""FASER_* variables and the folder of sockets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from faser.engine_adapter.settings import (
+    SETTINGS,
+    SettingError,
+    default_endpoint,
+    ensure_private_folder,
+    load_settings,
+    runtime_folder,
+)
+
+
+def test_an_empty_environment_gives_the_documented_defaults() -> None:
+    settings = load_settings({})
+    assert settings.is_enabled
+    assert (settings.default_length, settings.lease_steps, settings.lease_ms) == (0, 32, 1000)
+    assert settings.has_confidence
+    assert settings.endpoint == default_endpoint({})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("FASER_DEFAULT_K", "three"),
+        ("FASER_DEFAULT_K", "-1"),
+        ("FASER_LEASE_MS", "0"),
+        ("FASER_ENABLED", "yes"),
+        ("FASER_CONFIDENCE", "true"),
+        ("FASER_ENDPOINT", "udp://x"),
+        ("FASER_ENDPOINT", "ipc://" + "x" * 200),
+    ],
+)
+def test_a_bad_value_is_one_line_that_names_the_variable(name: str, text: str) -> None:
+    with pytest.raises(SettingError, match=name) as caught:
+        load_settings({name: text})
+    assert "\n" not in str(caught.value)
+
+
+def test_the_runtime_folder_follows_the_environment() -> None:
+    assert runtime_folder({"FASER_RUNTIME_DIR": "/a"}) == Path("/a")
+    assert runtime_folder({"XDG_RUNTIME_DIR": "/run/u"}) == Path("/run/u/faser")
+
+
+def test_a_folder_open_to_others_is_refused(tmp_path: Path) -> None:
+    ensure_private_folder(tmp_path / "new")
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "open").mkdir(mode=0o755)
+    with pytest.raises(SettingError, match="0700"):
+        ensure_private_folder(tmp_path / "open")
+
+
+def test_every_setting_has_one_sentence_of_help() -> None:
+    assert all(setting.help.endswith(".") and setting.name.startswith("FASER_") for setting in SETTINGS.values())

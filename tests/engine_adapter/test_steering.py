@@ -1,0 +1,259 @@
+"""The adapter between two steps: latched lengths, records and the cost of being ignored. No vLLM needed."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from faser.engine_adapter import protocol as wire
+from faser.engine_adapter.lease import Lease
+from faser.engine_adapter.link import HIGH_WATER_MARK, EngineLink
+from faser.engine_adapter.steering import BatchOutcome, Default, Steering
+from faser.engine_adapter.steps import StepReport
+
+
+@dataclass
+class Request:
+    num_output_tokens: int = 0
+    num_computed_tokens: int = 10
+    max_tokens: int = 1000
+    priority: int = 0
+    is_prefill_chunk: bool = False
+    num_prompt_tokens: int = 10
+
+
+class MemoryLink:
+    """Both directions as lists, so that a test decides what has arrived."""
+
+    def __init__(self) -> None:
+        self.sent: list[wire.FromEngine] = []
+        self.arrived: list[wire.FromController] = []
+        self.dropped = 0
+        self.refused: Counter[str] = Counter()
+
+    def send(self, message: wire.FromEngine) -> None:
+        self.sent.append(message)
+
+    def receive(self) -> list[wire.FromController]:
+        messages, self.arrived = self.arrived, []
+        return messages
+
+    def close(self, wait_s: float = 0.0) -> None:
+        self.arrived = []
+
+
+def hello(boot_id: str = "boot") -> wire.Hello:
+    return wire.Hello(
+        boot_id=boot_id, pid=1, host="h", adapter_version="0", vllm_version="0.32.0", model="m", device="cpu",
+        runner="v1", is_async=False, method="ngram", drafter="", k_max=6, default_length=0, default_table=[],
+        max_requests=8, max_batched_tokens=64, kv_tokens=1024, graph_sizes=[], splits=["unsplit"], exit_layers=[],
+        tensor_parallel=1, pipeline_parallel=1, data_parallel=1, data_parallel_rank=0, lease_steps=32, lease_ms=1000,
+        roster=[],
+    )  # fmt: skip
+
+
+def steering(default: Default | None = None) -> tuple[Steering, MemoryLink]:
+    link = MemoryLink()
+    return Steering(hello(), link, Lease("boot", 6, 32, 1.0), default or Default(0)), link
+
+
+def act(lengths: dict[int, int], default_length: int = 0, sequence: int = 1) -> wire.ActionSet:
+    now_s = time.monotonic()
+    return wire.ActionSet(
+        "boot", 1, sequence, 1000, now_s + 60, default_length, list(lengths), list(lengths.values())
+    )  # fmt: skip
+
+
+def outcome(scheduled: dict[str, int], drafts: dict[str, list[int]], sampled: list[list[int]]) -> BatchOutcome:
+    rows = {request_id: row for row, request_id in enumerate(scheduled)}
+    report = StepReport(verify_s=0.01, drafted=[2] * len(scheduled))
+    return BatchOutcome(scheduled, drafts, rows, sampled, len(scheduled), 0, 0.5, report)
+
+
+def test_without_a_lease_every_request_gets_the_default() -> None:
+    adapter, _ = steering(Default(2))
+    adapter.arrive("a", Request())
+    assert adapter.order({"a": 1}, 0.0).lengths == {"a": 2}
+
+
+def test_without_a_lease_the_operators_table_holds() -> None:
+    adapter, _ = steering(Default(5, lookup=[0, 4, 1, 0]))
+    for name in "abc":
+        adapter.arrive(name, Request())
+    assert adapter.order({"a": 1}, 0.0).lengths == {"a": 4}
+    assert adapter.order({"a": 1, "b": 1}, 0.0).lengths == {"a": 1, "b": 1}
+    assert adapter.order({"a": 1, "b": 1, "c": 1}, 0.0).lengths == {"a": 0, "b": 0, "c": 0}
+
+
+def test_a_lease_gives_each_request_its_own_length() -> None:
+    adapter, link = steering()
+    for name in "abc":
+        adapter.arrive(name, Request())
+    link.arrived = [act({1: 3, 2: 0}, default_length=1)]
+    order = adapter.order({"a": 1, "b": 1, "c": 1}, 0.0)
+    assert order.lengths == {"a": 3, "b": 0, "c": 1}
+    assert (order.lease_epoch, order.lease_sequence) == (1, 1)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_lease_orders_its_stop_rule_where_the_scheduler_waits_for_the_drafts(is_async: bool) -> None:
+    adapter, link = steering()
+    adapter.hello = msgspec.structs.replace(adapter.hello, is_async=is_async)
+    adapter.arrive("a", Request())
+    assert adapter.order({"a": 1}, 0.0).stop is None
+    link.arrived = [msgspec.structs.replace(act({1: 3}), stop=wire.StopRule([1.0], [0.0], [0.1], [0.2]))]
+    expected = None if is_async else wire.StopRule([1.0] * 6, [0.0] * 6, [0.1] * 6, [0.2] * 6)
+    assert adapter.order({"a": 1}, 0.0).stop == expected
+
+
+def test_confidences_go_with_the_tokens_they_belong_to() -> None:
+    adapter, link = steering(Default(3))
+    for name in "abc":
+        adapter.arrive(name, Request())
+    scheduled = {"a": 1, "b": 1, "c": 1}
+    done = outcome(scheduled, {}, [[1], [1], [1]])
+    assert done.report is not None
+    done.report.drafted, done.report.confidences = [3, 1, 2], [(0.9, 0.8, 0.7), (0.6,), (0.5, 0.4)]
+    adapter.record(adapter.order(scheduled, 0.0), done)
+    adapter.preempt("c")  # its drafts are gone
+    # The grammar cut a's draft to two; b waits for a step; c starts over.
+    later = outcome({"a": 3, "c": 9}, {"a": [5, 6]}, [[5, 7], [8]])
+    assert later.report is not None
+    later.report.confidences = [(), (0.3,)]
+    adapter.record(adapter.order({"a": 3, "c": 9}, 0.0), later)
+    last = outcome({"a": 1, "b": 2, "c": 2}, {"b": [4], "c": [3]}, [[1], [4, 5], [3, 3]])
+    adapter.record(adapter.order({"a": 1, "b": 2, "c": 2}, 0.0), last)
+    records = [sent for sent in link.sent if isinstance(sent, wire.StepRecord)]
+    seen = [{row.handle: row.confidences for row in sent.rows} for sent in records]
+    assert seen == [{1: (), 2: (), 3: ()}, {1: (0.9, 0.8), 3: ()}, {1: (), 2: (0.6,), 3: (0.3,)}]
+
+
+def test_a_lease_that_arrives_after_the_latch_waits_for_the_next_step() -> None:
+    adapter, link = steering()
+    adapter.arrive("a", Request())
+    link.arrived = [act({1: 4})]
+    order = adapter.order({"a": 1}, 0.0)
+    link.arrived = [act({1: 1}, sequence=2)]
+    adapter.record(order, outcome({"a": 1}, {}, [[5]]))
+    assert order.lengths == {"a": 4}
+    assert adapter.order({"a": 1}, 0.0).lengths == {"a": 1}
+
+
+@pytest.mark.parametrize(("left", "length"), [(1, 0), (2, 0), (3, 1), (5, 3), (100, 6)])
+def test_nothing_is_drafted_that_max_tokens_would_cut_off(left: int, length: int) -> None:
+    adapter, link = steering()
+    adapter.arrive("a", Request(num_output_tokens=10, max_tokens=10 + left))
+    link.arrived = [act({1: 6})]
+    assert adapter.order({"a": 1}, 0.0).lengths == {"a": length}
+
+
+def test_a_request_in_the_middle_of_its_prompt_drafts_nothing() -> None:
+    adapter, link = steering()
+    adapter.arrive("a", Request(num_prompt_tokens=100, num_computed_tokens=32))
+    link.arrived = [act({1: 6})]
+    assert adapter.order({"a": 32}, 0.0).lengths == {"a": 0}
+    assert adapter.order({"a": 68}, 0.0).lengths == {"a": 6}
+
+
+def test_a_record_says_what_every_request_did() -> None:
+    adapter, link = steering()
+    decoding, prefilling = Request(num_output_tokens=3), Request(num_computed_tokens=0)
+    adapter.arrive("a", decoding)
+    adapter.arrive("b", prefilling)
+    adapter.entries["a"].emitted = 3
+    order = adapter.order({"a": 4, "b": 10}, time.monotonic())
+    decoding.num_output_tokens, decoding.num_computed_tokens = 5, 17
+    prefilling.num_output_tokens, prefilling.num_computed_tokens = 1, 10
+    adapter.record(order, outcome({"a": 4, "b": 10}, {"a": [1, 2, 3]}, [[1, 2], [9]]))
+    record = link.sent[-1]
+    assert isinstance(record, wire.StepRecord)
+    first, second = record.rows
+    assert (first.verified, first.accepted, first.emitted, first.drafted, first.is_prefill) == (3, 1, 2, 2, False)
+    assert (second.verified, second.emitted, second.is_prefill) == (0, 1, True)
+    assert (record.prefill_tokens, record.decode_tokens, record.draft_tokens) == (10, 1, 3)
+    assert [event.kind for event in record.events] == ["arrival", "arrival", "first_token"]
+
+
+def test_a_request_that_leaves_is_in_its_last_record_and_then_forgotten() -> None:
+    adapter, link = steering()
+    request = Request()
+    adapter.arrive("a", request)
+    order = adapter.order({"a": 1}, 0.0)
+    request.num_output_tokens = 1
+    adapter.leave("a", is_abort=False)
+    adapter.record(order, outcome({"a": 1}, {}, [[5]]))
+    record = link.sent[-1]
+    assert isinstance(record, wire.StepRecord)
+    assert record.rows[0].emitted == 1
+    assert "finish" in [event.kind for event in record.events]
+    assert adapter.entries == {}
+
+
+def test_a_request_id_that_comes_back_at_once_is_a_new_request() -> None:
+    adapter, _ = steering()
+    adapter.arrive("a", Request())
+    adapter.leave("a", is_abort=True)
+    adapter.arrive("a", Request())
+    order = adapter.order({"a": 1}, 0.0)
+    adapter.record(order, outcome({"a": 1}, {}, [[5]]))
+    assert adapter.entries["a"].handle == 2
+
+
+def test_a_controller_that_asks_gets_hello_with_all_live_requests() -> None:
+    adapter, link = steering()
+    adapter.arrive("a", Request(num_prompt_tokens=33))
+    link.arrived = [wire.HelloRequest(1)]
+    adapter.order({"a": 1}, 0.0)
+    greeting = link.sent[-1]
+    assert isinstance(greeting, wire.Hello)
+    assert [(event.handle, event.request_id, event.tokens) for event in greeting.roster] == [(1, "a", 33)]
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield f"ipc://{Path(folder) / 'e.sock'}"
+
+
+def wait_for(condition: object, seconds: float = 5.0) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "condition not met in time"
+        time.sleep(0.002)
+
+
+def test_the_link_speaks_to_a_real_socket_both_ways(endpoint: str) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.bind(endpoint)
+        link = EngineLink(endpoint, "boot")
+        link.send(wire.Goodbye("boot"))
+        identity, frame = router.recv_multipart()
+        assert wire.decode_from_engine(frame) == wire.Goodbye("boot")
+        router.send_multipart([identity, b"noise"])
+        router.send_multipart([identity, bytes(wire.encode(wire.HelloRequest(4)))])
+        arrived: list[wire.FromController] = []
+        wait_for(lambda: arrived.extend(link.receive()) or arrived)
+        assert arrived == [wire.HelloRequest(4)]
+        assert link.refused == {"malformed": 1}
+        link.close()
+
+
+def test_without_a_sidecar_sending_never_waits_and_drops_are_counted(endpoint: str) -> None:
+    link = EngineLink(endpoint, "boot")
+    slowest = 0.0
+    for _ in range(20 * HIGH_WATER_MARK):
+        started = time.thread_time()
+        link.send(wire.Goodbye("boot"))
+        slowest = max(slowest, time.thread_time() - started)
+    wait_for(lambda: link.dropped > 0)
+    link.close()
+    assert slowest < 0.005

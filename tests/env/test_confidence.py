@@ -1,0 +1,156 @@
+"""Calibration of the drafter's confidence, the ring of recent drafts, and the forecast for stop rules."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from faser.engine_adapter.protocol import StopRule
+from faser.engine_adapter.stop_rule import kept_tokens
+from faser.env.acceptance import count_trials
+from faser.env.confidence import EDGES, Confidence, DraftRows, complete, dropped_below, foresee, unfold
+
+Floats = npt.NDArray[np.float64]
+K_MAX = 4
+ALL = len(EDGES) - 1
+
+
+def feed(
+    confidence: Confidence,
+    slope: float,
+    intercept: float,
+    records: range,
+    rule: StopRule | None = None,
+    batch: int = 8,
+    length: int = K_MAX,
+) -> None:
+    """Let a drafter whose chances are sigmoid(intercept + slope * logit(c)) draft for a batch."""
+    random = np.random.default_rng(records.start + 1)
+    for record in records:
+        logits = random.normal(1.0, 1.5, (batch, K_MAX))
+        sure = 1.0 / (1.0 + np.exp(-logits))
+        hits = random.random((batch, K_MAX)) < 1.0 / (1.0 + np.exp(-(intercept + slope * logits)))
+        kept = [length if rule is None else kept_tokens(rule, row[:length]) for row in sure.tolist()]
+        verified = np.array(kept)
+        accepted = np.minimum(hits.cumprod(axis=1).sum(axis=1), verified)
+        trials, successes = count_trials(verified, np.zeros_like(verified), accepted, K_MAX)
+        confidences = [tuple(row[:many]) for row, many in zip(sure.tolist(), kept, strict=True)]
+        confidence.learn(DraftRows(confidences, np.full(batch, length), trials, successes, rule, record))
+
+
+@pytest.mark.parametrize(("slope", "intercept"), [(1.0, 0.0), (0.5, -0.4), (1.6, 0.3), (0.2, 0.5)])
+def test_calibration_finds_slope_and_intercept(slope: float, intercept: float) -> None:
+    confidence = Confidence(K_MAX)
+    feed(confidence, slope, intercept, range(1500))
+    assert confidence.slopes == pytest.approx([slope] * K_MAX, abs=0.2)
+    assert confidence.intercepts == pytest.approx([intercept] * K_MAX, abs=0.25)
+
+
+def test_calibration_follows_a_drafter_that_changes() -> None:
+    confidence = Confidence(K_MAX)
+    feed(confidence, 1.0, 0.0, range(1000))
+    feed(confidence, 0.4, -0.8, range(1000, 2500))
+    assert confidence.slopes[0] == pytest.approx(0.4, abs=0.15)
+    assert confidence.intercepts[0] == pytest.approx(-0.8, abs=0.2)
+
+
+def test_a_stop_rule_that_hides_the_doubtful_tokens_does_not_bend_the_calibration() -> None:
+    confidence = Confidence(K_MAX)
+    rule = StopRule([0.6], [-0.3], [0.5], [0.6])
+    feed(confidence, 0.6, -0.3, range(2500), rule)
+    assert confidence.slopes[0] == pytest.approx(0.6, abs=0.15)
+    assert confidence.intercepts[0] == pytest.approx(-0.3, abs=0.25)
+
+
+def test_few_trials_lean_on_all_positions_and_none_on_the_confidence_itself() -> None:
+    confidence = Confidence(K_MAX)
+    assert confidence.slopes.tolist() == [1.0] * 4
+    assert confidence.intercepts.tolist() == [0.0] * 4
+    feed(confidence, 0.3, -0.5, range(400), length=1)
+    assert confidence.trials[1:].tolist() == [0.0] * 3
+    assert confidence.slopes[3] == pytest.approx(confidence.slopes[0], abs=0.1)
+
+
+def test_the_same_records_give_the_same_forecast() -> None:
+    first, second = Confidence(K_MAX), Confidence(K_MAX)
+    for confidence in (first, second):
+        feed(confidence, 0.6, -0.3, range(300))
+    assert first.forecast is not None
+    assert second.forecast is not None
+    assert first.forecast.gain.tobytes() == second.forecast.gain.tobytes()
+
+
+def truth(keep: int, go_on: int) -> tuple[Floats, Floats]:
+    """Return kept and accepted tokens per position of the drafter of `feed` with slope 0.6, intercept -0.3."""
+    logits = np.random.default_rng(99).normal(1.0, 1.5, (200_000, K_MAX))
+    survival = (1.0 / (1.0 + np.exp(-(-0.3 + 0.6 * logits)))).cumprod(axis=1)
+    before = np.concatenate([np.ones((len(survival), 1)), survival[:, :-1]], axis=1)
+    is_kept = (survival >= EDGES[keep]) & (before >= EDGES[go_on])
+    return is_kept.mean(axis=0), (is_kept * survival).mean(axis=0)
+
+
+@pytest.mark.parametrize("rule", [None, StopRule([0.6], [-0.3], [0.3], [0.35])], ids=["whole drafts", "stopped drafts"])
+@pytest.mark.parametrize(("keep", "go_on"), [(ALL, ALL), (10, 10), (12, 6), (14, 14)])
+def test_the_forecast_is_right_for_thresholds_other_than_those_in_force(
+    rule: StopRule | None, keep: int, go_on: int
+) -> None:
+    confidence = Confidence(K_MAX)
+    feed(confidence, 0.6, -0.3, range(3000), rule)
+    assert confidence.is_ready
+    assert confidence.forecast is not None
+    kept, gain = truth(keep, go_on)
+    # What lies below the thresholds in force is guessed.
+    tolerance = 0.05 if rule is None or EDGES[keep] >= 0.3 else 0.2
+    assert confidence.forecast.kept[:, go_on, keep] == pytest.approx(kept, abs=tolerance)
+    assert confidence.forecast.gain[:, go_on, keep] == pytest.approx(gain, abs=tolerance)
+
+
+def test_what_is_drafted_includes_the_token_that_was_dropped() -> None:
+    rule = StopRule([1.0], [0.0], [0.4], [0.6])
+    confidences = [(0.9, 0.8), (0.5,), (), (0.9, 0.9, 0.9, 0.9)]
+    nothing = np.zeros((4, K_MAX))
+    rows = DraftRows(confidences, np.array([4, 4, 4, 4]), nothing, nothing, rule, 0)
+    # Row 0 went on at 0.72 and dropped its third; row 1 was not allowed to go on at 0.5; row 2 dropped its first.
+    assert rows.drafted().tolist() == [3, 1, 1, 4]
+    logits, depth = unfold(confidences, K_MAX)
+    assert dropped_below(rule, logits, depth) == pytest.approx([0.4 / 0.72, 0.0, 0.4, 0.0])
+
+
+def test_unseen_continuations_are_taken_from_drafts_that_survived_alike() -> None:
+    chance = np.column_stack([np.linspace(0.1, 0.9, 200), np.linspace(0.1, 0.9, 200)])
+    depth = np.where(np.arange(200) % 2 == 0, 2, 1)
+    chance[depth == 1, 1] = np.nan
+    complete(chance, depth, np.zeros(200))
+    assert chance[:, 1] == pytest.approx(np.linspace(0.1, 0.9, 200), abs=0.12)
+
+
+def test_many_requests_do_not_take_more_than_a_sample() -> None:
+    rows = DraftRows([(0.5,)] * 256, np.ones(256, np.int64), np.ones((256, 1)), np.ones((256, 1)), None, 3)
+    assert len(rows.sampled().limit) == len(rows.sampled().confidences) == 16
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(
+        st.lists(st.lists(st.floats(width=32), max_size=9).map(tuple), min_size=3, max_size=3), min_size=1, max_size=40
+    )
+)
+def test_whatever_is_reported_the_numbers_stay_finite(reports: list[list[tuple[float, ...]]]) -> None:
+    confidence = Confidence(K_MAX)
+    rule = StopRule([1.0], [0.0], [0.5], [0.5])
+    for record, confidences in enumerate(reports * 3):
+        trials, successes = np.ones((3, K_MAX)), np.eye(3, K_MAX)
+        confidence.learn(DraftRows(confidences, np.array([4, 2, 0]), trials, successes, rule, record * 5))
+    assert np.isfinite(confidence.slopes).all()
+    assert np.isfinite(confidence.intercepts).all()
+    assert (confidence.slopes > 0.0).all()
+
+
+def test_a_forecast_counts_whole_drafts_at_the_lowest_thresholds() -> None:
+    forecast = foresee(np.full((64, 2), 0.5), np.full(64, 1 / 64))
+    assert forecast.reach[:, ALL] == pytest.approx([1.0, 1.0])
+    assert forecast.gain[:, ALL, ALL] == pytest.approx([0.5, 0.25])
+    assert forecast.kept[1, ALL, 5] == 0.0

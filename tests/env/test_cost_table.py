@@ -1,0 +1,125 @@
+"""The step-cost table learns a synthetic engine's times through noise, spikes and drift."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from faser.env.cost_table import CostTable, StepCost, rising
+
+BATCHES = (1, 4, 16, 64)
+
+
+def verify_s(rows: int) -> float:
+    """Flat at first, then linear: the shape of a real engine, not the prior's."""
+    return 0.012 + 0.0007 * max(rows - 6, 0) + 0.00005 * rows
+
+
+def draft_s(rows: int, batches: list[int]) -> float:
+    """First pass over all rows, then ragged rounds."""
+    return 0.001 + 5e-5 * rows + sum(0.002 + 1.5e-4 * n for n in batches)
+
+
+def make_step(batch: int, length: int, slow: float, draft_slow: float | None = None) -> StepCost:
+    rows, batches = batch * (1 + length), [batch] * length
+    drafting = draft_s(rows, batches) * (slow if draft_slow is None else draft_slow)
+    return StepCost(
+        rows, 0, batch, batch * 200, length, batch * length, verify_s(rows) * slow + drafting, drafting, 0.0
+    )
+
+
+def teach(table: CostTable, steps: int, slow: Callable[[np.random.Generator], float], seed: int = 0) -> None:
+    random = np.random.default_rng(seed)
+    for _ in range(steps):
+        table.learn(make_step(int(random.choice(BATCHES)), int(random.integers(0, 5)), slow(random)))
+
+
+def noisy(random: np.random.Generator) -> float:
+    return float(np.exp(random.normal(0.0, 0.1)) * (6.0 if random.random() < 0.03 else 1.0))
+
+
+def test_it_converges_to_within_five_percent_through_noise_and_spikes() -> None:
+    table = CostTable()
+    teach(table, 3000, noisy)
+    errors = []
+    for batch in BATCHES:
+        for length in range(5):
+            rows, batches = batch * (1 + length), [batch] * length
+            true = verify_s(rows) + draft_s(rows, batches)
+            errors.append(table.step_time_s(rows, batches) / true - 1.0)
+    # The noise's median is 1; what is common to all cells does not change a decision.
+    assert np.abs(errors - np.median(errors)).max() < 0.05
+    assert abs(np.median(errors)) < 0.05
+
+
+def test_it_knows_what_it_does_not_know() -> None:
+    table = CostTable()
+    assert table.measured_steps == 0
+    assert table.confidence([1, 64]).tolist() == [0.0, 0.0]
+    for _ in range(20):
+        table.learn(make_step(4, 0, 1.0))
+    assert table.confidence(4) > 0.8
+    assert table.confidence(128) == 0.0
+    least, most = table.time_range_s(np.array([4.0, 64.0]), np.array([0.0, 3.0]), np.array([0.0, 12.0]))
+    assert most[1] / least[1] > 2.0
+
+
+def test_more_rows_and_more_rounds_never_cost_less() -> None:
+    table = CostTable()
+    teach(table, 300, noisy)
+    assert (np.diff(table.verify_time_s(np.arange(1, 9000))) >= 0.0).all()
+    assert (np.diff(table.draft_time_s(64, np.arange(6), 64)) >= 0.0).all()
+
+
+def test_it_follows_a_machine_that_becomes_slower_everywhere() -> None:
+    table = CostTable()
+    teach(table, 1500, lambda _: 1.0)
+    for _ in range(150):
+        table.learn(make_step(16, 0, 3.0))
+    assert table.step_time_s(320) == pytest.approx(3.0 * verify_s(320), rel=0.25)
+
+
+def test_drafting_is_not_forgotten_while_nothing_is_drafted() -> None:
+    table = CostTable()
+    teach(table, 800, lambda _: 1.0)
+    before = float(table.draft_time_s(64, 3, 48))
+    for _ in range(4000):
+        table.learn(make_step(16, 0, 1.0))
+    assert float(table.draft_time_s(64, 3, 48)) == pytest.approx(before, rel=0.05)
+
+
+def test_captured_graphs_make_rows_up_to_the_next_size_free() -> None:
+    table = CostTable(device="cuda", graph_sizes=(1, 2, 4, 8, 16))
+    assert table.verify_time_s(5) == table.verify_time_s(8) < table.verify_time_s(9)
+    assert table.verify_time_s(17) < table.verify_time_s(40)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        StepCost(0, 0, 0, 0, 0, 0, 0.01, 0.0, 0.0),
+        StepCost(4, 0, 4, 9, 0, 0, 0.0, 0.0, 0.0),
+        StepCost(4, 0, 4, 9, 0, 0, 0.01, 0.02, 0.0),
+        StepCost(4, 0, 4, 9, 0, 0, 1e9, 0.0, 0.0),
+        StepCost(4, 0, 4, 9, 0, 0, 0.01, -1.0, 0.0),
+    ],
+)
+def test_impossible_times_teach_nothing(step: StepCost) -> None:
+    table = CostTable()
+    table.learn(step)
+    assert table.measured_steps == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "weights", "expected"),
+    [
+        ([1.0, 2.0, 3.0], [1.0, 1.0, 1.0], [1.0, 2.0, 3.0]),
+        ([3.0, 1.0], [1.0, 1.0], [2.0, 2.0]),
+        ([9.0, 1.0], [1.0, 7.0], [2.0, 2.0]),
+        ([1.0, 5.0, 3.0, 4.0, 9.0], [1.0, 1.0, 1.0, 1.0, 1.0], [1.0, 4.0, 4.0, 4.0, 9.0]),
+    ],
+)
+def test_a_curve_is_made_rising_by_weight(values: list[float], weights: list[float], expected: list[float]) -> None:
+    assert rising(np.array(values), np.array(weights)).tolist() == expected

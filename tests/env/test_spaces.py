@@ -1,0 +1,88 @@
+"""Clamps: whatever a policy says, what leaves is something the engine can run."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from faser.engine_adapter.protocol import Hello, Prune, StopRule
+from faser.env.spaces import Action, Capabilities, clamp, clamp_lengths, fit_rows
+
+CAPABILITIES = Capabilities(k_max=5, splits=("unsplit", "half"), exit_layers=(10, 20), max_batched_tokens=64)
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ([0, 3, 9, -2], [0, 3, 5, 0]),
+        ([1.4, 1.6, math.nan, math.inf, -math.inf], [1, 2, 0, 5, 0]),
+        ([True, False], [1, 0]),
+        (None, []),
+        ([None, 2], [0, 2]),
+    ],
+)
+def test_lengths_become_whole_numbers_within_bounds(raw: list[float] | None, expected: list[int]) -> None:
+    assert clamp_lengths(np.array(raw) if raw is not None else None, 5).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("price", math.nan, None),
+        ("price", 0.5, 0.5),
+        ("split", 1, 1),
+        ("split", 2, None),
+        ("split", -1, None),
+        ("frontier", 6, None),
+        ("frontier", 3, 3),
+        ("prune", Prune(10, 0.5), Prune(10, 0.5)),
+        ("prune", Prune(11, 0.5), None),
+        ("prune", Prune(10, math.nan), None),
+        ("default_length", 99, 5),
+    ],
+)
+def test_what_cannot_be_had_becomes_no_opinion(field: str, value: object, expected: object) -> None:
+    action = Action(**{"lengths": np.array([1]), "default_length": 0, field: value})  # type: ignore[arg-type]
+    assert getattr(clamp(action, CAPABILITIES), field) == expected
+
+
+def test_a_stop_rule_is_brought_into_bounds_or_dropped() -> None:
+    def clamped(stop: StopRule, k_max: int = 2, *, is_async: bool = False) -> StopRule | None:
+        return clamp(Action(np.array([1]), 0, stop=stop), Capabilities(k_max=k_max, is_async=is_async)).stop
+
+    rule = StopRule([0.5], [1.0], [-1.0, 0.2, 0.9], [7.0])
+    assert clamped(rule) == StopRule([0.5] * 2, [1.0] * 2, [0.0, 0.2], [1.0] * 2)
+    assert clamped(StopRule([float("nan")], [0.0], [0.5], [0.5])) is None
+    assert clamped(StopRule([], [0.0], [0.5], [0.5])) is None
+    assert clamped(rule, is_async=True) is None
+    assert clamped(rule, k_max=0) is None
+
+
+@given(st.lists(st.floats() | st.integers(-(1 << 40), 1 << 40), max_size=80), st.integers(0, 64), st.integers(0, 300))
+def test_clamped_lengths_are_in_bounds_and_fit_the_batch(raw: list[float], k_max: int, max_rows: int) -> None:
+    capabilities = Capabilities(k_max=k_max, max_batched_tokens=max_rows)
+    lengths = clamp(Action(np.array(raw), 0), capabilities).lengths
+    assert lengths.shape == (len(raw),)
+    assert ((lengths >= 0) & (lengths <= k_max)).all()
+    assert max_rows == 0 or lengths.sum() == 0 or len(raw) + lengths.sum() <= max_rows
+
+
+def test_the_deepest_requests_give_rows_first() -> None:
+    assert fit_rows(np.array([1, 5, 2]), 9).tolist() == [1, 3, 2]
+
+
+def test_capabilities_take_over_what_the_engine_introduced() -> None:
+    hello = Hello(
+        boot_id="b", pid=1, host="h", adapter_version="0", vllm_version="0.32.0", model="m", device="cuda", runner="v2",
+        is_async=True, method="eagle3", drafter="d", k_max=4, default_length=9, default_table=[(1, 4, 3)],
+        max_requests=64, max_batched_tokens=512, kv_tokens=1000, graph_sizes=[8, 1, 2, 2], splits=["unsplit"],
+        exit_layers=[], tensor_parallel=1, pipeline_parallel=1, data_parallel=1, data_parallel_rank=0, lease_steps=16,
+        lease_ms=500, roster=[],
+    )  # fmt: skip
+    capabilities = Capabilities.from_hello(hello)
+    assert (capabilities.k_max, capabilities.default_length, capabilities.graph_sizes) == (4, 4, (1, 2, 8))
+    assert (capabilities.lease_steps, capabilities.lease_ms, capabilities.default_table) == (16, 500, ((1, 4, 3),))

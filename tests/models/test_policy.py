@@ -1,0 +1,181 @@
+"""Names of policies, the baselines, and what the price policy prefers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from faser.engine_adapter.protocol import RequestRow, StepRecord
+from faser.env.cost_table import StepCost
+from faser.env.spaces import Capabilities
+from faser.env.state import EngineState, observe
+from faser.models.baselines import LengthTable
+from faser.models.policy import POLICIES, PolicyError, make_policy
+from faser.models.price import COMPARE_DECISIONS
+
+K_MAX = 5
+CAPABILITIES = Capabilities(k_max=K_MAX)
+
+
+@pytest.mark.parametrize(
+    ("spec", "hint"),
+    [
+        ("best", "possible are off, fixed:K"),
+        ("", "possible are"),
+        ("off:1", "possible are"),
+        ("fixed", "possible are"),
+        ("fixed:6", "expected 0..5"),
+        ("fixed:x", "expected 0..5"),
+        ("table:", "possible are"),
+        ("table:1-4=9", "expected 0..5"),
+        ("table:5-4=1", "ends before it begins"),
+        ("table:1-4=1,4-8=2", "ascend without overlap"),
+        ("table:1-=1,9-=2", "ascend without overlap"),
+        ("table:1..4=2", "cannot read '1..4=2'"),
+        ("price:best", "price:history"),
+    ],
+)
+def test_a_name_that_cannot_be_used_says_what_is_possible(spec: str, hint: str) -> None:
+    with pytest.raises(PolicyError, match=r".+") as caught:
+        make_policy(spec, CAPABILITIES)
+    assert hint in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("spec", ["off", "fixed:3", "table:1-4=3,5-16=1,17-=0", "price", "price:history"])
+def test_every_documented_policy_can_be_made_and_keeps_its_name(spec: str) -> None:
+    assert make_policy(spec, CAPABILITIES).name == spec
+    assert spec.partition(":")[0] in {name.partition(":")[0] for name in POLICIES}
+
+
+@pytest.mark.parametrize(("requests", "length"), [(1, 3), (4, 3), (5, 1), (16, 1), (17, 0), (99, 0)])
+def test_the_table_answers_by_requests_in_the_batch(requests: int, length: int) -> None:
+    table = LengthTable.parse("1-4=3,5-16=1,17-=0", CAPABILITIES)
+    assert table.length_for(requests) == length
+
+
+def make_state(
+    levels: dict[int, float], row_ms: float, round_ms: float = 0.1, k_max: int = K_MAX, order: list[int] | None = None
+) -> EngineState:
+    """Return a state that has seen each handle accept at its level, on an engine of 10 ms + row_ms per row."""
+    state = EngineState(Capabilities(k_max=k_max))
+    random = {handle: np.random.default_rng(handle) for handle in levels}
+    for counter in range(120):
+        rows = []
+        for handle in order or levels:
+            hits = np.cumprod(random[handle].random(K_MAX) < levels[handle]).sum()
+            rows.append(RequestRow(handle, 6, 5, 5, 5, 0, int(hits), int(hits) + 1, 50, False))
+        draft_s = round_ms * 5e-3
+        step_s = 0.01 + row_ms * 1e-3 * 6 * len(rows) + draft_s
+        record = StepRecord(
+            "b", counter, counter, counter * 1.0, step_s, 0.0, 0.0, 0.0, draft_s, 0.0, 0.0, len(rows), 0, 0, len(rows),
+            5 * len(rows), 0.1, None, None, 0, 0, 0, 0, [], rows,
+        )  # fmt: skip
+        observe(state, record)
+        for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
+            state.cost.learn(StepCost(n, 0, n, 0, 0, 0, 0.01 + row_ms * 1e-3 * n, 0.0, 0.0))
+    return state
+
+
+def lengths_of(state: EngineState) -> dict[int, int]:
+    policy = make_policy("price", state.capabilities)
+    policy.act(state)  # may be a probe; the next one waits for newer records
+    action = policy.act(state)
+    assert "probing" not in action.reason
+    return dict(zip(state.handles().tolist(), action.lengths.tolist(), strict=True))
+
+
+def test_high_acceptance_and_cheap_rows_draft_deep() -> None:
+    assert min(lengths_of(make_state(dict.fromkeys(range(1, 5), 0.9), row_ms=0.01)).values()) >= 4
+
+
+def test_past_the_knee_nobody_drafts() -> None:
+    assert set(lengths_of(make_state(dict.fromkeys(range(1, 65), 0.7), row_ms=1.0)).values()) == {0}
+
+
+def test_a_request_that_accepts_little_gets_less_than_one_that_accepts_much() -> None:
+    lengths = lengths_of(make_state({1: 0.9, 2: 0.15, 3: 0.9, 4: 0.15}, row_ms=0.6))
+    assert min(lengths[1], lengths[3]) > max(lengths[2], lengths[4])
+
+
+def test_dear_rounds_keep_one_eager_request_from_drafting_deep() -> None:
+    levels = {1: 0.95} | dict.fromkeys(range(2, 9), 0.2)
+    cheap = lengths_of(make_state(levels, row_ms=0.2, round_ms=0.01))
+    dear = lengths_of(make_state(levels, row_ms=0.2, round_ms=6.0))
+    assert cheap[1] > dear[1]
+
+
+def test_lengths_move_with_the_requests_when_these_are_permuted() -> None:
+    levels = {handle: 0.1 * handle for handle in range(1, 10)}
+    order = list(levels)
+    np.random.default_rng(5).shuffle(order)
+    straight = lengths_of(make_state(levels, row_ms=0.4))
+    assert len(set(straight.values())) > 1
+    assert lengths_of(make_state(levels, row_ms=0.4, order=order)) == straight
+
+
+def test_an_engine_without_drafter_gets_zeros() -> None:
+    state = make_state({1: 0.9}, row_ms=0.1, k_max=0)
+    assert lengths_of(state) == {1: 0}
+
+
+def test_lengths_do_not_flap_when_nothing_changes() -> None:
+    state = make_state(dict.fromkeys(range(1, 9), 0.6), row_ms=0.5)
+    policy = make_policy("price", state.capabilities)
+    policy.act(state)
+    assert len({tuple(policy.act(state).lengths.tolist()) for _ in range(50)}) == 1
+
+
+def make_confident_state(row_ms: float, round_ms: float = 0.2, batch: int = 8) -> EngineState:
+    """Return a state that has seen calibrated confidences around 0.6, on an engine of 10 ms + row_ms per row."""
+    random, state = np.random.default_rng(0), EngineState(CAPABILITIES)
+    for counter in range(300):
+        depth, following = counter % (K_MAX + 1), (counter + 1) % (K_MAX + 1)  # every depth, to tell the costs apart
+        chance = random.beta(1.8, 1.2, (batch, K_MAX))
+        hits = np.minimum((random.random((batch, K_MAX)) < chance).cumprod(axis=1).sum(axis=1), depth)
+        rows = [
+            RequestRow(
+                i, 1 + depth, following, following, depth, 0, int(hit), int(hit) + 1, 50, False, tuple(sure[:depth])
+            )
+            for i, (hit, sure) in enumerate(zip(hits, chance.tolist(), strict=True), start=1)
+        ]
+        draft_s = round_ms * 1e-3 * following
+        step_s = 0.01 + row_ms * 1e-3 * batch * (1 + depth) + draft_s
+        record = StepRecord(
+            "b", counter, counter, counter * 1.0, step_s, 0.0, 0.0, 0.0, draft_s, 0.0, 0.0, batch, 0, 0, batch,
+            depth * batch, 0.1, None, None, 0, 0, 0, 0, [], rows,
+        )  # fmt: skip
+        observe(state, record)
+    return state
+
+
+def stop_of(state: EngineState) -> tuple[int, float, list[float]]:
+    """Return depth, threshold to keep, thresholds to go on that the price policy settles on."""
+    policy = make_policy("price", CAPABILITIES)
+    for _ in range(2 * COMPARE_DECISIONS):
+        action = policy.act(state)
+    if action.stop is None:
+        return action.default_length, 1.0 if action.default_length == 0 else 0.0, [0.0] * K_MAX
+    return action.default_length, action.stop.keep[0], action.stop.go_on
+
+
+def test_the_dearer_a_row_the_surer_a_token_must_be() -> None:
+    keep = [stop_of(make_confident_state(row_ms))[1] for row_ms in (0.02, 0.1, 0.3, 1.0)]
+    assert keep == sorted(keep)
+    assert keep[0] < keep[-1]
+
+
+def test_thresholds_to_go_on_are_at_least_those_to_keep_and_rise_with_the_price_of_a_round() -> None:
+    _, keep, cheap = stop_of(make_confident_state(0.1, round_ms=0.05))
+    _, _, dear = stop_of(make_confident_state(0.1, round_ms=0.5))
+    assert min(cheap[:-1]) >= keep
+    assert cheap[:-1] == sorted(cheap[:-1])
+    assert dear[0] > cheap[0]
+
+
+def test_without_confidence_in_the_name_or_with_steps_in_flight_nothing_stops() -> None:
+    state = make_confident_state(0.1)
+    assert max(stop_of(state)[2]) > 0.0
+    in_flight = Capabilities(k_max=K_MAX, is_async=True)
+    for policy in (make_policy("price:history", CAPABILITIES), make_policy("price", in_flight)):
+        assert all(policy.act(state).stop is None for _ in range(2 * COMPARE_DECISIONS))

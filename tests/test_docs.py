@@ -1,0 +1,57 @@
+"""The documentation agrees with the code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import faser
+
+ROOT = Path(faser.__file__).parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def test_generated_pages_are_up_to_date() -> None:
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"], capture_output=True, text=True, cwd="/"
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_to_a_file_leads_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_faser_command_in_the_documentation_exists(page: Path) -> None:
+    known = set(re.findall(r"^## `faser ([a-z]+)", (ROOT / "docs" / "commands.md").read_text(), re.M))
+    named = set(re.findall(r"(?:^|[`$ ]) *faser ([a-z]+)(?= |`|$)", _code(page.read_text()), re.M))
+    assert named <= known
+
+
+def _code(text: str) -> str:
+    """Return code blocks and code spans only."""
+    return "\n".join([*re.findall(r"```[a-z]*\n(.*?)```", text, re.S), *re.findall(r"`[^`\n]+`", text)])
+
+
+def test_no_machine_path_is_left_in_tracked_files() -> None:
+    listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    pattern = re.compile(r"(?<![\w.])/(?:work|root|home)/[a-z]")
+    suffixes = {".py", ".md", ".toml", ".txt", ".yaml", ".json", ""}
+    found = [
+        name
+        for name in listed.stdout.split()
+        if (ROOT / name).suffix in suffixes
+        and (ROOT / name).is_file()
+        and pattern.search((ROOT / name).read_text(errors="ignore"))
+    ]
+    assert found == []
