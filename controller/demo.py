@@ -36,7 +36,7 @@ from .engine import RunningEngine
 from .errors import EndpointError, EngineError, FaserError, StoreError, UsageError
 from .launch import EngineLaunch, available_cores, default_threads
 from .loadgen import LoadGenerator, LoadOptions
-from .processes import ProcessTree
+from .processes import ProcessTree, deferred_interrupts
 from .report import write_report
 from .serve import (
     EMBEDDED_K_MAX,
@@ -195,13 +195,15 @@ class Demo:
         with progress_bar(self._console) as show:
             launch = self._launch(show)
             self.say(f"starting the sidecar, policy {self.config.policy.spec}")
-            sidecar = start_sidecar(self.config, self.folder / "sidecar.log")
-            if sidecar is None:
-                raise EndpointError(f"a sidecar already runs at {self.config.link.endpoint}", "none", "stop it")
-            processes.enter_context(sidecar)
-            self._has_started = True
+            with deferred_interrupts():
+                sidecar = start_sidecar(self.config, self.folder / "sidecar.log")
+                if sidecar is None:
+                    raise EndpointError(f"a sidecar already runs at {self.config.link.endpoint}", "none", "stop it")
+                processes.enter_context(sidecar)
+                self._has_started = True
             self.say(f"starting vLLM on {launch.url}")
-            engine = processes.enter_context(RunningEngine(launch, self.folder / "engine.log"))
+            with deferred_interrupts():
+                engine = processes.enter_context(RunningEngine(launch, self.folder / "engine.log"))
             waited_s = engine.wait_ready(progress=show)
         self.say(f"vLLM is ready after {waited_s:.1f} s")
         self._await_introduction(sidecar)

@@ -11,14 +11,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from types import FrameType, TracebackType
+from typing import Final, Self
 
 from .reaper import descendants
 
 _REAPER = Path(__file__).with_name("reaper.py")
+_INTERRUPTS: Final = (signal.SIGINT, signal.SIGTERM)
 _KILL_S = 15.0  # what the reaper may need beyond its grace period
 
 
@@ -90,6 +91,28 @@ class ProcessTree:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+@contextlib.contextmanager
+def deferred_interrupts() -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back until the block ends: a tree that was started has an owner by then.
+
+    Without it an interrupt between fork and `enter_context` loses the tree; it still ends, but after we have. To be
+    used in the main thread; what each signal does, raising KeyboardInterrupt included, happens at the end.
+    """
+    seen: list[tuple[int, FrameType | None]] = []
+    previous = {number: signal.signal(number, lambda *call: seen.append(call)) for number in _INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    for arrived, frame in seen:
+        action = previous[signal.Signals(arrived)]
+        if callable(action):
+            action(arrived, frame)
+        elif action == signal.SIG_DFL:
+            signal.raise_signal(arrived)
 
 
 def _cpu_s(pid: int) -> float:

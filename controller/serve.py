@@ -27,7 +27,7 @@ from .endpoint import Endpoint
 from .engine import RunningEngine
 from .errors import EndpointError, EngineError, ModelError, StoreError, UsageError
 from .launch import EngineLaunch, free_port, is_cpu_build, require_free_port
-from .processes import ProcessTree
+from .processes import ProcessTree, deferred_interrupts
 from .session import check_policy
 
 EMBEDDED: Final = "embedded"
@@ -124,12 +124,13 @@ def run_serve(model: str, vllm_arguments: Sequence[str], config: Config) -> int:
     log = log_folder() / f"engine-{launch.port}.log"
     log.unlink(missing_ok=True)
     with ExitStack() as stack, stopping_on_sigterm():
-        sidecar = start_sidecar(config)
-        if sidecar is None:
-            console.print(f"faser: a sidecar already runs at {endpoint}; using it", highlight=False, soft_wrap=True)
-        else:
-            stack.enter_context(sidecar)
-        engine = stack.enter_context(RunningEngine(launch, log, cwd=Path.cwd()))
+        with deferred_interrupts():
+            sidecar = start_sidecar(config)
+            if sidecar is None:
+                console.print(f"faser: a sidecar already runs at {endpoint}; using it", highlight=False, soft_wrap=True)
+            else:
+                stack.enter_context(sidecar)
+            engine = stack.enter_context(RunningEngine(launch, log, cwd=Path.cwd()))
         try:
             return _follow(engine, sidecar, console)
         except KeyboardInterrupt as interrupt:

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 
-from faser.controller.processes import ProcessTree
+from faser.controller.processes import ProcessTree, deferred_interrupts
 from faser.controller.reaper import descendants
 
 DEADLINE_S = 20.0
@@ -97,6 +98,7 @@ def test_the_exit_code_is_the_commands(tmp_path: Path) -> None:
 
 PARENT = """
 import os, sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from faser.controller.processes import ProcessTree
 tree = ProcessTree([sys.executable, "-S", "-c", sys.argv[1], sys.argv[2]], os.environ, Path(sys.argv[2]) / "log")
@@ -153,3 +155,26 @@ def test_a_paused_tree_uses_no_time_and_goes_on_or_ends_when_told(tmp_path: Path
     assert time.monotonic() - begin < 4.0, "a paused tree ended only by force"
     assert pids
     assert not any(lives(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(("hold", "expected"), [(deferred_interrupts, ["owned"]), (nullcontext, [])])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_waits_until_what_was_started_has_an_owner(
+    number: signal.Signals, hold: Callable[[], AbstractContextManager[None]], expected: list[str]
+) -> None:
+    steps: list[str] = []
+
+    def start() -> None:
+        with hold():
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)  # Python runs a handler between two instructions, not in os.kill itself
+            steps.append("owned")
+        steps.append("never reached")
+
+    previous = signal.signal(number, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            start()
+    finally:
+        signal.signal(number, previous)
+    assert steps == expected
