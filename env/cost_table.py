@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from .regression import Regression
+from .draft_cost import DraftCost
 
 Floats = npt.NDArray[np.float64]
 
@@ -22,11 +22,11 @@ NODE_GAIN = 0.02  # a node that is known follows drift within about 50 of its ow
 SEEN_VISITS = 0.05
 CONFIDENT_STEPS = 1.0  # visits at which a node counts as half known
 MEMORY_RECORDS = 8000.0  # visits fade by time, so that an old measurement is renewed
-DRAFT_MEMORY_STEPS = 500.0
 UNMEASURED_SHARE = 0.3  # by how much an unmeasured step may at least be off
 MIN_STEP_S, MAX_STEP_S, MIN_LEVEL_S = 1e-6, 60.0, 1e-9  # beyond: a broken clock, not a step
 MAX_ROWS = 1 << 20
 MAX_NODES = 80
+ANCHOR_SLACK = 0.05  # log: below it the unit is left as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class StepCost:
     draft_s: float
     overlap_s: float
     is_draft_known: bool = True  # False: `rounds` and `drafted` say too little
+    caught_up: int = 0  # tokens the drafter had skipped and made up for in `draft_s`
 
 
 @dataclass(slots=True)
@@ -66,7 +67,7 @@ class CostTable:
     _curve: Floats = field(init=False)
     _spread: Floats = field(init=False)  # usual absolute surprise (log), per node; wide while new
     _overlap_share: float = 0.0
-    _drafting: Regression = field(init=False)
+    _drafting: DraftCost = field(default_factory=DraftCost)
     _sizes: Floats = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,13 +79,6 @@ class CostTable:
         self._correction = np.zeros(len(self.nodes))
         self._spread = np.ones(len(self.nodes))
         self._curve = self._prior
-        # features: 1, rows, any round, further rounds, drafted tokens; guesses in units of an empty step
-        self._drafting = Regression(
-            prior=np.array([0.02, 0.01, 0.05, 0.05, 0.02]),
-            scale=np.array([1.0, 16.0, 1.0, 1.0, 4.0]),
-            groups=2,
-            memory_steps=DRAFT_MEMORY_STEPS,
-        )
 
     def learn(self, cost: StepCost) -> None:
         """Take in one step."""
@@ -114,19 +108,13 @@ class CostTable:
 
     def draft_time_s(self, rows: npt.ArrayLike, rounds: npt.ArrayLike, drafted: npt.ArrayLike) -> Floats:
         """Return seconds of drafting after a step of `rows`, for `rounds` rounds over `drafted` tokens in all."""
-        # Written out: stacking the features of a whole grid takes longer than the rest of a decision.
-        once, per_row, any_round, per_round, per_token = self._drafting.per_unit
-        deep = np.asarray(rounds, np.float64)
-        by_round = once + any_round * (deep > 0.0) + per_round * np.maximum(deep - 1.0, 0.0)
-        units = by_round + per_row * np.asarray(rows, np.float64) + per_token * np.asarray(drafted, np.float64)
-        draft_s: Floats = self.level_s * (1.0 - self._overlap_share) * units
+        draft_s: Floats = self.level_s * (1.0 - self._overlap_share) * self._drafting.units(rows, rounds, drafted)
         return draft_s
 
     def draft_prices_s(self) -> tuple[float, float]:
         """Return seconds of one more drafted token, and of one more round."""
-        _, _, _, per_round, per_token = self._drafting.per_unit
         unit_s = self.level_s * (1.0 - self._overlap_share)
-        return unit_s * per_token, unit_s * per_round
+        return unit_s * self._drafting.per_token, unit_s * self._drafting.per_round
 
     def step_time_s(self, rows: int, rounds_batches: npt.ArrayLike = ()) -> float:
         """Return seconds of a step of `rows` rows; `rounds_batches` holds the requests in each drafting round."""
@@ -150,7 +138,7 @@ class CostTable:
         chance = np.interp(rows, self.nodes, self._spread / np.sqrt(self.visits + 1.0))
         guess = np.maximum(verify_s - verify_s[0], UNMEASURED_SHARE * verify_s) * doubt
         extra = np.maximum(guess, verify_s * np.minimum(chance, UNMEASURED_SHARE))
-        draft_doubt = draft_s * self._drafting.uncertainty(_draft_features(rows, rounds, drafted))
+        draft_doubt = draft_s * self._drafting.doubt(rounds, float(rows[0]))
         return verify_s - np.minimum(
             extra, 0.9 * verify_s
         ) + draft_s - draft_doubt, verify_s + extra + draft_s + draft_doubt
@@ -158,7 +146,7 @@ class CostTable:
     @property
     def drafting_steps(self) -> int:
         """Steps in which drafting was measured."""
-        return int(self._drafting.steps[1])
+        return self._drafting.steps
 
     def learn_drafting(self, cost: StepCost) -> None:
         """Take in what one step's drafting cost; `learn` does so itself where it is known."""
@@ -167,9 +155,11 @@ class CostTable:
             self._overlap_share += 0.05 * (share - self._overlap_share)
         if cost.prefill_rows * 2 > cost.rows:
             return
-        rounds = cost.rounds
-        features = np.array([1.0, cost.rows, rounds > 0, max(rounds - 1, 0), cost.drafted], np.float64)
-        self._drafting.learn(features, cost.draft_s / self.level_s, group=int(cost.rounds > 0))
+        # What a drafter had skipped is more rows of its first pass: without them the first step after a time without
+        # drafts would make drafting look dear.
+        first_pass = cost.rows + min(cost.caught_up, MAX_ROWS)
+        units = cost.draft_s / self.level_s
+        self._drafting.learn(first_pass, cost.requests, cost.rounds, cost.drafted, units)
 
     def _learn_verifying(self, cost: StepCost, verify_s: float) -> None:
         rows = float(self._padded(np.array([float(cost.rows)]))[0])
@@ -198,7 +188,20 @@ class CostTable:
         level_s = self.level_s * math.exp(LEVEL_GAIN * known / (known + CONFIDENT_STEPS) * innovation)
         self.level_s = min(max(level_s, MIN_LEVEL_S), MAX_STEP_S)
         self.visits *= 1.0 - 1.0 / MEMORY_RECORDS
+        self._anchor()
         self._curve = self._bend()
+
+    def _anchor(self) -> None:
+        """Let the level be what an empty step takes, as the prior's and the drafting's units assume.
+
+        The first record sets it, and may be off by ten times: a long prompt, a cold start.
+        """
+        known = self.visits / (self.visits + CONFIDENT_STEPS)
+        first = int(np.argmax(known > 0.5))
+        if known[first] > 0.5 and abs(shift := float(self._correction[first])) > ANCHOR_SLACK:
+            self._correction[self.visits > 0.0] -= shift
+            self.level_s = min(max(self.level_s * math.exp(shift), MIN_LEVEL_S), MAX_STEP_S)
+            self._drafting.rescale(math.exp(-shift))
 
     def _bend(self) -> Floats:
         """Return the curve at all nodes: visited ones as measured, others as their visited neighbours bend."""
@@ -236,12 +239,6 @@ def rising(values: Floats, weights: Floats) -> Floats:
             weight, nodes = heavy + weight, nodes + many
         blocks.append((value, weight, nodes))
     return np.repeat([mean for mean, _, _ in blocks], [nodes for _, _, nodes in blocks])
-
-
-def _draft_features(rows: npt.ArrayLike, rounds: npt.ArrayLike, drafted: npt.ArrayLike) -> Floats:
-    deep = np.asarray(rounds, np.float64)
-    columns = np.broadcast_arrays(1.0, rows, deep > 0, np.maximum(deep - 1.0, 0.0), drafted)
-    return np.stack([np.asarray(column, np.float64) for column in columns], axis=-1)
 
 
 def _node_rows(graph_sizes: tuple[int, ...], max_rows: int) -> Floats:
