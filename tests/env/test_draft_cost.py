@@ -33,7 +33,7 @@ def test_a_cold_first_step_and_cold_first_deep_drafts_are_forgotten() -> None:
         table.learn(step(rounds))
         table.learn(step(rounds))
     assert table.level_s == pytest.approx(EMPTY_S, rel=0.2)
-    assert float(table.verify_time_s(1.0)) == pytest.approx(EMPTY_S, rel=0.05)
+    assert float(table.verify_time_s(1.0)) == pytest.approx(EMPTY_S, rel=0.1)
     for rounds in (1, 2, 3, 4):
         assert draft_s(table, rounds) == pytest.approx(5e-4 + ROUND_S * rounds, rel=0.15)
 
