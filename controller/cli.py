@@ -17,7 +17,7 @@ import typer
 from .. import __version__
 from .config import Effective, Value, as_json, as_toml, load
 from .drafter import app as drafter_app
-from .errors import FaserError
+from .errors import FaserError, UsageError
 
 app = typer.Typer(
     name="faser",
@@ -37,6 +37,15 @@ Endpoint = Annotated[
 ]
 Policy = Annotated[str | None, typer.Option(help="price, price:history, off, fixed:K or table:FIRST-LAST=K,...")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+class EngineMode(StrEnum):
+    """What the sidecar may do to an engine."""
+
+    active = "active"
+    advisory = "advisory"
+    canary = "canary"
+    off = "off"
 
 
 class ExportFormat(StrEnum):
@@ -149,6 +158,23 @@ def status(endpoint: Endpoint = None, json: Json = False, config: ConfigFile = N
     from .status import run_status
 
     raise typer.Exit(run_status(_load(config, {"link.endpoint": endpoint}).config.link, json))
+
+
+@app.command()
+def mode(
+    mode: Annotated[EngineMode | None, typer.Argument(help="The mode; without one only print what holds.")] = None,
+    engine: Annotated[str, typer.Option(help="A boot id or name as printed; * for every engine.")] = "*",
+    forget: Annotated[bool, typer.Option("--forget", help="Go back to the default instead.")] = False,
+    endpoint: Endpoint = None,
+    config: ConfigFile = None,
+) -> None:
+    """Switch engines between active, advisory, canary and off; survives a restart of either side."""
+    from .status import run_mode
+
+    if mode is not None and forget:
+        raise UsageError("a mode and --forget", "one of them")
+    link = _load(config, {"link.endpoint": endpoint}).config.link
+    raise typer.Exit(run_mode(link, mode.value if mode else None, engine, forget))
 
 
 @app.command()

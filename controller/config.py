@@ -15,10 +15,11 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeAlias, TypeVar, get_type_hints
+from typing import Final, TypeAlias, TypeVar, get_args, get_type_hints
 
 import platformdirs
 
+from ..engine_adapter.protocol import Mode
 from ..engine_adapter.settings import SETTINGS as ENGINE_SETTINGS
 from ..engine_adapter.settings import default_endpoint
 from .errors import ConfigError
@@ -28,6 +29,7 @@ T = TypeVar("T", str, int, float, bool, Path)
 
 CONFIG_VARIABLE: Final = "FASER_CONFIG"
 DEFAULT_STORE: Final = platformdirs.user_state_path("faser") / "telemetry.sqlite"
+DEFAULT_MODES: Final = platformdirs.user_state_path("faser") / "modes.json"
 # Read elsewhere, so not unknown.
 OTHER_VARIABLES: Final = (
     *(setting.name for setting in ENGINE_SETTINGS.values()),
@@ -79,6 +81,46 @@ class LeaseConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ModeConfig:
+    """What the sidecar may do to engines that nobody switched; see `faser mode`."""
+
+    default: str = _option(
+        "active", "active, advisory (decides, sends nothing), canary or off, for engines that were not switched"
+    )
+    state: Path = _option(DEFAULT_MODES, "the file in which switched modes survive a restart")  # noqa: RUF009 - a Path is immutable
+    canary_share: float = _option(0.1, "share of requests, chosen by their id, that a canary steers", low=0.0, high=1.0)
+    canary_epsilon: float = _option(
+        0.1, "chance that a canary request's length is drawn evenly from all lengths", low=0.0, high=1.0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GuardConfig:
+    """When the sidecar stops trusting what it hears or decides, and what it does then."""
+
+    stale_ms: int = _option(
+        500, "a record that took so much longer than the quickest ones is not decided on", low=1, high=600_000
+    )
+    gap_records: int = _option(32, "so many records lost in a row are a fault, fewer are only counted", low=1)
+    hold_records: int = _option(8, "faults within twice as many records until the lease is given back", low=1)
+    recover_records: int = _option(32, "sound records before steering starts again", low=1)
+    dwell_records: int = _option(
+        0, "a request's length rises only so many records after it last changed; it falls at once", low=0, high=100_000
+    )
+    breaker_failures: int = _option(5, "policy failures in a row until it is not called any more", low=1)
+    retry_records: int = _option(
+        512, "records until a policy that failed or lost is tried again; doubles each time", low=1, high=1 << 20
+    )
+    envelope_margin: float = _option(
+        0.15,
+        "shortfall of tokens/s behind no speculation at which the policy is switched off; 1: never",
+        low=0.0,
+        high=1.0,
+    )
+    envelope_records: int = _option(256, "steps measured before that comparison counts", low=8, high=1 << 20)
+
+
+@dataclass(frozen=True, slots=True)
 class StoreConfig:
     """The telemetry file."""
 
@@ -86,6 +128,15 @@ class StoreConfig:
     path: Path = _option(DEFAULT_STORE, "the SQLite file", variable="FASER_STORE")  # noqa: RUF009 - a Path is immutable
     queue_records: int = _option(20_000, "records that may wait for the disk before they are dropped", low=1)
     flush_s: float = _option(0.5, "time between two commits", low=0.01, high=60.0)
+
+
+@dataclass(frozen=True, slots=True)
+class AuditConfig:
+    """The file of decisions, one JSON object per line; rarer events are in the log."""
+
+    path: str = _option("", "the file; empty: none, the telemetry file has every decision too")
+    max_mb: int = _option(64, "size at which the file is set aside, MiB", low=1, high=1 << 20)
+    files: int = _option(3, "files set aside that are kept", low=0, high=1000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +153,10 @@ class Config:
     link: LinkConfig = LinkConfig()
     policy: PolicyConfig = PolicyConfig()
     lease: LeaseConfig = LeaseConfig()
+    mode: ModeConfig = ModeConfig()
+    guard: GuardConfig = GuardConfig()
     store: StoreConfig = StoreConfig()
+    audit: AuditConfig = AuditConfig()
     log: LogConfig = LogConfig()
 
 
@@ -273,6 +327,8 @@ def _build(values: Mapping[str, Value]) -> Config:
         built[part] = owner(**{name: values[f"{part}.{name}"] for name in names if f"{part}.{name}" in values})
     if built["log"].level not in ("debug", "info", "warning", "error"):
         raise ConfigError(f"log.level = {built['log'].level!r}", "debug, info, warning or error")
+    if built["mode"].default not in get_args(Mode):
+        raise ConfigError(f"mode.default = {built['mode'].default!r}", " or ".join(get_args(Mode)))
     return Config(**built)
 
 

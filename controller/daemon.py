@@ -13,6 +13,7 @@ import time
 from collections import Counter, OrderedDict
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -20,9 +21,13 @@ import zmq
 
 from .. import __version__
 from ..engine_adapter.protocol import Goodbye, Hello, HelloRequest, Release, StepRecord
+from .audit import AuditFile, DecisionNote, audit_event
 from .config import Config
+from .control import MAX_ORDER_BYTES, Refusal, carry_out, decode_order
 from .endpoint import Endpoint, status_address
+from .governor import Governor
 from .link import EngineRouter, Incoming
+from .modes import ModeBoard, engine_name
 from .session import Session, check_policy
 from .snapshot import QUESTION, SNAPSHOT_VERSION, LinkStatus, Snapshot, StoreStatus, encode_snapshot
 from .store import EngineEntry, Entry, NoticeEntry, RunEntry, StepEntry, Store
@@ -58,6 +63,7 @@ class Daemon:
         self._asked_s: OrderedDict[bytes, float] = OrderedDict()  # unknown identities
         self._dropped: Counter[str] = Counter()
         self._next_look_s = 0.0
+        self._board = ModeBoard(config.mode.default, config.mode.state)  # type: ignore[arg-type]
         with ExitStack() as opened:
             endpoint = opened.enter_context(Endpoint(config.link.endpoint))
             status = opened.enter_context(Endpoint(status_address(config.link.endpoint, config.link.status_endpoint)))
@@ -67,6 +73,7 @@ class Daemon:
             self._status = _status_socket(context)
             status.bind(self._status)
             self._store = self._open_store()
+            self._audit = self._open_audit()
             self._opened = opened.pop_all()
 
     def _open_store(self) -> Store | None:
@@ -76,6 +83,10 @@ class Daemon:
         effective = msgspec.json.encode(self._config, enc_hook=str).decode()
         run = RunEntry(self.epoch, time.time_ns(), __version__, effective)
         return Store(store.path, run, store.queue_records, store.flush_s)
+
+    def _open_audit(self) -> AuditFile | None:
+        audit = self._config.audit
+        return AuditFile(Path(audit.path), audit.max_mb << 20, audit.files) if audit.path else None
 
     def run(self) -> None:
         """Serve until `stop` is called."""
@@ -95,9 +106,12 @@ class Daemon:
     def close(self) -> None:
         """Give every lease back, write what waits and free all that is owned."""
         for identity, session in self._sessions.items():
-            if not session.is_over():
+            if not session.is_over() and session.governor.has_lease:
                 self._router.send(identity, Release(session.hello.boot_id, self.epoch))
         self._opened.close()
+        self._board.close()
+        if self._audit is not None:
+            self._audit.close()
         if self._store is not None:
             self._store.close()
 
@@ -154,7 +168,9 @@ class Daemon:
             return
         self._asked_s.pop(identity, None)
         config = self._config
-        self._sessions[identity] = Session(hello, config.policy.spec, config.lease, self.epoch, now_s)
+        session = Session(hello, config.policy.spec, config.lease, self.epoch, now_s)
+        session.governor = Governor(hello, session.governor.terms, self._board, config.mode, config.guard)
+        self._sessions[identity] = session
         self._record(EngineEntry(hello, time.time_ns()))
         logger.info(
             "engine %s: %s with %s (%s), k_max %d, vLLM %s on %s, pid %d",
@@ -169,16 +185,30 @@ class Daemon:
         for record in batch.records[:-1]:
             session.observe(record)
         entry = StepEntry(newest, received_ns)
-        if (decision := session.decide(newest)) is not None:
-            is_sent = self._router.send(identity, decision.action_set)
-            session.note_sent(is_sent, time.monotonic())
+        decision = session.decide(newest)
+        self._give_back(identity, session)
+        if decision is not None:
+            is_sent = session.governor.is_sending and self._router.send(identity, decision.action_set)
+            if session.governor.is_sending:
+                session.note_sent(is_sent, time.monotonic())
             entry = StepEntry(
                 newest, received_ns, decision.action_set, decision.reason, session.decision_s[-1], is_sent
             )
+            if self._audit is not None:
+                policy = self._config.policy.spec
+                self._audit.put(
+                    DecisionNote(newest, decision.action_set, policy, decision.reason, is_sent, received_ns)
+                )
         session.learn()
         for record in batch.records:
             session.measure(record)
             self._record(entry if record is newest else StepEntry(record, received_ns))
+
+    def _give_back(self, identity: bytes, session: Session) -> None:
+        """Release a lease that the sidecar does not stand by any more: switched, or the guard fell back."""
+        if session.governor.owes_release():
+            self._router.send(identity, Release(session.hello.boot_id, self.epoch))
+            self._note(session, "released", session.governor.reason or session.governor.mode)
 
     # -- presence -----------------------------------------------------------------------------------------------
 
@@ -204,6 +234,7 @@ class Daemon:
         level = logging.WARNING if kind in ("silent", "gone") else logging.INFO
         logger.log(level, "engine %s: %s (%s)", session.hello.boot_id, kind, detail)
         self._record(NoticeEntry(session.hello.boot_id, kind, detail, time.time_ns()))
+        audit_event("engine", session.hello.boot_id, kind=kind, detail=detail)
 
     def _record(self, entry: Entry) -> None:
         if self._store is not None:
@@ -215,10 +246,25 @@ class Daemon:
         for _ in range(MAX_QUESTIONS_PER_ROUND):
             try:
                 *envelope, question = self._status.recv_multipart(zmq.NOBLOCK)
-                if question == QUESTION:
-                    self._status.send_multipart((*envelope, encode_snapshot(self.snapshot())), zmq.NOBLOCK)
+                if (reply := self._reply(question)) is not None:
+                    self._status.send_multipart((*envelope, reply), zmq.NOBLOCK)
             except zmq.ZMQError:  # nothing waits, or the asker is gone
                 return
+
+    def _reply(self, question: bytes) -> bytes | None:
+        """Return the answer to a status question or an order, None where it is neither."""
+        if question == QUESTION:
+            return encode_snapshot(self.snapshot())
+        if (order := decode_order(question)) is None:
+            return None
+        known = {name for each in self._sessions.values() for name in (each.hello.boot_id, engine_name(each.hello))}
+        if fault := carry_out(order, self._board, known):
+            return msgspec.json.encode(Refusal(fault))
+        audit_event("switch", target=order.target, mode=order.mode, by=order.by)
+        for identity, session in self._sessions.items():
+            session.governor.refresh()
+            self._give_back(identity, session)
+        return encode_snapshot(self.snapshot())
 
     def snapshot(self) -> Snapshot:
         """Return what the sidecar sees and does now."""
@@ -239,6 +285,9 @@ class Daemon:
             ),
             store=self._store_status(),
             engines=[session.status(now_s) for session in self._sessions.values()],
+            modes=self._board.switched(),
+            default_mode=self._board.default,
+            mode_error=self._board.error,
         )
 
     def _store_status(self) -> StoreStatus:
@@ -250,6 +299,6 @@ class Daemon:
 
 def _status_socket(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.ROUTER)
-    for option, value in ((zmq.LINGER, 0), (zmq.RCVHWM, 64), (zmq.SNDHWM, 16), (zmq.MAXMSGSIZE, 1024)):
+    for option, value in ((zmq.LINGER, 0), (zmq.RCVHWM, 64), (zmq.SNDHWM, 16), (zmq.MAXMSGSIZE, MAX_ORDER_BYTES)):
         socket.setsockopt(option, value)
     return socket

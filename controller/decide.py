@@ -6,7 +6,9 @@ source; the same records give byte-identical action sets. It must never raise be
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from ..env.state import EngineState, look
 from ..models.policy import Policy
 
 LAST_STEP = 1 << 62  # the wire's bound on counters
+Amend: TypeAlias = Callable[[Action, EngineState], Action]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +44,25 @@ class Decision:
 
 
 def decide(
-    state: EngineState, record: StepRecord, policy: Policy, lease: LeaseTerms, epoch: int, sequence: int
+    state: EngineState,
+    record: StepRecord,
+    policy: Policy,
+    lease: LeaseTerms,
+    epoch: int,
+    sequence: int,
+    amend: Amend | None = None,
 ) -> Decision:
     """Look at the record (updates `state`), ask the policy, guard its answer, and pack the action set.
+
+    `amend` may change the guarded action, as a canary does; it must keep it within what the engine can run.
 
     What the record teaches is learnt by `env.state.learn`: best after the answer is sent, at the latest by the next
     call.
     """
     look(state, record)
     action = guard(policy.act(state), state)
+    if amend is not None:
+        action = amend(action, state)
     terms = lease.granted(state.capabilities)
     handles, lengths = pack(state, action)
     action_set = ActionSet(

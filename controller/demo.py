@@ -303,6 +303,7 @@ def _configure(options: DemoOptions, sockets: Path) -> Config:
         "link.endpoint": f"ipc://{sockets / 'engine.sock'}",
         "link.status_endpoint": f"ipc://{sockets / 'status.sock'}",
         "policy.spec": options.policy,
+        "mode.state": folder / "modes.json",
         "store.enabled": True,
         "store.path": telemetry,
     }

@@ -21,6 +21,7 @@ from ..models import policy as policies
 from .config import LeaseConfig
 from .decide import Decision, LeaseTerms, decide
 from .errors import PolicyError
+from .governor import Governor
 from .snapshot import EngineStatus, Presence
 from .window import Window
 
@@ -37,7 +38,7 @@ class Session:
         self.epoch = epoch
         capabilities = Capabilities.from_hello(hello)
         self.state = EngineState(capabilities)
-        self.terms = LeaseTerms(lease.steps, lease.ms)
+        self.governor = Governor(hello, LeaseTerms(lease.steps, lease.ms))
         self.window = Window()
         self.newest: StepRecord | None = None
         self.sequence = 0
@@ -63,6 +64,7 @@ class Session:
             self.late_records += 1
             return False
         self.newest = record
+        self.governor.hear(record, now_s)
         return True
 
     def observe(self, record: StepRecord) -> None:
@@ -74,17 +76,22 @@ class Session:
 
     def decide(self, record: StepRecord) -> Decision | None:
         """Learn from the newest record and decide; None where that failed: the engine's default takes over."""
-        if self.policy is None:
+        if self.policy is None or not self.governor.may_decide(record):
             self.observe(record)
             return None
         started = time.perf_counter()
         try:
-            decision = decide(self.state, record, self.policy, self.terms, self.epoch, self.sequence + 1)
+            governor = self.governor
+            decision = decide(
+                self.state, record, self.policy, governor.terms, self.epoch, self.sequence + 1, governor.amend
+            )
         except Exception:
+            self.governor.fail()
             self._count_failure("deciding")
             return None
         self.sequence += 1
         self.decisions += 1
+        governor.succeed(governor.is_sending)
         self.decision_s.append(time.perf_counter() - started)
         self.reason = decision.reason
         return decision
@@ -99,6 +106,7 @@ class Session:
     def measure(self, record: StepRecord) -> None:
         """Take a record into the figures that status readers see."""
         self.window.add(record, record.lease_epoch == self.epoch)
+        self.governor.measure(record, self.state, record.lease_epoch == self.epoch)
 
     def note_sent(self, is_sent: bool, now_s: float) -> None:
         """Remember when the last decision went out, or that it did not."""
@@ -178,7 +186,8 @@ class Session:
             engine_rejected=record.rejected if record else 0,
             decision_us_p50=_quantile(times_us, 0.5),
             decision_us_p99=_quantile(times_us, 0.99),
-            reason=self.reason,
+            reason=self.governor.reason or self.reason,
+            steering=self.governor.status(),
         )
 
     def _lease_age_s(self, now_s: float) -> float | None:

@@ -9,6 +9,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from ..engine_adapter.protocol import Mode
 from .errors import EndpointError
 
 SNAPSHOT_VERSION: Final = 1
@@ -16,6 +17,19 @@ QUESTION: Final = b"status"
 
 # busy: stepping; idle: nothing to do; silent: busy when last heard, too long ago; stopped: said goodbye; gone: died
 Presence = Literal["busy", "idle", "silent", "stopped", "gone"]
+Stance = Literal["steer", "hold", "fallback"]
+
+
+class SteeringStatus(msgspec.Struct, frozen=True):
+    """What mode and guard do with one engine."""
+
+    name: str = ""  # outlives the engine's restart; a mode may be switched by it
+    mode: Mode = "active"
+    stance: Stance = "steer"
+    reason: str = ""  # why it does not steer
+    counts: dict[str, int] = {}  # records not steered on, by stance and reason
+    envelope_ratio: float | None = None  # tokens/s over those of no speculation; none: not measured yet
+    lag_s: float = 0.0  # of the newest record behind the quickest ones
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
@@ -57,7 +71,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     engine_rejected: int  # our messages the engine refused
     decision_us_p50: float
     decision_us_p99: float
-    reason: str  # of the last decision
+    reason: str  # of the last decision, or why there is none
+    steering: SteeringStatus = SteeringStatus()
 
 
 class LinkStatus(msgspec.Struct, frozen=True):
@@ -92,6 +107,9 @@ class Snapshot(msgspec.Struct, frozen=True):
     link: LinkStatus
     store: StoreStatus
     engines: list[EngineStatus]
+    modes: dict[str, Mode] = {}  # what was switched, by boot id, engine name or * for all
+    default_mode: Mode = "active"
+    mode_error: str = ""  # why switched modes will not survive a restart
 
 
 def encode_snapshot(snapshot: Snapshot) -> bytes:

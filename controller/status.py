@@ -5,24 +5,43 @@
 
 from __future__ import annotations
 
+import getpass
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import zmq
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..engine_adapter.protocol import Mode
 from .config import LinkConfig
+from .control import Refusal, Switch, encode_order
 from .endpoint import IPC, status_address
-from .errors import NotRunningError
-from .snapshot import QUESTION, EngineStatus, Snapshot, decode_snapshot, encode_snapshot
+from .errors import NotRunningError, UsageError
+from .modes import EVERY
+from .snapshot import QUESTION, EngineStatus, Snapshot, SteeringStatus, decode_snapshot, encode_snapshot
 
 TIMEOUT_S: Final = 2.0
 
 
 def ask(link: LinkConfig, timeout_s: float = TIMEOUT_S) -> Snapshot:
     """Return the running sidecar's snapshot; raise NotRunningError if none answers in time."""
+    return decode_snapshot(exchange(link, QUESTION, timeout_s))
+
+
+def order(link: LinkConfig, switch: Switch, timeout_s: float = TIMEOUT_S) -> Snapshot:
+    """Have the running sidecar switch a mode; raise UsageError with its reason if it does not."""
+    reply = exchange(link, encode_order(switch), timeout_s)
+    try:
+        raise UsageError(msgspec.json.decode(reply, type=Refusal).error)
+    except msgspec.MsgspecError:
+        return decode_snapshot(reply)
+
+
+def exchange(link: LinkConfig, question: bytes, timeout_s: float = TIMEOUT_S) -> bytes:
+    """Return the running sidecar's reply to one frame; raise NotRunningError if none comes in time."""
     address = status_address(link.endpoint, link.status_endpoint)
     if address.startswith(IPC) and not Path(address.removeprefix(IPC)).exists():
         raise _not_running(address, "no socket there")
@@ -31,11 +50,11 @@ def ask(link: LinkConfig, timeout_s: float = TIMEOUT_S) -> Snapshot:
         with context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.connect(address)
-            socket.send(QUESTION, zmq.NOBLOCK)
+            socket.send(question, zmq.NOBLOCK)
             if not socket.poll(int(timeout_s * 1e3)):
                 hint = "; if one runs, it hangs or is stopped: continue or end it"
                 raise _not_running(address, f"no answer within {timeout_s:g} s", hint)
-            return decode_snapshot(socket.recv())
+            return socket.recv()
     except zmq.ZMQError as error:
         raise _not_running(address, str(error)) from None
     finally:
@@ -57,6 +76,27 @@ def run_status(link: LinkConfig, is_json: bool) -> int:
         for engine in snapshot.engines:
             console.print(engine_table(engine))
     return 0
+
+
+def run_mode(link: LinkConfig, mode: Mode | None, engine: str, is_forgotten: bool) -> int:
+    """Switch a mode, or forget a switch, and print what holds now; with neither only print."""
+    if mode is None and not is_forgotten:
+        snapshot = ask(link)
+    else:
+        snapshot = order(link, Switch(engine, mode, f"{getpass.getuser()}, faser mode"))
+    console = Console(soft_wrap=True, highlight=False)
+    for target, switched in snapshot.modes.items():
+        console.print(Text(f"{switched}: switched for {'every engine' if target == EVERY else target}"))
+    console.print(Text(f"{snapshot.default_mode}: default (mode.default)"))
+    for status in snapshot.engines:
+        console.print(Text(f"engine {status.boot_id} ({status.steering.name}): {_mode_line(status.steering)}"))
+    return 0
+
+
+def _mode_line(steering: SteeringStatus) -> str:
+    if steering.mode == "off" or steering.stance == "steer":
+        return steering.mode
+    return f"{steering.mode}, {steering.stance}: {steering.reason}"
 
 
 def overview(snapshot: Snapshot) -> str:
@@ -116,5 +156,6 @@ def engine_lines(engine: EngineStatus) -> list[tuple[str, str]]:
             f"{engine.decisions}, {engine.decision_us_p50:.0f} us p50, {engine.decision_us_p99:.0f} us p99, "
             f"{engine.sends_dropped} not sent, {engine.failures} failed; adapter {engine.adapter_us:.0f} us/step",
         ),
+        ("mode", _mode_line(engine.steering)),
         ("reason", engine.reason or "-"),
     ]

@@ -17,7 +17,7 @@ from typing import TypeVar
 import pytest
 import zmq
 
-from faser.controller.config import Config, LinkConfig, PolicyConfig, StoreConfig
+from faser.controller.config import Config, LinkConfig, ModeConfig, PolicyConfig, StoreConfig
 from faser.controller.daemon import Daemon
 from faser.engine_adapter.protocol import (
     ActionSet,
@@ -123,6 +123,12 @@ def make_record(boot_id: str, counter: int, requests: int = 4, lease: ActionSet 
     )  # fmt: skip
 
 
+@pytest.fixture(name="make_record")
+def record_maker() -> Callable[..., StepRecord]:
+    """Return `make_record` for tests that need no socket."""
+    return make_record
+
+
 class RunningDaemon:
     """A daemon whose loop runs in a thread of the test."""
 
@@ -154,6 +160,7 @@ def config(sockets: Path, tmp_path: Path) -> Config:
     return Config(
         link=LinkConfig(endpoint=f"ipc://{sockets / 'engine.sock'}"),
         policy=PolicyConfig(spec="fixed:3"),
+        mode=ModeConfig(state=tmp_path / "modes.json"),
         store=StoreConfig(path=tmp_path / "telemetry.sqlite", flush_s=0.02),
     )
 

@@ -1,0 +1,104 @@
+"""Canary mode: a share of the requests, chosen by their ids, gets drawn lengths with known probabilities.
+
+Called by the governor inside `decide`. No random source: a draw is a hash of boot, record and request, so that replay
+draws the same. All other requests get exactly what the engine would do alone. What may be estimated from it is
+tokens accepted and rows spent per request, never tokens/s: requests share the batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from ..engine_adapter.protocol import RequestEvent
+from ..env.spaces import Action, Capabilities, fit_rows
+from ..env.state import EngineState
+
+MAX_MEMBERS: Final = 1 << 16
+_SCALE: Final = float(1 << 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """The lengths of one decision's canary requests and how likely each was; (n,) each."""
+
+    handles: list[int]
+    lengths: list[int]
+    preferred: list[int]  # what the policy asked for
+    propensities: list[float]  # probability of the length that was drawn
+
+
+class Canary:
+    """Who is in the canary, and the draw of their lengths."""
+
+    def __init__(self, share: float, epsilon: float) -> None:
+        self.share = share
+        self.epsilon = epsilon
+        self._chances: dict[int, float] = {}  # handle -> where its id falls in 0..1
+
+    def note(self, events: Sequence[RequestEvent]) -> None:
+        """Take in who arrived and who left."""
+        for event in events:
+            if event.kind == "arrival" and event.request_id:
+                self._chances[event.handle] = chance(event.request_id.encode())
+                if len(self._chances) > MAX_MEMBERS:  # their ends were never reported
+                    del self._chances[next(iter(self._chances))]
+
+    def forget(self, events: Sequence[RequestEvent]) -> None:
+        """Let those go that finished."""
+        for event in events:
+            if event.kind in ("finish", "abort"):
+                self._chances.pop(event.handle, None)
+
+    def has(self, handle: int) -> bool:
+        """Return whether a request is in the canary; one whose id was never heard is not."""
+        return self._chances.get(handle, 1.0) < self.share
+
+    def draw(self, action: Action, state: EngineState) -> tuple[Action, Draws | None]:
+        """Return the action of a canary; no draws where the engine could not run what was drawn."""
+        capabilities = state.capabilities
+        handles: list[int] = state.requests.column("handle").tolist()
+        members = [index for index, handle in enumerate(handles) if self.has(handle)]
+        alone = default_length(capabilities, state.load.running)
+        lengths = np.full(len(handles), alone, np.int64)
+        preferred = action.lengths[members].tolist()
+        drawn = [self._drawn(state, handles[index], length) for index, length in zip(members, preferred, strict=True)]
+        lengths[members] = drawn
+        fitting = fit_rows(lengths, capabilities.max_batched_tokens)
+        reason = f"canary, {len(members)} of {len(handles)} requests: {action.reason}"
+        result = replace(action, lengths=fitting, default_length=alone, stop=None, prune=None, reason=reason)
+        if not np.array_equal(fitting, lengths):
+            return result, None
+        names = [handles[index] for index in members]
+        chances = [self.propensity(k, base, capabilities) for k, base in zip(drawn, preferred, strict=True)]
+        return result, Draws(names, drawn, preferred, chances)
+
+    def propensity(self, length: int, preferred: int, capabilities: Capabilities) -> float:
+        """Return the probability with which `length` is drawn where the policy prefers `preferred`."""
+        even = self.epsilon / (capabilities.k_max + 1)
+        return even + (1.0 - self.epsilon if length == preferred else 0.0)
+
+    def _drawn(self, state: EngineState, handle: int, preferred: int) -> int:
+        fate = chance(f"{state.boot_id}/{state.counter}/{handle}".encode())
+        if fate >= self.epsilon:
+            return preferred
+        return min(int(fate / self.epsilon * (state.capabilities.k_max + 1)), state.capabilities.k_max)
+
+
+def chance(name: bytes) -> float:
+    """Return where a name falls in 0..1, evenly and always the same."""
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest()) / _SCALE
+
+
+def default_length(capabilities: Capabilities, batch: int) -> int:
+    """Return what the engine does without us: its table's length for this many requests, else its one number."""
+    for first, last, length in capabilities.default_table:
+        if first <= batch <= last:
+            return min(int(length), capabilities.k_max)
+    if capabilities.default_table and batch:  # vLLM's lookup goes on with its last row
+        return min(int(capabilities.default_table[-1][2]), capabilities.k_max)
+    return capabilities.default_length
