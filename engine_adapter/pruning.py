@@ -1,0 +1,253 @@
+"""Cuts the target's forward pass of one step in two: behind layer L the rows leave that the step will not need.
+
+Owned by the V1 runner mixin. `Heads` predict after layer L which draft tokens the target accepts; rows behind each
+request's first predicted rejection are dropped from the remaining layers, the LM head and the sampler. The rules
+that keep outputs exact are in cut.py and docs/pruning.md. Everything is built before anything is replaced, so any
+failure is a step without pruning, logged once; vLLM's own tensors are never written to.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from .cut import Bools, Cut, Ints, after_first_failure
+from .patches_v1 import (
+    attention_layer,
+    cut_attention,
+    cut_common,
+    decoder_of,
+    forget_bonus,
+    forget_narrowing,
+    narrowed_logits,
+    shortened_drafts,
+    shortened_speculation,
+    spread_logits,
+    tracks_thinking,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from .protocol import Prune
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Checks:
+    """The draft tokens under verification and what is known of them, one row per token, request by request."""
+
+    states: Tensor  # (tokens, hidden size) residual stream behind layer L, in the row that tests the token
+    tokens: Tensor  # (tokens,) draft token ids
+    candidates: Tensor | None  # (tokens, candidates) ids the drafter thought likeliest there; None: drafter tells none
+    confidences: Tensor | None  # (tokens,) drafter's probability of its likeliest
+    positions: Tensor  # (tokens,) 1 is a request's first draft token
+
+
+class Heads(Protocol):
+    """What predicts early which draft tokens will be accepted."""
+
+    layers: tuple[int, ...]
+    has_candidates: bool  # whether it needs the drafter's candidates and confidences
+
+    def passes(self, layer: int, threshold: float, checks: Checks) -> Bools:
+        """Tell for each token whether it may well be accepted; must not look at later rows."""
+
+
+@dataclass(slots=True)
+class Notes:
+    """What the drafter noted in the last step, by batch row of that step."""
+
+    row_of: dict[str, int]  # request id -> row
+    candidates: Tensor | None  # (rows, longest draft, candidates)
+    confidences: Tensor | None  # (rows, longest draft)
+
+
+class Pruning:
+    """One step at a time: `open` before the forward pass, `attached` around it, then `narrow` around the sampler."""
+
+    def __init__(self, runner: Any, heads: Heads) -> None:
+        self.heads = heads
+        self.cut: Cut | None = None  # in force for the step under way
+        self.is_on = True  # False after a failure
+        self.decide_s = 0.0  # wall time of the last decision: scoring, index arithmetic, metadata
+        self._runner = runner
+        self._model = runner.get_model()
+        self._decoder = decoder_of(self._model)
+        self._step: _Step | None = None
+
+    def open(self, prune: Prune | None, metadata: Any, common: Any, notes: Notes | None) -> bool:
+        """Take in what the step will verify; False if it is not pruned.
+
+        :param metadata: vLLM's SpecDecodeMetadata, None without drafts.
+        :param common: vLLM's CommonAttentionMetadata.
+        """
+        self.cut, self._step, self.decide_s = None, None, 0.0
+        forget_narrowing(self._model)
+        if (
+            not self.is_on
+            or prune is None
+            or metadata is None
+            or common is None
+            or prune.layer not in self.heads.layers
+        ):
+            return False
+        if not any(metadata.num_draft_tokens) or (self.heads.has_candidates and notes is None):
+            return False
+        if tracks_thinking(self._runner):
+            return False
+        self._step = _Step(prune, metadata, common, notes, list(self._runner.input_batch.req_ids))
+        return True
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Let the decoder's layers from L on see the rows that stay; whole again behind the block."""
+        assert self._step is not None
+        layers = list(self._decoder.layers)
+        first = self._step.prune.layer
+        handles = [layers[first].register_forward_pre_hook(self._enter)]
+        handles += [layer.register_forward_pre_hook(self._pass_on) for layer in layers[first + 1 :]]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, _layer: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        started = time.perf_counter()
+        try:
+            return self._cut_rows(arguments)
+        except Exception:
+            self.is_on, self.cut = False, None
+            logger.exception("FASER prunes no more after a failure; vLLM verifies every row")
+            return None
+        finally:
+            self.decide_s = time.perf_counter() - started
+
+    def _cut_rows(self, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        step = self._step
+        assert step is not None
+        positions, hidden, residual, *rest = arguments
+        passes = self.heads.passes(step.prune.layer, step.prune.threshold, step.checks(hidden, residual))
+        cut = after_first_failure(step.drafts, passes | step.unknown())
+        if not cut.removed.any():
+            return None
+        index = _index(cut.batch_rows(step.lengths()), hidden)
+        names = [attention_layer(layer) for layer in list(self._decoder.layers)[step.prune.layer :]]
+        common = cut_common(step.common, index, cut.removed)
+        cut_positions = positions[index]
+        cut_hidden, cut_residual = hidden[index], residual[index]
+        step.shorten(cut)
+        cut_attention(self._runner, common, set(names))  # builds first, replaces last
+        step.index, step.positions, self.cut = index, cut_positions, cut
+        return (cut_positions, cut_hidden, cut_residual, *rest)
+
+    def _pass_on(self, _layer: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if self.cut is None:
+            return None
+        assert self._step is not None
+        return (self._step.positions, *arguments[1:])
+
+    def spread(self, output: Any) -> Any:
+        """Return the forward pass's output over the original rows; dropped rows are zero and nobody reads them.
+
+        With auxiliary states (EAGLE-3) the layers up to L have every row already.
+        """
+        if self.cut is None:
+            return output
+        assert self._step is not None
+        rows, index = int(self._step.common.num_actual_tokens), self._step.index
+        narrowed_logits(self._model, _index(self.cut.logit_rows(), index))
+        if isinstance(output, tuple):
+            hidden, auxiliary = output
+            return _spread(hidden, index, rows), [_spread(state, index, rows) for state in auxiliary]
+        return _spread(output, index, rows)
+
+    def widen_logits(self) -> None:
+        """Give the logits one row per scheduled draft token again: a grammar's mask has them."""
+        if self.cut is not None:
+            assert self._step is not None
+            rows = int((self.cut.drafts + 1).sum())
+            spread_logits(self._runner, _index(self.cut.logit_rows(), self._step.index), rows)
+
+    def sample(self, sample: Callable[[Any, Any], Any], logits: Tensor, metadata: Any) -> Any:
+        """Run vLLM's rejection sampler on what is left of the step."""
+        cut, step = self.cut, self._step
+        if cut is None or metadata is None:
+            return sample(logits, metadata)
+        assert step is not None
+        rows = cut.sampler_rows()
+        if logits.shape[0] != int((cut.drafts + 1).sum()):
+            rows = np.searchsorted(cut.logit_rows(), rows)
+        with shortened_drafts(self._runner, cut.tests.tolist()):
+            output = sample(logits[_index(rows, logits)], step.short)
+        ends = np.flatnonzero(~cut.has_bonus)
+        forget_bonus(output, _index(ends, logits), _index(cut.tests[ends], logits))
+        return output
+
+    def pruned(self) -> list[int]:
+        """Return per batch row how many rows left the last forward pass; empty: none."""
+        return [] if self.cut is None else [int(rows) for rows in self.cut.removed]
+
+
+class _Step:
+    """What one forward pass verifies."""
+
+    def __init__(self, prune: Prune, metadata: Any, common: Any, notes: Notes | None, request_ids: list[str]) -> None:
+        self.prune, self.metadata, self.common, self._notes = prune, metadata, common, notes
+        self.drafts: Ints = np.asarray(metadata.num_draft_tokens, dtype=np.int64)
+        self.index: Any = None
+        self.positions: Any = None
+        self.short: Any = None
+        rows = [-1 if notes is None else notes.row_of.get(name, -1) for name in request_ids]
+        self._note_rows: Ints = np.repeat(np.asarray(rows, dtype=np.int64), self.drafts)
+        starts = np.cumsum(self.drafts) - self.drafts
+        self._columns: Ints = np.arange(self.drafts.sum()) - np.repeat(starts, self.drafts)
+
+    def lengths(self) -> Ints:
+        """Return every request's rows in the batch."""
+        starts: Ints = self.common.query_start_loc_cpu[: len(self.drafts) + 1].numpy().astype(np.int64)
+        return np.diff(starts)
+
+    def unknown(self) -> Bools:
+        """Return for each draft token whether the drafter's notes lack its request, which is then left alone."""
+        return (self._note_rows < 0) & (self._notes is not None)
+
+    def checks(self, hidden: Tensor, residual: Tensor) -> Checks:
+        """Gather the states of the rows that test a draft token."""
+        tested = self.metadata.logits_indices[self.metadata.target_logits_indices]
+        candidates = confidences = None
+        columns = _index(self._columns, hidden)
+        if self._notes is not None and self._notes.candidates is not None:
+            assert self._notes.confidences is not None
+            at = _index(np.maximum(self._note_rows, 0), hidden), columns
+            candidates, confidences = self._notes.candidates[at], self._notes.confidences[at]
+        states = hidden[tested] + residual[tested]
+        return Checks(states, self.metadata.draft_token_ids, candidates, confidences, columns + 1)
+
+    def shorten(self, cut: Cut) -> None:
+        """Build the speculation metadata of the shorter step."""
+        self.short = shortened_speculation(self.metadata, cut.tests, cut.tested_places())
+
+
+def _index(values: Ints, like: Tensor) -> Any:
+    import torch
+
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(like.device)
+
+
+def _spread(states: Tensor, index: Tensor, rows: int) -> Tensor:
+    if states.shape[0] == rows:
+        return states
+    whole = states.new_zeros((rows, *states.shape[1:]))
+    whole[index] = states
+    return whole

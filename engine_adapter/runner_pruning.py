@@ -1,0 +1,91 @@
+"""Pruned verification on the V1 runner: the part of FASER's mixin that feeds `Pruning` and asks it.
+
+Behind RunnerHooks in the order of classes, so that the phase times include what pruning costs. Without exit heads,
+or where they cannot be used, it does nothing and says once why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from .exit_heads import load_heads
+from .exits import pruning_refusal
+from .patches_v1 import PruningHooks
+from .pruning import Notes, Pruning
+from .settings import load_settings
+
+logger = logging.getLogger(f"vllm.{__name__}")  # below "vllm", whose handler shows the operator INFO lines too
+
+
+class PruningRunner(PruningHooks):
+    """Mixin in front of CPUModelRunner or the V1 GPUModelRunner."""
+
+    pruning: Pruning | None = None  # None: every row is verified to full depth
+    _notes: Notes | None = None  # of the drafting that the next step verifies
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Let vLLM set up its KV cache; now the model is loaded and the attention groups are known."""
+        super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        try:
+            self._set_up_pruning()
+        except Exception as error:  # a bad file, another model's heads, an unknown decoder
+            logger.warning("FASER does not prune: %s", error)
+
+    def _set_up_pruning(self) -> None:
+        path = load_settings().exit_heads
+        if not path:
+            return
+        if reason := pruning_refusal(self.vllm_config):  # type: ignore[attr-defined]
+            raise ValueError(reason)
+        groups = len(self.kv_cache_config.kv_cache_groups)  # type: ignore[attr-defined]
+        if groups != 1:
+            raise ValueError(f"the KV cache has {groups} groups, expected one")
+        heads = load_heads(path, self.get_model())  # type: ignore[attr-defined]
+        self.pruning = Pruning(self, heads)
+        if heads.has_candidates:
+            self.drafter.candidates = heads.candidates  # type: ignore[attr-defined]
+        logger.info("FASER may prune behind layers %s", ", ".join(map(str, heads.layers)))
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the target for one step."""
+        self.verified = self.common = None
+        if self.pruning is not None:
+            self.pruning.cut = None
+        return super().execute_model(*args, **kwargs)  # type: ignore[misc]
+
+    def prune_forward(self, forward: Callable[[], Any]) -> Any:
+        """Run the target's forward pass, in two parts where a lease asks for it."""
+        pruning, order = self.pruning, getattr(self, "order", None)
+        if pruning is None or order is None or not pruning.open(order.prune, self.verified, self.common, self._notes):
+            return forward()
+        with pruning.attached():
+            output = forward()
+        return pruning.spread(output)
+
+    def prune_sample(self, sample: Callable[[Any, Any], Any], logits: Any, metadata: Any) -> Any:
+        """Run the (rejection) sampler over `logits`."""
+        return sample(logits, metadata) if self.pruning is None else self.pruning.sample(sample, logits, metadata)
+
+    def sample_tokens(self, grammar_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Sample, and draft for the next step."""
+        self._notes = None
+        if self.pruning is not None and grammar_output is not None:
+            self.pruning.widen_logits()
+        return super().sample_tokens(grammar_output, *args, **kwargs)  # type: ignore[misc]
+
+    def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> Any:
+        """Draft, and keep what the drafter noted for the verification of these drafts."""
+        drafts = super().propose_draft_token_ids(*args, **kwargs)  # type: ignore[misc]
+        book = getattr(self.drafter, "candidate_book", None)  # type: ignore[attr-defined]
+        if self.pruning is not None and book is not None:
+            names = self.input_batch.req_ids  # type: ignore[attr-defined]
+            tables = book.tables(len(names))
+            if tables is not None:
+                self._notes = Notes({name: row for row, name in enumerate(names)}, *tables)
+        return drafts
+
+    def pruned_rows(self) -> tuple[list[int], float]:
+        """Return per batch row how many rows left this step's forward pass, and what that took in seconds."""
+        return ([], 0.0) if self.pruning is None else (self.pruning.pruned(), self.pruning.decide_s)
