@@ -17,7 +17,7 @@ from ..engine_adapter.protocol import ActionSet, Hello, RequestEvent, StepRecord
 from .errors import StoreError
 from .packing import pack_lengths, pack_rows
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 APPLICATION_ID: Final = 0x46415345  # "FASE": tells our files from other SQLite files
 
 LARGEST: Final = (1 << 63) - 1  # SQLite's; a client may give its request any priority

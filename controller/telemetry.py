@@ -27,11 +27,12 @@ Ints = npt.NDArray[np.int64]
 
 _INT_COLUMNS: Final = (
     "engine", "counter", "step", "running", "waiting", "prefill_tokens", "decode_tokens", "draft_tokens", "drafted",
-    "verified", "pruned", "accepted", "emitted", "lease_epoch", "dropped", "rejected",
+    "verified", "pruned", "accepted", "emitted", "lease_epoch", "dropped", "rejected", "caught_up",
 )  # fmt: skip
 _FLOAT_COLUMNS: Final = (
     "time_s", "step_s", "schedule_s", "verify_s", "sample_s", "draft_s", "overlap_s", "adapter_s", "kv_usage",
 )  # fmt: skip
+_TOLD_COLUMNS: Final = ("draft_rounds", "drawn_tokens")
 _DECISION_COLUMNS: Final = ("decision_sequence", "decision_is_sent", "decision_s", "decision_price")
 
 
@@ -39,7 +40,8 @@ _DECISION_COLUMNS: Final = ("decision_sequence", "decision_is_sent", "decision_s
 class StepTable:
     """All steps of a file, by engine and then in the engine's order; arrays (n,). Units as in protocol.StepRecord.
 
-    `decision_*` is NaN where no decision was made on a record.
+    `decision_*` is NaN where no decision was made on a record, `draft_rounds` and `drawn_tokens` where the engine did
+    not say.
     """
 
     engine: Ints
@@ -58,6 +60,7 @@ class StepTable:
     lease_epoch: Ints
     dropped: Ints
     rejected: Ints
+    caught_up: Ints
     time_s: Floats
     step_s: Floats
     schedule_s: Floats
@@ -67,6 +70,8 @@ class StepTable:
     overlap_s: Floats
     adapter_s: Floats
     kv_usage: Floats
+    draft_rounds: Floats
+    drawn_tokens: Floats
     decision_sequence: Floats
     decision_is_sent: Floats
     decision_s: Floats
@@ -139,7 +144,7 @@ def read_engines(path: Path) -> list[Hello]:
 
 def read_steps(path: Path) -> StepTable:
     """Return every step of a file."""
-    names = (*_INT_COLUMNS, *_FLOAT_COLUMNS, *_DECISION_COLUMNS)
+    names = (*_INT_COLUMNS, *_FLOAT_COLUMNS, *_TOLD_COLUMNS, *_DECISION_COLUMNS)
     query = f"SELECT {', '.join(names)} FROM steps ORDER BY engine, counter, id"
     with closing(open_for_reading(path)) as database:
         columns = list(zip(*database.execute(query), strict=True)) or [()] * len(names)

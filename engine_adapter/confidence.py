@@ -45,7 +45,7 @@ class ConfidenceBook:
         return len(self._columns) == column + 1
 
     def read(self, kept: list[int]) -> list[tuple[float, ...]]:
-        """Return the confidences of each row's first `kept[row]` tokens, as many as were noted."""
+        """Return the confidences of each row's first `kept[row]` tokens and of one dropped behind them, as noted."""
         import torch
 
         values = iter(torch.cat(self._columns).tolist() if self._columns else ())
@@ -53,4 +53,4 @@ class ConfidenceBook:
         for rows in self._rows:
             for row in range(len(kept)) if rows is None else rows:
                 found[row].append(next(values))
-        return [tuple(row[:length]) for row, length in zip(found, kept, strict=True)]
+        return [tuple(row[: length + 1]) for row, length in zip(found, kept, strict=True)]

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 MAGIC: Final = 0xFA
-VERSION: Final = 1
+VERSION: Final = 2
 HEADER: Final = bytes((MAGIC, VERSION))
 MAX_FRAME_BYTES: Final = 1 << 20
 MAX_REQUESTS: Final = 4096
@@ -76,7 +76,7 @@ class RequestRow(msgspec.Struct, array_like=True, gc=False):
     emitted: Count
     context: Count  # computed tokens of the request after this step
     is_prefill: bool
-    confidences: Confidences = ()  # drafter's probability of its top token, for each verified token
+    confidences: Confidences = ()  # drafter's probability of its top token; of each verified one, and of one dropped
 
 
 class StepRecord(msgspec.Struct, array_like=True, tag="step", gc=False):
@@ -107,6 +107,9 @@ class StepRecord(msgspec.Struct, array_like=True, tag="step", gc=False):
     rejected: Count  # messages from a controller this engine refused since boot
     events: Annotated[list[RequestEvent], Meta(max_length=MAX_REQUESTS)]
     rows: Annotated[list[RequestRow], Meta(max_length=MAX_REQUESTS)]
+    caught_up: Count = 0  # tokens the drafter had skipped while nobody drafted and made up for in `draft_s`
+    draft_rounds: Count | None = None  # drafter passes of this step that drew a token; none: not told
+    drawn_tokens: Count | None = None  # tokens drawn in them, those that a stop rule dropped included
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):

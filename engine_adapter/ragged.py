@@ -78,7 +78,7 @@ class RaggedModelDrafter(DrafterHooks):
     catch_up: CatchUp | None = None  # None: vLLM's own first pass, over every row of every step
     first_rows = 0  # rows of the last first pass
     caught_up = 0  # missed tokens that the last drafting made up for
-    rounds: tuple[int, ...] = ()  # rows that drafted in each round of the last ragged drafting
+    rounds: tuple[int, ...] = ()  # rows that drafted in each round of the last drafting
     stop: StopRule | None = None  # ends drafts within `lengths`; needs a book
     has_book = False  # whether to note confidences
     book: ConfidenceBook | None = None  # of the last drafting
@@ -125,6 +125,7 @@ class RaggedModelDrafter(DrafterHooks):
         lengths = self.lengths
         self.ends = None
         self.caught_up = self.first_rows = 0
+        self.rounds = (inputs["common_attn_metadata"].batch_size(),) * num_speculative_tokens  # if vLLM drafts
         self._open_book()
         if self.catch_up is not None and not self.catch_up.can_keep(inputs["target_hidden_states"]):
             self.catch_up = None
@@ -137,6 +138,7 @@ class RaggedModelDrafter(DrafterHooks):
             return self._propose_ragged(inherited, lengths, num_speculative_tokens, inputs)
         except Exception:
             self.is_ragged, self.catch_up = False, None
+            self.rounds = (len(lengths),) * num_speculative_tokens
             self._open_book()
             logger.exception("FASER's ragged drafting failed; vLLM's own drafting takes over, cut to length")
             return inherited(num_speculative_tokens, **inputs)

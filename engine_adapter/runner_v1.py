@@ -191,12 +191,14 @@ class FaserRunnerV1(RunnerHooks):
         request_ids = getattr(inner, "req_ids", None)
         if not request_ids:  # vLLM's empty output is one object for all
             return
+        drafter = getattr(self, "drafter", None) if self.drafted else None
         inner.faser = StepReport(
             verify_s=spent.get("verify", 0.0),
             sample_s=spent.get("sample", 0.0),
             draft_s=spent.get("draft", 0.0),
             runner_s=spent.get("runner", 0.0),
-            caught_up=getattr(self.drafter, "caught_up", 0) if self.drafted else 0,  # type: ignore[attr-defined]
+            caught_up=getattr(drafter, "caught_up", 0),
+            rounds=getattr(drafter, "rounds", None),
             drafted=self.drafted or [0] * len(request_ids),
             confidences=self._confidences(),
         )

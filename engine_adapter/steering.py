@@ -70,7 +70,7 @@ class Entry:
     request: LiveRequest
     arrived_s: float
     emitted: int = 0
-    confidences: tuple[float, ...] = ()  # of the draft tokens that wait for verification
+    confidences: tuple[float, ...] = ()  # of the draft tokens that wait for verification, and of a dropped one
 
     def arrival(self) -> RequestEvent:
         """Return the event that tells a controller which id the handle stands for."""
@@ -231,6 +231,9 @@ class Steering:
             rejected=self.link.refused.total(),
             events=self.events,
             rows=rows,
+            caught_up=report.caught_up,
+            draft_rounds=None if report.rounds is None else len(report.rounds),
+            drawn_tokens=None if report.rounds is None else sum(report.rounds),
         )
         self._last_end_s = now_s
         self.cost_s = 0.0
@@ -278,7 +281,7 @@ class Steering:
                     fresh if fresh > 0 else 0,
                     request.num_computed_tokens,
                     is_prefill,
-                    entry.confidences[:verified],  # scheduler and grammar only ever cut a draft's end
+                    entry.confidences[: verified + 1],  # scheduler and grammar only ever cut a draft's end
                 )
             )
             entry.confidences = confidences[row] if confidences else ()

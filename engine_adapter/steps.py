@@ -35,5 +35,6 @@ class StepReport:
     runner_s: float = 0.0
     caught_up: int = 0  # tokens the drafter had skipped and made up for in this step's `draft_s`
     drafted: list[int] = field(default_factory=list)  # tokens handed to verification
-    confidences: list[tuple[float, ...]] = field(default_factory=list)  # of those tokens; empty: not recorded
+    confidences: list[tuple[float, ...]] = field(default_factory=list)  # and of a dropped one; empty: not recorded
     pruned: list[int] = field(default_factory=list)
+    rounds: tuple[int, ...] | None = None  # rows that drafted in each pass of the drafter; None: not told

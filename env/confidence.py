@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..engine_adapter.protocol import StopRule
-from ..engine_adapter.stop_rule import LEAST, fitted
+from ..engine_adapter.stop_rule import LEAST
 from .acceptance import FIRST_GUESS, Floats, Ints
 
 MEMORY_TRIALS = 2000.0  # a position's calibration forgets beyond this many trials
@@ -58,21 +58,14 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """One record's drafts: confidences of the verified tokens, and what became of them, n requests."""
+    """One record's drafts: confidences of what was drafted, and what became of what was verified, n requests."""
 
-    confidences: list[tuple[float, ...]]
+    confidences: list[tuple[float, ...]]  # of the verified tokens and of a dropped one behind them
     limit: Ints  # draft length in force when these tokens were drafted; 0: not known
     trials: npt.NDArray[np.float64]  # (n, k_max) as from `count_trials`
     successes: npt.NDArray[np.float64]
     rule: StopRule | None  # in force when these were drafted
     record: int
-
-    def drafted(self) -> Ints:
-        """Return (n,) tokens that were drafted under the rule, those that it dropped included."""
-        logits, depth = unfold(self.confidences, self.trials.shape[1])
-        assert self.rule is not None
-        was_dropped = (depth < self.limit) & (dropped_below(self.rule, logits, depth) > 0.0)
-        return depth + was_dropped
 
     def sampled(self) -> DraftRows:
         """Return some of the rows, others in each record."""
@@ -100,7 +93,6 @@ class Confidence:
     _waiting: list[DraftRows] = field(default_factory=list)
     _logits: Floats = field(init=False)  # (RING, k_max)
     _depth: Ints = field(init=False)  # (RING,) confidences known
-    _bound: Floats = field(init=False)  # (RING,) the next token was dropped: its chance is below this; 0: not so
     _record: Ints = field(init=False)  # (RING,) when it was inserted
     _inserted: int = 0
     _forecast_record: int = 0
@@ -110,13 +102,12 @@ class Confidence:
         self.slopes, self.intercepts = np.ones(self.k_max), np.zeros(self.k_max)
         self.trials, self._seen = np.zeros((2, self.k_max))
         self._information, self._moment = np.zeros((3, self.k_max)), np.zeros((2, self.k_max))
-        self._logits, self._bound = np.zeros((RING, self.k_max)), np.zeros(RING)
+        self._logits = np.zeros((RING, self.k_max))
         self._depth, self._record = np.zeros((2, RING), np.int64)
 
     def learn(self, rows: DraftRows) -> None:
         """Take in one record; batches are worked off together."""
-        is_silent = not any(rows.confidences)  # under a rule all drafts of a step may have been dropped
-        if self.k_max == 0 or not rows.limit.any() or (is_silent and (rows.rule is None or not self._inserted)):
+        if self.k_max == 0 or not rows.limit.any() or not any(rows.confidences):
             return
         self._waiting.append(rows.sampled())
         if len(self._waiting) >= BATCH_RECORDS or rows.record - self._waiting[0].record >= FORECAST_RECORDS:
@@ -164,19 +155,14 @@ class Confidence:
         self.intercepts, self.slopes = _solve(self._information, self._moment, POSITION_PRIOR, pooled)
 
     def _insert(self, waiting: list[DraftRows], logits: Floats, depth: Ints) -> None:
-        """Remember drafts; of one that ended early under a stop rule, whether its next token was dropped."""
+        """Remember drafts, as deep as their confidences are known."""
         limit = np.concatenate([rows.limit for rows in waiting])
         record = np.repeat([rows.record for rows in waiting], [len(rows.limit) for rows in waiting])
         depth = np.minimum(depth, limit)
-        bound = np.zeros(len(limit))
-        rule = next((rows.rule for rows in reversed(waiting) if rows.rule is not None), None)
-        if rule is not None:
-            ruled = np.repeat([rows.rule is not None for rows in waiting], [len(rows.limit) for rows in waiting])
-            bound = np.where(ruled & (depth < limit), dropped_below(rule, logits, depth), 0.0)
-        useful = np.flatnonzero((limit > 0) & ((depth > 0) | (bound > 0.0)))
+        useful = np.flatnonzero(depth > 0)
         place = (self._inserted + np.arange(len(useful))) % RING
         self._logits[place], self._depth[place] = logits[useful], depth[useful]
-        self._bound[place], self._record[place] = bound[useful], record[useful]
+        self._record[place] = record[useful]
         self._inserted += len(useful)
 
     def _foresee(self, record: int) -> None:
@@ -184,7 +170,7 @@ class Confidence:
         if size < LEAST_DRAFTS or self.trials[0] < LEAST_TRIALS:
             return
         chance = self.probability(self._logits[:size])
-        complete(chance, self._depth[:size], self._bound[:size])
+        complete(chance, self._depth[:size])
         age = np.minimum((record - self._record[:size]) / MEMORY_RECORDS, 50.0)
         weight = np.exp(-age)
         forecast = foresee(chance, weight / weight.sum())
@@ -209,30 +195,13 @@ def unfold(confidences: list[tuple[float, ...]], k_max: int) -> tuple[Floats, In
     return logits[:, :k_max], np.minimum(depth, k_max)
 
 
-def dropped_below(rule: StopRule, logits: Floats, depth: Ints) -> Floats:
-    """Return (n,) bound on the chance of the token after `depth` if the rule dropped it, 0 if it never drafted it."""
-    n, k_max = logits.shape
-    numbers = fitted(rule, k_max)
-    chance = 1.0 / (1.0 + np.exp(-(np.array(numbers.intercepts) + np.array(numbers.slopes) * logits)))
-    survival = np.concatenate([np.ones((n, 1)), chance.cumprod(axis=1)], axis=1)[np.arange(n), depth]
-    go_on = np.concatenate([[0.0], numbers.go_on])[depth]
-    keep = np.array(numbers.keep)[np.minimum(depth, k_max - 1)]
-    was_drafted = (survival >= go_on) & (depth < k_max)
-    return np.where(was_drafted, np.minimum(keep / np.maximum(survival, 1e-9), 1.0), 0.0)
-
-
-def complete(chance: Floats, depth: Ints, bound: Floats) -> None:
-    """Fill in (n, k_max) chances beyond each draft's known depth, in place.
-
-    A dropped token lies below its bound; one that was never drafted is taken from drafts that had survived alike.
-    """
+def complete(chance: Floats, depth: Ints) -> None:
+    """Fill in (n, k_max) chances beyond each draft's known depth, in place, from drafts that had survived alike."""
     n, k_max = chance.shape
     survival, order = np.ones(n), np.arange(n)
     for j in range(k_max):
         column = chance[:, j]
-        is_dropped = (depth == j) & (bound > 0.0)
-        column[is_dropped] = bound[is_dropped] * ((order[is_dropped] % 8 + 0.5) / 8.0)
-        is_known = is_dropped | (depth > j)
+        is_known = depth > j
         missing = np.flatnonzero(~is_known)
         if len(missing):
             known = np.flatnonzero(is_known)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from .requests import Bools, RequestTable, StepRows
 from .spaces import Capabilities
 
 ARRIVAL_WINDOW_S = 10.0
-DRAFT_COST_RECORDS = 4  # the cost of drafting under a stop rule is learnt from one record in so many
 LOAD_STEPS = 8.0  # memory of the running means
 ASKED = 64  # action sets whose stop rule is remembered: more than are ever on their way
 
@@ -80,7 +79,6 @@ class EngineState:
         self.confidence = Confidence(capabilities.k_max)
         self.asked_stops: dict[int, StopRule | None] = {}  # by the action set's sequence
         self.drafting_stop: StopRule | None = None  # in force when the step last looked at drafted
-        self.open_draft: Lesson | None = None  # how much it drafted shows only when its drafts are verified
         self.cost = CostTable(
             device=capabilities.device,
             graph_sizes=capabilities.graph_sizes,
@@ -166,7 +164,6 @@ def learn(state: EngineState) -> None:
             state.population.learn_delivery(rows.draft_limit[allowed], rows.drafted[allowed])
     state.confidence.learn(lesson.drafts)
     state.cost.learn(lesson.cost)
-    _learn_draft_cost(state, lesson)
     if state.link.records % 64 == 0 or state.requests.size > 2 * MAX_REQUESTS:
         state.link.evicted += state.requests.evict(state.link.records)
 
@@ -195,29 +192,22 @@ def _elapsed_s(state: EngineState, record: StepRecord) -> float:
     return min(record.step_s, since_last) if is_next and since_last > 0.0 else record.step_s
 
 
-def _learn_draft_cost(state: EngineState, lesson: Lesson) -> None:
-    """Learn what drafting under a stop rule cost: a token that the rule dropped was drafted, but is not reported."""
-    asked, drafts = state.open_draft, lesson.drafts
-    if asked is not None and drafts.rule is not None and np.array_equal(drafts.limit, asked.rows.draft_limit):
-        drafted = drafts.drafted()
-        rounds, total = int(drafted.max(initial=0)), int(drafted.sum())
-        state.cost.learn_drafting(replace(asked.cost, rounds=rounds, drafted=total))
-    is_due = not lesson.cost.is_draft_known and state.link.records % DRAFT_COST_RECORDS == 0
-    state.open_draft = lesson if is_due else None
-
-
 def _step_cost(record: StepRecord, rows: StepRows, elapsed_s: float, rule: StopRule | None) -> StepCost:
+    # Under a stop rule more is drafted than handed over; not every engine says how much.
+    rounds, drawn = record.draft_rounds, record.drawn_tokens
+    is_known = rule is None or rounds is not None or bool((rows.drafted >= rows.draft_limit).all())
     return StepCost(
         rows=record.prefill_tokens + record.decode_tokens + record.draft_tokens,
         prefill_rows=record.prefill_tokens,
         requests=len(rows.handle),
         context_tokens=int(np.minimum(rows.context, 1 << 32).sum()),
-        rounds=int(rows.drafted.max(initial=0)),
-        drafted=int(rows.drafted.sum()),
+        rounds=int(rows.drafted.max(initial=0)) if rounds is None else min(rounds, MAX_ROWS),
+        drafted=int(rows.drafted.sum()) if drawn is None else min(drawn, MAX_ROWS),
         total_s=elapsed_s,
         draft_s=record.draft_s,
         overlap_s=record.overlap_s,
-        is_draft_known=rule is None or bool((rows.drafted >= rows.draft_limit).all()),
+        is_draft_known=is_known,
+        caught_up=record.caught_up,
     )
 
 

@@ -76,7 +76,7 @@ class Driver:
                 "confidences": [report.confidences[outcome.row_of[name]] for name in names]
                 if report.confidences
                 else [],
-                "rounds": list(getattr(self.runner.drafter, "rounds", ())),
+                "rounds": list(report.rounds or ()),
                 "first_rows": getattr(self.runner.drafter, "first_rows", 0),
                 "caught_up": report.caught_up,
                 "times_s": [report.verify_s, report.sample_s, report.draft_s, report.runner_s],

@@ -16,20 +16,20 @@ ROW = wire.RequestRow(7, 4, 3, 2, 3, 1, 1, 2, 120, False, (0.5, 0.25))
 EVENT = wire.RequestEvent("arrival", 7, 1.5, 100, "chatcmpl-1", 0)
 RECORD = wire.StepRecord(
     "boot", 1, 2, 3.0, 0.02, 0.001, 0.015, 0.001, 0.003, 0.0, 0.00002, 1, 0, 0, 1, 3, 0.25, None, None, 9, 4, 0, 0,
-    [EVENT], [ROW],
+    [EVENT], [ROW], 24, 3, 5,
 )  # fmt: skip
 ACTION = wire.ActionSet("boot", 9, 5, 34, 4.0, 0, [7], [3], price=0.001, prune=wire.Prune(15, 0.2))
 STOP = wire.StopRule([1.0, 0.5], [0.0], [0.25], [0.5])
 
 # A change of these bytes is a change of the protocol: bump VERSION and say so in the changelog.
 GOLDEN_ACTION = (
-    "fa019fa3616374a4626f6f74090522cb40100000000000000091079103cb3f50624dd2f1a9fcc0c0920fcb3fc999999999999a"
+    "fa029fa3616374a4626f6f74090522cb40100000000000000091079103cb3f50624dd2f1a9fcc0c0920fcb3fc999999999999a"
     "a6616374697665c0"
 )
 GOLDEN_STOP = GOLDEN_ACTION.removesuffix("c0") + (
     "9492cb3ff0000000000000cb3fe000000000000091cb000000000000000091cb3fd000000000000091cb3fe0000000000000"
 )
-GOLDEN_RELEASE = "fa0193a772656c65617365a4626f6f7409"
+GOLDEN_RELEASE = "fa0293a772656c65617365a4626f6f7409"
 
 
 def test_messages_survive_the_round_trip() -> None:
@@ -50,7 +50,7 @@ def test_the_wire_format_of_this_version_does_not_change() -> None:
     ("frame", "reason"),
     [
         (b"", "malformed"),
-        (b"\x00\x01\x90", "malformed"),
+        (b"\x00\x02\x90", "malformed"),
         (bytes((wire.MAGIC, wire.VERSION + 1)) + wire.encode(ACTION)[2:], "wrong_version"),
         (wire.HEADER + b"\x9f\xa3act\xa4bo", "malformed"),
         (wire.HEADER + b"\xdd\xff\xff\xff\xff", "malformed"),

@@ -133,7 +133,7 @@ def test_a_request_leaves_the_draft_batch_after_its_own_length(self_drafting: An
 def test_lengths_of_zero_draft_nothing(self_drafting: Any, reference: Any) -> None:
     run = self_drafting.batches[2]
     assert run.tokens == reference
-    assert all(not any(step.drafted) and not any(step.verified) for step in run.steps)
+    assert all(not any(step.drafted) and not any(step.verified) and not step.rounds for step in run.steps)
 
 
 def test_prompt_chunks_and_drafts_share_steps(self_drafting: Any) -> None:
@@ -194,8 +194,19 @@ def test_confidences_are_the_drafters_probabilities_of_its_top_tokens(self_draft
 
 
 def test_every_token_handed_over_has_its_confidence(self_drafting: Any) -> None:
-    for run in self_drafting.batches:
+    for run in self_drafting.batches[:6]:
         assert all([len(row) for row in step.confidences] == step.drafted for step in run.steps)
+
+
+def test_a_token_that_a_stop_rule_dropped_is_reported_with_its_confidence(self_drafting: Any) -> None:
+    dropped = 0
+    for run in self_drafting.batches[6:]:
+        for step in run.steps:
+            known = [len(row) for row in step.confidences]
+            assert sum(step.rounds) == sum(known), "every token drawn is known"
+            assert all(drafted <= seen <= drafted + 1 for drafted, seen in zip(step.drafted, known, strict=True))
+            dropped += sum(known) - sum(step.drafted)
+    assert dropped > 20
 
 
 def test_a_stop_rule_ends_drafts_and_saves_draft_work(self_drafting: Any, reference: Any) -> None:

@@ -121,10 +121,11 @@ def test_confidences_go_with_the_tokens_they_belong_to() -> None:
     scheduled = {"a": 1, "b": 1, "c": 1}
     done = outcome(scheduled, {}, [[1], [1], [1]])
     assert done.report is not None
-    done.report.drafted, done.report.confidences = [3, 1, 2], [(0.9, 0.8, 0.7), (0.6,), (0.5, 0.4)]
+    done.report.drafted, done.report.confidences = [3, 1, 2], [(0.9, 0.8, 0.7), (0.6, 0.1), (0.5, 0.4)]
+    done.report.caught_up, done.report.rounds = 40, (3, 3, 1)
     adapter.record(adapter.order(scheduled, 0.0), done)
     adapter.preempt("c")  # its drafts are gone
-    # The grammar cut a's draft to two; b waits for a step; c starts over.
+    # The grammar cut a's draft to two; b lost its second token to a stop rule and waits for a step; c starts over.
     later = outcome({"a": 3, "c": 9}, {"a": [5, 6]}, [[5, 7], [8]])
     assert later.report is not None
     later.report.confidences = [(), (0.3,)]
@@ -132,8 +133,11 @@ def test_confidences_go_with_the_tokens_they_belong_to() -> None:
     last = outcome({"a": 1, "b": 2, "c": 2}, {"b": [4], "c": [3]}, [[1], [4, 5], [3, 3]])
     adapter.record(adapter.order({"a": 1, "b": 2, "c": 2}, 0.0), last)
     records = [sent for sent in link.sent if isinstance(sent, wire.StepRecord)]
+    assert [(sent.caught_up, sent.draft_rounds, sent.drawn_tokens) for sent in records] == [
+        (40, 3, 7), (0, None, None), (0, None, None),
+    ]  # fmt: skip
     seen = [{row.handle: row.confidences for row in sent.rows} for sent in records]
-    assert seen == [{1: (), 2: (), 3: ()}, {1: (0.9, 0.8), 3: ()}, {1: (), 2: (0.6,), 3: (0.3,)}]
+    assert seen == [{1: (), 2: (), 3: ()}, {1: (0.9, 0.8, 0.7), 3: ()}, {1: (), 2: (0.6, 0.1), 3: (0.3,)}]
 
 
 def test_a_lease_that_arrives_after_the_latch_waits_for_the_next_step() -> None:

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from faser.engine_adapter.protocol import StopRule
-from faser.engine_adapter.stop_rule import kept_tokens
+from faser.engine_adapter.stop_rule import advance, kept_tokens
 from faser.env.acceptance import count_trials
-from faser.env.confidence import EDGES, Confidence, DraftRows, complete, dropped_below, foresee, unfold
+from faser.env.confidence import EDGES, Confidence, DraftRows, complete, foresee
 
 Floats = npt.NDArray[np.float64]
 K_MAX = 4
@@ -37,8 +37,21 @@ def feed(
         verified = np.array(kept)
         accepted = np.minimum(hits.cumprod(axis=1).sum(axis=1), verified)
         trials, successes = count_trials(verified, np.zeros_like(verified), accepted, K_MAX)
-        confidences = [tuple(row[:many]) for row, many in zip(sure.tolist(), kept, strict=True)]
+        seen = kept if rule is None else drafted_tokens(rule, sure[:, :length].tolist())
+        confidences = [tuple(row[:many]) for row, many in zip(sure.tolist(), seen, strict=True)]
         confidence.learn(DraftRows(confidences, np.full(batch, length), trials, successes, rule, record))
+
+
+def drafted_tokens(rule: StopRule, drafts: list[list[float]]) -> list[int]:
+    """Return how many tokens of each draft are drafted: those handed over and one that the rule drops."""
+    counts = []
+    for sure in drafts:
+        survival, count, goes_on = 1.0, 0, True
+        while goes_on and count < len(sure):
+            count += 1
+            survival, _, goes_on = advance(rule, count, survival, sure[count - 1])
+        counts.append(count)
+    return counts
 
 
 @pytest.mark.parametrize(("slope", "intercept"), [(1.0, 0.0), (0.5, -0.4), (1.6, 0.3), (0.2, 0.5)])
@@ -108,22 +121,29 @@ def test_the_forecast_is_right_for_thresholds_other_than_those_in_force(
     assert confidence.forecast.gain[:, go_on, keep] == pytest.approx(gain, abs=tolerance)
 
 
-def test_what_is_drafted_includes_the_token_that_was_dropped() -> None:
+def test_a_dropped_token_counts_as_drafted_but_not_as_tried() -> None:
+    confidence = Confidence(K_MAX)
+    nothing = np.zeros((8, K_MAX))
     rule = StopRule([1.0], [0.0], [0.4], [0.6])
-    confidences = [(0.9, 0.8), (0.5,), (), (0.9, 0.9, 0.9, 0.9)]
-    nothing = np.zeros((4, K_MAX))
-    rows = DraftRows(confidences, np.array([4, 4, 4, 4]), nothing, nothing, rule, 0)
-    # Row 0 went on at 0.72 and dropped its third; row 1 was not allowed to go on at 0.5; row 2 dropped its first.
-    assert rows.drafted().tolist() == [3, 1, 1, 4]
-    logits, depth = unfold(confidences, K_MAX)
-    assert dropped_below(rule, logits, depth) == pytest.approx([0.4 / 0.72, 0.0, 0.4, 0.0])
+    for record in range(64):
+        # Half of the drafts lost their first token to the rule, the others their third.
+        rows = [(0.3,), (0.9, 0.8, 0.45)] * 4
+        trials = np.tile([[0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]], (4, 1))
+        confidence.learn(DraftRows(rows, np.full(8, K_MAX), trials, trials, rule, record))
+        confidence.learn(DraftRows([()] * 8, np.full(8, K_MAX), nothing, nothing, rule, record))
+    assert confidence.trials[0] > 0.0
+    assert confidence.trials[2:].tolist() == [0.0, 0.0]
+    assert confidence.forecast is not None
+    # Every draft begins; at a threshold of 0.52 the half that began with 0.3 goes no further.
+    assert confidence.forecast.reach[0, ALL] == pytest.approx(1.0)
+    assert confidence.forecast.reach[1, 10] == pytest.approx(0.5, abs=0.02)
 
 
 def test_unseen_continuations_are_taken_from_drafts_that_survived_alike() -> None:
     chance = np.column_stack([np.linspace(0.1, 0.9, 200), np.linspace(0.1, 0.9, 200)])
     depth = np.where(np.arange(200) % 2 == 0, 2, 1)
     chance[depth == 1, 1] = np.nan
-    complete(chance, depth, np.zeros(200))
+    complete(chance, depth)
     assert chance[:, 1] == pytest.approx(np.linspace(0.1, 0.9, 200), abs=0.12)
 
 

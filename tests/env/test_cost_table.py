@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -88,6 +89,32 @@ def test_drafting_is_not_forgotten_while_nothing_is_drafted() -> None:
     for _ in range(4000):
         table.learn(make_step(16, 0, 1.0))
     assert float(table.draft_time_s(64, 3, 48)) == pytest.approx(before, rel=0.05)
+
+
+def test_what_a_drafter_had_skipped_does_not_make_drafting_look_dear() -> None:
+    """Every draft follows a time without one, and so begins with tokens to make up for."""
+
+    def taught(is_told: bool) -> CostTable:
+        table, random = CostTable(), np.random.default_rng(3)
+        for number in range(600):
+            batch, length = int(random.choice(BATCHES)), number % 4
+            skipped = int(random.integers(0, 40)) * batch if length else 0
+            plain = make_step(batch, length, 1.0)
+            extra_s = 5e-5 * skipped  # rows of the first pass, like the step's own
+            table.learn(
+                replace(
+                    plain,
+                    total_s=plain.total_s + extra_s,
+                    draft_s=plain.draft_s + extra_s,
+                    caught_up=skipped if is_told else 0,
+                )
+            )
+        return table
+
+    true = draft_s(64, [16] * 3)
+    table = taught(is_told=True)
+    assert table.draft_time_s(64, 3, 48) == pytest.approx(true, rel=0.07)
+    assert float(taught(is_told=False).draft_time_s(64, 3, 48)) > 1.5 * true
 
 
 def test_captured_graphs_make_rows_up_to_the_next_size_free() -> None:

@@ -84,7 +84,7 @@ class SyntheticEngine:
         self.accepted_tokens += int(accepted.sum())
         columns = (verified, limits, kept, accepted, self.context)
         rows = [
-            RequestRow(handle, 1 + v, limit, k, v, 0, a, a + 1, c, False, sure[:v])
+            RequestRow(handle, 1 + v, limit, k, v, 0, a, a + 1, c, False, sure[: v + 1])
             for handle, v, limit, k, a, c, sure in zip(
                 self.handles, *(column.tolist() for column in columns), confidences, strict=True
             )
@@ -93,6 +93,7 @@ class SyntheticEngine:
         return StepRecord(
             "boot", self.steps, self.steps, self.time_s, runner_s + draft_s, 0.0, runner_s, 0.0, draft_s, 0.0, 0.0,
             self.batch, 0, 0, self.batch, int(verified.sum()), 0.1, None, None, 1, self.sequence, 0, 0, events, rows,
+            0, int(drafted.max()), int(drafted.sum()),
         )  # fmt: skip
 
     def _draft(
@@ -116,7 +117,7 @@ class SyntheticEngine:
                     drafted[i], kept[i] = position, position if is_kept else position - 1
                     break
         self.chances = chances
-        self.confidences = [tuple(row[:k]) for row, k in zip(sure.tolist(), kept.tolist(), strict=True)]
+        self.confidences = [tuple(row[:k]) for row, k in zip(sure.tolist(), drafted.tolist(), strict=True)]
         return drafted, kept
 
     def cost_s(self, verified: npt.NDArray[np.int64], limits: npt.NDArray[np.int64]) -> tuple[float, float]:
