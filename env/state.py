@@ -19,6 +19,7 @@ from .confidence import Confidence, DraftRows
 from .cost_table import MAX_ROWS, CostTable, StepCost
 from .requests import Bools, RequestTable, StepRows
 from .spaces import Capabilities
+from .step_octaves import StepOctaves
 
 ARRIVAL_WINDOW_S = 10.0
 LOAD_STEPS = 8.0  # memory of the running means
@@ -79,6 +80,7 @@ class EngineState:
         self.confidence = Confidence(capabilities.k_max)
         self.asked_stops: dict[int, StopRule | None] = {}  # by the action set's sequence
         self.drafting_stop: StopRule | None = None  # in force when the step last looked at drafted
+        self.octaves = StepOctaves()
         self.cost = CostTable(
             device=capabilities.device,
             graph_sizes=capabilities.graph_sizes,
@@ -164,6 +166,7 @@ def learn(state: EngineState) -> None:
             state.population.learn_delivery(rows.draft_limit[allowed], rows.drafted[allowed])
     state.confidence.learn(lesson.drafts)
     state.cost.learn(lesson.cost)
+    state.octaves.learn(lesson.cost)
     if state.link.records % 64 == 0 or state.requests.size > 2 * MAX_REQUESTS:
         state.link.evicted += state.requests.evict(state.link.records)
 
