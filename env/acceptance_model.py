@@ -68,7 +68,8 @@ def confidence_logit(quantiles: Floats, position: int, level: float, chain: floa
     rank = 0.5 * math.erfc(-score / math.sqrt(2.0)) * (QUANTILES - 1)
     low = min(int(rank), QUANTILES - 2)
     share = rank - low
-    return quantiles[position, low] * (1.0 - share) + quantiles[position, low + 1] * share
+    logit: float = quantiles[position, low] * (1.0 - share) + quantiles[position, low + 1] * share
+    return logit
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]

@@ -175,10 +175,11 @@ def fill_host_basis(out: Floats, requests: float, arrivals: float) -> None:
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def padded_rows(rows: float, graph_sizes: Floats) -> float:
     """Return the captured size that runs `rows` rows; as they are beyond the largest or without graphs."""
-    for size in graph_sizes:
+    padded = rows
+    for size in graph_sizes[::-1]:
         if rows <= size:
-            return size
-    return rows
+            padded = size
+    return padded
 
 
 class OutsideProfile(ValueError):

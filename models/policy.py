@@ -39,6 +39,7 @@ def make_policy(spec: str, capabilities: Capabilities) -> Policy:
     # Imported here: each policy's module imports this one for the interface and the error.
     from .baselines import FixedLength, LengthTable, Off
     from .price import PricePolicy
+    from .survey import Survey
 
     name, _, argument = spec.strip().partition(":")
     if name == "off" and not argument:
@@ -49,4 +50,6 @@ def make_policy(spec: str, capabilities: Capabilities) -> Policy:
         return LengthTable.parse(argument, capabilities)
     if name == "price" and argument in ("", "history"):
         return PricePolicy(capabilities, use_confidence=not argument)
+    if name == "survey":  # not among POLICIES: it serves `faser profile`, no operator
+        return Survey.parse(argument or "0", capabilities)
     raise PolicyError(f"unknown policy {spec!r}: possible are {', '.join(POLICIES)}")

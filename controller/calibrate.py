@@ -1,0 +1,302 @@
+"""`faser calibrate TELEMETRY... -o PROFILE`: fit step costs and acceptance to what engines really did.
+
+Called by the CLI and by `faser profile`, whose grid is telemetry like any other. All files must be of the same model,
+drafter and versions. The profile is written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from ..engine_adapter.protocol import Hello
+from ..env.acceptance_fit import Description, DraftTrial, describe, fit_acceptance
+from ..env.acceptance_model import AcceptanceModel
+from ..env.calibration import CalibrationError, Fit, domain_of, fit_phase
+from ..env.engine_model import (
+    PROFILE_VERSION,
+    Card,
+    EngineProfile,
+    Phase,
+    ProfileError,
+    load_profile,
+    save_profile,
+)
+from ..env.step_samples import StepSamples
+from .errors import ModelError, StoreError, UsageError
+from .measured import Measured, read_measured, trials
+from .starvation import freed, load_waiting
+
+PHASES: Final[tuple[Phase, ...]] = ("verify", "draft", "host")
+BAR_MEDIAN: Final = 0.05
+BAR_P90: Final = 0.12
+_BLOCK_TOKENS: Final = 128  # vLLM's KV block on a CPU; with another size only the count of blocks differs
+_GIT_LIMIT_S: Final = 5.0
+_SAME: Final = ("model", "drafter", "method", "vllm_version", "device", "k_max", "graph_sizes")
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrateOptions:
+    """What `faser calibrate` was asked for."""
+
+    telemetry: tuple[Path, ...]
+    output: Path
+    name: str = ""
+    base: Path | None = None  # a profile whose step costs are kept: only acceptance is fitted
+    command: str = ""
+    json: bool = False
+    least_repeats: int = 3
+    held_out: bool = True
+    max_context: int = 2048
+
+    def __post_init__(self) -> None:
+        if not self.telemetry:
+            raise UsageError("no telemetry", "one file at least")
+        if any(self.output.absolute() == path.absolute() for path in self.telemetry):
+            raise UsageError(f"--output {self.output} is a telemetry file itself", "another one")
+        if self.output.is_dir():
+            raise UsageError(f"--output {self.output} is a folder", "a file")
+
+
+def calibrate(options: CalibrateOptions, console: Console) -> int:
+    """Fit, print and write; return 0."""
+    measured = [read_measured(path) for path in options.telemetry]
+    hello = require_same(measured)
+    drafts = [draft for one in measured for draft in trials(one)]
+    acceptance = fit_acceptance(drafts, hello.k_max, source=", ".join(path.name for path in options.telemetry))
+    fits: dict[Phase, Fit] = {}
+    if options.base is not None:
+        profile = require_fitting(load_profile_or_fail(options.base), hello, options.base)
+        profile = rebuilt(profile, acceptance=acceptance)
+    else:
+        samples = StepSamples.joined([freed(one.samples, one.steps, load_waiting(one.path)) for one in measured])
+        fits = fit_all(samples, options, tuple(hello.graph_sizes))
+        profile = profile_of(hello, fits, samples, acceptance, options)
+    try:
+        save_profile(profile, options.output)
+    except OSError as error:
+        raise ModelError(f"{options.output} cannot be written: {error.strerror}", "a writable path") from None
+    if options.json:
+        sys.stdout.write(json.dumps(figures(fits, profile, drafts)) + "\n")
+        sys.stdout.flush()
+    else:
+        out = Console(highlight=False)
+        if fits:
+            out.print(error_table(fits))
+        out.print(acceptance_table(describe(profile.acceptance, drafts)) if drafts else "no drafts measured")
+    console.print(f"faser: profile {options.output}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def fit_all(samples: StepSamples, options: CalibrateOptions, graph_sizes: tuple[int, ...]) -> dict[Phase, Fit]:
+    """Fit every phase; raise ModelError where too little was measured."""
+    fits: dict[Phase, Fit] = {}
+    for phase in PHASES:
+        share = 0.3 if options.held_out else 0.0
+        least = min(options.least_repeats, 5) if phase == "host" else options.least_repeats
+        try:
+            fits[phase] = fit_phase(samples, phase, least, share, graph_sizes)
+        except CalibrationError as error:
+            raise ModelError(f"{', '.join(map(str, options.telemetry))}: {error}") from None
+    return fits
+
+
+def require_same(measured: list[Measured]) -> Hello:
+    """Return the engine of all files; raise StoreError if they are not of one kind."""
+    first: Hello | None = None
+    for one in measured:
+        for hello in one.engines:
+            if first is None:
+                first = hello
+            for name in _SAME:
+                if getattr(hello, name) != getattr(first, name):
+                    raise StoreError(
+                        f"{one.path}: {name} {getattr(hello, name)!r}",
+                        f"{getattr(first, name)!r} as in {measured[0].path}",
+                        "calibrate one kind of engine at a time",
+                    )
+    if first is None:
+        raise StoreError(f"{measured[0].path} names no engine", "telemetry of an engine that introduced itself")
+    return first
+
+
+def load_profile_or_fail(path: Path) -> EngineProfile:
+    """Return a profile; raise ModelError with the reason if it cannot be used."""
+    try:
+        return load_profile(path)
+    except ProfileError as error:
+        raise ModelError(str(error)) from None
+
+
+def require_fitting(profile: EngineProfile, hello: Hello, path: Path) -> EngineProfile:
+    """Raise ModelError if a profile is of another model, drafter or vLLM than an engine."""
+    for name, seen, wanted in (
+        ("model", profile.card.model, model_name(hello.model)),
+        ("drafter", profile.card.drafter, model_name(hello.drafter)),
+        ("vLLM", profile.card.vllm_version, hello.vllm_version),
+        ("k_max", str(profile.k_max), str(hello.k_max)),
+    ):
+        if seen != wanted:
+            raise ModelError(f"{path}: a profile of {name} {seen}", f"{wanted}, as in the telemetry", "profile again")
+    return profile
+
+
+def model_name(text: str) -> str:
+    """Return the model's name without the folder it lies in; what follows a hash of our cache stays."""
+    return Path(text).name if text.startswith("/") else text
+
+
+def profile_of(
+    hello: Hello, fits: dict[Phase, Fit], samples: StepSamples, acceptance: AcceptanceModel, options: CalibrateOptions
+) -> EngineProfile:
+    """Put the profile together."""
+    steps = [fits[phase].cells for phase in ("verify", "draft")]
+    spread = float(np.nanmedian(np.concatenate([cells.halves for cells in steps]))) / 2.0
+    return EngineProfile(
+        version=PROFILE_VERSION,
+        name=options.name or model_name(hello.model),
+        card=Card(
+            model=model_name(hello.model),
+            drafter=model_name(hello.drafter),
+            method=hello.method,
+            vllm_version=hello.vllm_version,
+            device=hello.device,
+            machine=machine(),
+            threads=len(os.sched_getaffinity(0)),
+            date=time.strftime("%Y-%m-%d"),
+            spread=spread if math.isfinite(spread) else None,
+            step_spread=float(np.median(np.concatenate([cells.step_spread for cells in steps]))),
+            command=options.command,
+            commit=commit(),
+        ),
+        verify=fits["verify"].model,
+        draft=fits["draft"].model,
+        host=fits["host"].model,
+        domain=domain_of(samples),
+        k_max=hello.k_max,
+        kv_blocks=max(hello.kv_tokens // _BLOCK_TOKENS, 1),
+        block_size=_BLOCK_TOKENS,
+        token_budget=hello.max_batched_tokens or 8192,
+        max_requests=hello.max_requests,
+        max_context=options.max_context,
+        acceptance=acceptance,
+        catch_up_tokens=512 if hello.device == "cpu" else 0,
+        graph_sizes=tuple(hello.graph_sizes),
+    )
+
+
+def rebuilt(profile: EngineProfile, *, acceptance: AcceptanceModel) -> EngineProfile:
+    """Return the profile with another acceptance model."""
+    return msgspec.structs.replace(profile, acceptance=acceptance)
+
+
+def machine() -> str:
+    """Return the processor's name and the number of cores."""
+    name = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            name = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), name)
+    except OSError:
+        pass
+    return f"{name}, {len(os.sched_getaffinity(0))} cores"
+
+
+def commit() -> str:
+    """Return the commit of the checkout this runs from; empty for an installed package."""
+    folder = Path(__file__).resolve().parent.parent
+    if not (folder / ".git").exists():
+        return ""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
+            timeout=_GIT_LIMIT_S, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()
+
+
+def error_table(fits: dict[Phase, Fit]) -> Table:
+    """Return the held-out errors beside the engine's own spread."""
+    table = Table(title="predicted against measured, cells never fitted")
+    for name in ("phase", "cells", "held out", "median error", "p90", "engine's spread", "single step"):
+        table.add_column(name, justify="left" if name == "phase" else "right")
+    for phase, fit in fits.items():
+        model, cells = fit.model, fit.cells
+        table.add_row(
+            phase, str(len(cells)), str(model.held_out_cells), _percent(model.held_out_median),
+            _percent(model.held_out_p90), _percent(fit.spread()), _percent(float(np.median(cells.step_spread))),
+        )  # fmt: skip
+    table.caption = (
+        f"bars: median {BAR_MEDIAN:.0%}, p90 {BAR_P90:.0%}; draft: cells in which something was drafted; spread: by "
+        "how much a cell's median is off, from its earlier and later repeats; single step: one step around its median"
+    )
+    return table
+
+
+def acceptance_table(description: Description) -> Table:
+    """Return how well the generator describes the drafts."""
+    table = Table(title="acceptance given that the token before was accepted")
+    for name in ("position", "tested", "measured", "model", "AUC measured", "AUC model"):
+        table.add_column(name, justify="right")
+    for position, tested in enumerate(description.trials):
+        table.add_row(
+            str(position + 1), str(tested), *(
+                f"{values[position]:.3f}" for values in (
+                    description.measured_means, description.model_means, description.measured_auc, description.model_auc
+                )
+            ),
+        )  # fmt: skip
+    table.caption = (
+        f"requests differ by {description.measured_request_spread:.3f} beyond chance, "
+        f"in the model by {description.model_request_spread:.3f}"
+    )
+    return table
+
+
+def figures(fits: dict[Phase, Fit], profile: EngineProfile, drafts: list[DraftTrial]) -> dict[str, object]:
+    """Return what --json prints."""
+    found: dict[str, object] = {
+        phase: {
+            "cells": len(fit.cells),
+            "held_out_cells": fit.model.held_out_cells,
+            "held_out_median": fit.model.held_out_median,
+            "held_out_p90": fit.model.held_out_p90,
+            "repeat_spread": _or_none(fit.spread()),
+            "step_spread": float(np.median(fit.cells.step_spread)),
+        }
+        for phase, fit in fits.items()
+    }
+    acceptance = describe(profile.acceptance, drafts) if drafts else None
+    found["acceptance"] = {
+        "draft_tokens": sum(acceptance.trials) if acceptance else 0,
+        "measured_means": acceptance.measured_means if acceptance else [],
+        "model_means": acceptance.model_means if acceptance else [],
+        "measured_auc": acceptance.measured_auc if acceptance else [],
+        "model_auc": acceptance.model_auc if acceptance else [],
+    }
+    return found
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None or not math.isfinite(value) else f"{value:.1%}"
+
+
+def _or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+__all__ = ["CalibrateOptions", "calibrate"]

@@ -1,0 +1,167 @@
+"""Telemetry files as input for calibration and fidelity: steps as samples, drafts as trials, requests as lives.
+
+Called by controller/calibrate.py and controller/fidelity.py. Refuses what cannot be measured time, naming file and
+row; never guesses.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ..engine_adapter.protocol import Hello, RequestRow
+from ..env.acceptance_fit import DraftTrial
+from ..env.step_samples import StepSamples
+from .errors import StoreError
+from .schema import open_for_reading
+from .telemetry import StepTable, read_engines, read_request_rows, read_steps
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One telemetry file; lists have one entry per step."""
+
+    path: Path
+    engines: list[Hello]
+    steps: StepTable
+    rows: list[list[RequestRow]]
+    samples: StepSamples
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One request as its engine saw it; times on the engine's clock."""
+
+    engine: int
+    handle: int
+    arrival_s: float
+    first_token_s: float
+    end_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+def read_measured(path: Path) -> Measured:
+    """Read a telemetry file; raise StoreError for an empty, foreign or damaged one, or times that cannot be."""
+    try:
+        engines, steps = read_engines(path), read_steps(path)
+        if not len(steps):
+            raise StoreError(f"{path} holds no steps", "telemetry of an engine that worked")
+        _require_times(path, steps)
+        rows = []
+        for number, cells in enumerate(read_request_rows(path)):
+            rows.append(cells)
+            if not cells:
+                raise StoreError(f"{path}, {_row(steps, number)}: no requests in it", "a step that did something")
+        arrivals = _arrivals(path, steps)
+    except StoreError as error:
+        raise StoreError(error.seen if str(path) in error.seen else f"{path}: {error.seen}", error.expected,
+                         error.remedy) from None  # fmt: skip
+    except (sqlite3.Error, TypeError, ValueError) as error:
+        raise StoreError(f"{path} cannot be read: {error}", "a whole telemetry file", "the file may be cut") from None
+    return Measured(path, engines, steps, rows, _samples(steps, rows, arrivals))
+
+
+def _row(steps: StepTable, index: int) -> str:
+    return f"engine {steps.engine[index]}, step {steps.step[index]}"
+
+
+def _require_times(path: Path, steps: StepTable) -> None:
+    for name in ("time_s", "step_s", "verify_s", "sample_s", "draft_s", "overlap_s"):
+        values = getattr(steps, name)
+        is_bad = ~np.isfinite(values) | (values < 0.0)
+        if name in ("step_s", "time_s"):
+            is_bad |= values == 0.0
+        if is_bad.any():
+            at = int(np.flatnonzero(is_bad)[0])
+            raise StoreError(f"{path}, {_row(steps, at)}: {name} is {values[at]:g}", "a measured time above 0")
+    backwards = (np.diff(steps.time_s) < 0.0) & (np.diff(steps.engine) == 0)
+    if backwards.any():
+        at = int(np.flatnonzero(backwards)[0]) + 1
+        raise StoreError(f"{path}, {_row(steps, at)}: time_s goes back", "steps in the engine's order")
+
+
+def _arrivals(path: Path, steps: StepTable) -> Floats:
+    """Return how many requests arrived before each step."""
+    query = "SELECT engine, counter, count(*) FROM events WHERE kind = 'arrival' AND counter IS NOT NULL GROUP BY 1, 2"
+    with closing(open_for_reading(path)) as database:
+        found = {(engine, counter): number for engine, counter, number in database.execute(query).fetchall()}
+    keys = zip(steps.engine.tolist(), steps.counter.tolist(), strict=True)
+    return np.array([found.get(key, 0) for key in keys], np.float64)
+
+
+def _samples(steps: StepTable, rows: list[list[RequestRow]], arrivals: Floats) -> StepSamples:
+    names = [item.name for item in fields(StepSamples)]
+    table = np.array([_work(cells, steps, index) for index, cells in enumerate(rows)], np.float64)
+    host_s = np.full(len(steps), np.nan)
+    pause_s = steps.time_s[1:] - steps.step_s[1:] - steps.time_s[:-1]
+    follows = (np.diff(steps.engine) == 0) & (np.diff(steps.counter) == 1) & (steps.running[:-1] > 0) & (pause_s > 0)
+    host_s[1:][follows] = pause_s[follows]
+    verify_s = steps.step_s - steps.draft_s + steps.overlap_s
+    draft_s = np.where(steps.draft_s > 0.0, steps.draft_s, np.nan)
+    columns = [*table.T, arrivals, np.where(verify_s > 0.0, verify_s, np.nan), draft_s, host_s]
+    return StepSamples(**dict(zip(names, columns, strict=True)))
+
+
+def _work(cells: list[RequestRow], steps: StepTable, index: int) -> tuple[float, ...]:
+    """Return the fields of engine_model.Work up to `draft_attended_tokens`."""
+    decode = drafts = prompts = prompt_tokens = sampled = kv = attended = drafting = handed = first = 0
+    prompt_attended, draft_attended = 0.0, 0
+    drawn = steps.drawn_tokens[index]
+    is_told = not np.isnan(drawn)
+    total = sum([row.drafted for row in cells])
+    has_dropped = is_told and drawn > total  # under a stop rule even a request that hands nothing over has drafted
+    for row in cells:
+        kv += row.context
+        if row.is_prefill:
+            prompts += 1
+            prompt_tokens += row.scheduled
+            prompt_attended += row.scheduled * (row.context - 0.5 * (row.scheduled - 1))
+            sampled += row.emitted > 0
+        else:
+            decode += row.scheduled
+            drafts += row.verified
+            sampled += row.scheduled
+            attended += row.scheduled * row.context
+        if row.drafted or (has_dropped and row.draft_limit and row.emitted):
+            drafting += 1
+            first += row.scheduled - (row.verified - row.accepted)
+            draft_attended += max(row.drafted, 1) * row.context
+            handed = max(handed, row.drafted)
+    if is_told and drawn > 0 and not drafting:
+        drafting = 1
+    rows = decode + prompt_tokens
+    rounds = float(steps.draft_rounds[index]) if is_told else float(handed)
+    first_rows = first + int(steps.caught_up[index])
+    return (
+        float(len(cells)), decode, drafts, prompts, prompt_tokens, sampled, kv, attended, prompt_attended, drafting,
+        rounds, float(drawn) if is_told else float(total), first_rows, max(rows - first, 0), draft_attended,
+    )  # fmt: skip
+
+
+def trials(measured: Measured) -> Iterator[DraftTrial]:
+    """Yield every verified draft of a file, in the engine's order."""
+    for index, cells in enumerate(measured.rows):
+        engine = int(measured.steps.engine[index])
+        for row in cells:
+            if row.verified and not row.is_prefill:
+                tested = row.verified - max(row.pruned - 1, 0)
+                yield DraftTrial((engine, row.handle), row.verified, tested, row.accepted, row.confidences)
+
+
+def lives(path: Path) -> list[Life]:
+    """Return the requests that arrived and finished within a file, in order of arrival."""
+    query = """
+        SELECT engine, handle, arrival_s, first_token_s, end_s, prompt_tokens, output_tokens FROM request_summary
+        WHERE arrival_s IS NOT NULL AND first_token_s IS NOT NULL AND end_kind = 'finish' ORDER BY arrival_s, handle"""
+    with closing(open_for_reading(path)) as database:
+        return [Life(*values) for values in database.execute(query).fetchall()]

@@ -1,0 +1,122 @@
+"""How long the engine's compute thread was ready but had no core: time that other programs took from its steps.
+
+Called by controller/profile.py on Linux with a CPU engine. A thread reads the kernel's run-queue waiting time of vLLM's
+worker a few hundred times a second; what the steps lost is subtracted from their times, so that a profile describes the
+engine and not its neighbours. Knows nothing of caches and memory bandwidth, which neighbours also take.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ..env.step_samples import StepSamples
+from .errors import StoreError
+from .reaper import descendants
+from .telemetry import StepTable
+
+Floats = npt.NDArray[np.float64]
+
+SAMPLE_S: Final = 0.004
+TAIL_S: Final = 0.001  # from the end of drafting to the end of the step
+MOST: Final = 0.9  # of a phase's time that can have been waiting
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """Cumulative waiting time at some moments of the monotonic clock; kept beside the telemetry file."""
+
+    time_s: list[float]
+    waited_s: list[float]
+
+    def between(self, start_s: Floats, end_s: Floats) -> Floats:
+        """Return the waiting time in each span."""
+        if not self.time_s:
+            return np.zeros(len(start_s))
+        at = np.array(self.time_s)
+        total = np.array(self.waited_s)
+        found: Floats = np.interp(end_s, at, total) - np.interp(start_s, at, total)
+        return found
+
+
+class WaitingMeter:
+    """Samples from its start to `stop`. Use it as a context."""
+
+    def __init__(self, root_pid: int) -> None:
+        self._root_pid = root_pid
+        self._samples: list[tuple[float, float]] = []
+        self._is_stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="faser-waiting", daemon=True)
+
+    def __enter__(self) -> WaitingMeter:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_stopping.set()
+        self._thread.join()
+
+    def read(self) -> Waiting:
+        """Return what was seen so far; empty where the system does not tell."""
+        samples = list(self._samples)
+        return Waiting([at for at, _ in samples], [waited for _, waited in samples])
+
+    def _run(self) -> None:
+        files = [Path(f"/proc/{pid}/schedstat") for pid in descendants(self._root_pid) if _is_worker(pid)]
+        if len(files) != 1:  # one compute process is what the spans are about
+            return
+        while not self._is_stopping.wait(SAMPLE_S):
+            try:
+                _, waited_ns, _ = files[0].read_bytes().split()
+            except (OSError, ValueError):
+                return
+            self._samples.append((time.monotonic(), int(waited_ns) / 1e9))
+
+
+def _is_worker(pid: int) -> bool:
+    try:
+        return b"Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def freed(samples: StepSamples, steps: StepTable, waiting: Waiting) -> StepSamples:
+    """Return the samples with what the worker waited for a core taken out of both phases."""
+    end_s = steps.time_s - TAIL_S
+    draft_s = np.nan_to_num(samples.draft_s)
+    between_s = end_s - draft_s
+    lost_draft_s = waiting.between(between_s, end_s)
+    lost_verify_s = waiting.between(between_s - np.nan_to_num(samples.verify_s) + 2.0 * TAIL_S, between_s)
+    return samples.shortened(
+        np.minimum(lost_verify_s, MOST * samples.verify_s), np.minimum(lost_draft_s, MOST * samples.draft_s)
+    )
+
+
+def waiting_path(telemetry: Path) -> Path:
+    """Return where the waiting times of a telemetry file stand, if it has any."""
+    return telemetry.with_name(f"{telemetry.name}.waiting.json")
+
+
+def save_waiting(waiting: Waiting, telemetry: Path) -> None:
+    """Keep the waiting times beside the telemetry file, so that it can be calibrated again."""
+    if waiting.time_s:
+        waiting_path(telemetry).write_bytes(msgspec.json.encode(waiting))
+
+
+def load_waiting(telemetry: Path) -> Waiting:
+    """Return the waiting times beside a telemetry file, none if there is no such file."""
+    path = waiting_path(telemetry)
+    try:
+        waiting = msgspec.json.decode(path.read_bytes(), type=Waiting)
+    except FileNotFoundError:
+        return Waiting([], [])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise StoreError(f"{path}: {error}", "what `faser profile` wrote, or no file") from None
+    if len(waiting.time_s) != len(waiting.waited_s):
+        raise StoreError(f"{path}: {len(waiting.time_s)} times, {len(waiting.waited_s)} values", "as many")
+    return waiting
