@@ -5,12 +5,14 @@ Called by the scheduler mixin at engine start. Reads public configuration only a
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
 from typing import TYPE_CHECKING, Literal
 
 from .. import __version__
+from .exits import exit_layers
 from .limits_v2 import captured_lengths
 from .protocol import MAX_DRAFT_LENGTH, Hello
 from .settings import Settings
@@ -18,6 +20,8 @@ from .versions import vllm_version
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = logging.getLogger(f"vllm.{__name__}")  # below "vllm", whose handler shows the operator INFO lines too
 
 
 def refusal(config: VllmConfig) -> str | None:
@@ -64,7 +68,7 @@ def describe_engine(config: VllmConfig, settings: Settings) -> Hello:
         kv_tokens=(cache.num_gpu_blocks or 0) * (cache.block_size or 0),
         graph_sizes=_graph_sizes(config),
         splits=["unsplit"],
-        exit_layers=[],
+        exit_layers=_exit_layers(config, settings),
         tensor_parallel=parallel.tensor_parallel_size,
         pipeline_parallel=parallel.pipeline_parallel_size,
         data_parallel=parallel.data_parallel_size,
@@ -74,6 +78,13 @@ def describe_engine(config: VllmConfig, settings: Settings) -> Hello:
         roster=[],
         graph_lengths=_graph_lengths(config),
     )
+
+
+def _exit_layers(config: VllmConfig, settings: Settings) -> list[int]:
+    layers, reason = exit_layers(settings.exit_heads, config)
+    if reason is not None:
+        logger.warning("FASER does not prune: %s", reason)
+    return layers
 
 
 def _runner(config: VllmConfig) -> Literal["v1", "v2"]:

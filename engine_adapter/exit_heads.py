@@ -1,8 +1,8 @@
 """Trained exit heads: how likely the target accepts a draft token, seen from its own state behind a layer.
 
-The state, normed and moved by a trained low-rank affine map, is compared with the LM head's rows of the drafter's
-candidates only; five features of those scores and of the drafter go through a logistic curve. `models/exits/` trains
-with these very functions. The reference implementation: plain torch, any device.
+The state, normed and moved by a trained affine map (diagonal and low rank), is compared with the LM head's rows of the
+drafter's candidates only; a handful of features of those scores, of the drafter and of the state go through a logistic
+curve. `models/exits/` trains with these very functions. The reference implementation: plain torch, any device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .cut import Bools
     from .pruning import Checks
 
-FEATURES: Final = ("log_share", "margin", "rank", "entropy", "confidence_logit", "position")
+FEATURES: Final = ("log_share", "margin", "rank", "entropy", "confidence_logit", "position", "probe")
 LEAST: Final = 1e-6  # confidences are kept this far from 0 and 1 before their logit is taken
 EPSILON: Final = 1e-5
 
@@ -27,18 +27,27 @@ EPSILON: Final = 1e-5
 class Head:
     """One layer's head."""
 
+    scale: Tensor  # (hidden size,)
     down: Tensor  # (rank, hidden size)
     up: Tensor  # (hidden size, rank)
     bias: Tensor  # (hidden size,)
+    probe: Tensor  # (hidden size,) a direction of the state itself
     weights: Tensor  # (features + 1,) of the logistic curve, the intercept last
 
 
-def moved(head: Head, states: Tensor) -> Tensor:
-    """Return states (rows, hidden size), normed and moved towards what the LM head reads."""
+TENSORS: Final = ("scale", "down", "up", "bias", "probe")  # of the target's type; the weights stay float32
+
+
+def normed(states: Tensor) -> Tensor:
+    """Return states (rows, hidden size) at root mean square one."""
     import torch
 
-    normed = states * torch.rsqrt(states.float().pow(2).mean(-1, keepdim=True) + EPSILON).to(states.dtype)
-    return normed + (normed @ head.down.T) @ head.up.T + head.bias
+    return states * torch.rsqrt(states.float().pow(2).mean(-1, keepdim=True) + EPSILON).to(states.dtype)
+
+
+def moved(head: Head, states: Tensor) -> Tensor:
+    """Return normed states (rows, hidden size), moved towards what the LM head reads."""
+    return states * head.scale + (states @ head.down.T) @ head.up.T + head.bias
 
 
 def candidate_scores(moved_states: Tensor, rows: Tensor) -> Tensor:
@@ -46,9 +55,10 @@ def candidate_scores(moved_states: Tensor, rows: Tensor) -> Tensor:
     return (rows @ moved_states[:, :, None])[:, :, 0].float()
 
 
-def features(scores: Tensor, is_draft: Tensor, confidences: Tensor, positions: Tensor) -> Tensor:
+def features(scores: Tensor, is_draft: Tensor, confidences: Tensor, positions: Tensor, probes: Tensor) -> Tensor:
     """Return FEATURES (tokens, features).
 
+    :param probes: (tokens,) the states along the head's probe.
     :param scores: (tokens, 1 + candidates), the draft token's own first.
     :param is_draft: (tokens, candidates) whether a candidate is the draft token itself, which then counts once.
     """
@@ -61,7 +71,7 @@ def features(scores: Tensor, is_draft: Tensor, confidences: Tensor, positions: T
     sure = confidences.float().clamp(LEAST, 1.0 - LEAST)
     columns = (
         shares[:, 0].clamp(min=-30.0), margin, (others > own).sum(1).float(), entropy,
-        torch.log(sure / (1.0 - sure)), positions.float(),
+        torch.log(sure / (1.0 - sure)), positions.float(), probes.float(),
     )  # fmt: skip
     return torch.stack(columns, dim=1)
 
@@ -91,8 +101,10 @@ class ExitHeads:
         head = self._heads[layer]
         tokens = checks.tokens[:, None].long()
         rows = self._lm_head[torch.cat([tokens, checks.candidates], dim=1)]
-        scores = candidate_scores(moved(head, checks.states), rows)
-        seen = features(scores, checks.candidates == tokens, checks.confidences, checks.positions)
+        states = normed(checks.states)
+        scores = candidate_scores(moved(head, states), rows)
+        probes = states @ head.probe
+        seen = features(scores, checks.candidates == tokens, checks.confidences, checks.positions, probes)
         return torch.sigmoid(seen @ head.weights[:-1] + head.weights[-1])
 
 
@@ -112,6 +124,6 @@ def load_heads(path: str, model: Any) -> ExitHeads:
         raise ExitError(f"{path} was trained on another model of the same shape; train its own: `faser exits train`")
     heads = {}
     for layer in facts.layers:
-        down, up, bias = (tensors[f"{layer}.{name}"].to(lm_head.dtype) for name in ("down", "up", "bias"))
-        heads[layer] = Head(down, up, bias, tensors[f"{layer}.weights"].float())
+        typed = {name: tensors[f"{layer}.{name}"].to(lm_head.dtype) for name in TENSORS}
+        heads[layer] = Head(**typed, weights=tensors[f"{layer}.weights"].float())
     return ExitHeads(heads, lm_head, facts.candidates)

@@ -5,6 +5,8 @@ Pure: the caller gives step number and time. Engine-side truth: whatever a contr
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from .protocol import ActionSet, Release
 from .stop_rule import fitted
 
@@ -16,13 +18,17 @@ class Lease:
     :param k_max: longest draft the engine's buffers hold, tokens.
     :param max_steps: longest validity in engine steps.
     :param max_s: longest validity in seconds.
+    :param exit_layers: layers behind which rows may be pruned; empty: no pruning.
     """
 
-    def __init__(self, boot_id: str, k_max: int, max_steps: int, max_s: float) -> None:
+    def __init__(
+        self, boot_id: str, k_max: int, max_steps: int, max_s: float, exit_layers: Collection[int] = ()
+    ) -> None:
         self.boot_id = boot_id
         self.k_max = k_max
         self.max_steps = max_steps
         self.max_s = max_s
+        self.exit_layers = exit_layers
         self._epoch = 0  # the highest ever granted: epochs are monotone
         self._sequence = -1
         self._action: ActionSet | None = None
@@ -60,6 +66,8 @@ class Lease:
             action.lengths = [min(length, k_max) for length in action.lengths]
         if action.stop is not None:
             action.stop = fitted(action.stop, k_max)
+        if action.prune is not None and action.prune.layer not in self.exit_layers:
+            action.prune = None
         return action
 
     def release(self, release: Release) -> bool:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from .candidates import CandidateBook
 from .catch_up import CatchUp, FirstRows
 from .confidence import ConfidenceBook, top_probability
 from .patches_v1 import (
@@ -82,6 +83,8 @@ class RaggedModelDrafter(DrafterHooks):
     stop: StopRule | None = None  # ends drafts within `lengths`; needs a book
     has_book = False  # whether to note confidences
     book: ConfidenceBook | None = None  # of the last drafting
+    candidates = 0  # likely tokens to note at each position, for exit heads (candidates.py)
+    candidate_book: CandidateBook | None = None  # of the last drafting
     ends: list[int] | None = None  # per batch row, tokens the last drafting hands over; None: `lengths`
     _drafting: list[int] | None = None  # batch rows of the pass under way; None: all
     _first: tuple[Any, Any] | None = None
@@ -96,7 +99,7 @@ class RaggedModelDrafter(DrafterHooks):
             return inherited(hidden)
         logits, offsets = draft_logits(self.model, hidden)  # type: ignore[attr-defined]
         tokens: Tensor = logits.max(dim=-1).indices
-        self._note(logits, tokens)
+        self._note(logits, tokens, offsets)
         return tokens if offsets is None else tokens + offsets[tokens]
 
     def before_draw(self, logits: Tensor) -> None:
@@ -104,11 +107,16 @@ class RaggedModelDrafter(DrafterHooks):
         if self.book is not None:
             self._note(logits, logits.max(dim=-1).indices)
 
-    def _note(self, logits: Tensor, tops: Tensor) -> None:
+    def _note(self, logits: Tensor, tops: Tensor, offsets: Tensor | None = None) -> None:
         if self.book is None:
             return
         try:
-            self.book.note(self._drafting, top_probability(logits, tops))
+            confidences = top_probability(logits, tops)
+            self.book.note(self._drafting, confidences)
+            if self.candidate_book is not None:
+                likely = logits.topk(self.candidate_book.count, dim=-1).indices
+                likely = likely if offsets is None else likely + offsets[likely]
+                self.candidate_book.note(self._drafting, likely, confidences)
         except Exception:
             self.book, self.has_book = None, False
             logger.exception("FASER records no confidences any more after a failure; drafting goes on")
@@ -147,6 +155,7 @@ class RaggedModelDrafter(DrafterHooks):
 
     def _open_book(self) -> None:
         self.book = ConfidenceBook() if self.has_book and self.lengths is not None else None
+        self.candidate_book = CandidateBook(self.candidates) if self.candidates and self.book is not None else None
         self._drafting = None
 
     def _can_cut(self, lengths: list[int] | None, longest: int, metadata: Any) -> bool:

@@ -16,6 +16,7 @@ from .catch_up import CacheShape, CatchUp, Limits
 from .patches_v1 import RunnerHooks, inner_output, shared_cache
 from .phases import DevicePhases, HostPhases, Phases
 from .ragged import RaggedModelDrafter, adopt
+from .runner_pruning import PruningRunner
 from .settings import load_settings
 from .steps import StepOrder, StepReport
 
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 REPORT_LIMIT = 1  # log lines per failing hook; further failures are only counted
 
 
-class FaserRunnerV1(RunnerHooks):
+class FaserRunnerV1(RunnerHooks, PruningRunner):
     """Mixin in front of CPUModelRunner or the V1 GPUModelRunner."""
 
     phases: Phases | None = None  # None while nothing is timed: before the first step and during graph capture
@@ -60,7 +61,7 @@ class FaserRunnerV1(RunnerHooks):
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Let vLLM set up its KV cache; now it is known whether the drafter may skip tokens."""
-        super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        super().initialize_kv_cache(*args, **kwargs)
         self._guard("set-up of skipping", self._set_up_skipping)
 
     def _set_up_skipping(self) -> None:
@@ -93,7 +94,7 @@ class FaserRunnerV1(RunnerHooks):
         self.phases = self._stopwatch
         try:
             with self._timed("runner"):
-                return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+                return super().execute_model(scheduler_output, *args, **kwargs)
         finally:
             self.phases = None
 
@@ -102,7 +103,7 @@ class FaserRunnerV1(RunnerHooks):
         self.phases = self._stopwatch
         try:
             with self._timed("runner"):
-                output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+                output = super().sample_tokens(*args, **kwargs)
         finally:
             self.phases = None
         self._guard("report", lambda: self._attach(output))
@@ -126,7 +127,7 @@ class FaserRunnerV1(RunnerHooks):
         drafter.stop = None if self.order is None else self.order.stop
         try:
             with self._timed("draft"):
-                drafts = super().propose_draft_token_ids(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+                drafts = super().propose_draft_token_ids(scheduler_output, *args, **kwargs)
         finally:
             drafter.lengths = drafter.follows = drafter.stop = None
         self._guard("count of drafts", lambda: self._count(drafts, lengths))
@@ -192,6 +193,7 @@ class FaserRunnerV1(RunnerHooks):
         if not request_ids:  # vLLM's empty output is one object for all
             return
         drafter = getattr(self, "drafter", None) if self.drafted else None
+        pruned, prune_s = self.pruned_rows()
         inner.faser = StepReport(
             verify_s=spent.get("verify", 0.0),
             sample_s=spent.get("sample", 0.0),
@@ -201,6 +203,8 @@ class FaserRunnerV1(RunnerHooks):
             rounds=getattr(drafter, "rounds", None),
             drafted=self.drafted or [0] * len(request_ids),
             confidences=self._confidences(),
+            pruned=pruned,
+            prune_s=prune_s,
         )
 
     def _confidences(self) -> list[tuple[float, ...]]:

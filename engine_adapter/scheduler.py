@@ -68,7 +68,7 @@ def start_steering(vllm_config: VllmConfig, scheduler: Any) -> Steering | None:
         # if FASER should fail at run time, this is what vLLM goes on with.
         scheduler.dynamic_sd_lookup = [default.length] * (scheduler.max_num_running_reqs + 1)
     link = EngineLink(settings.endpoint, hello.boot_id)
-    lease = Lease(hello.boot_id, hello.k_max, settings.lease_steps, settings.lease_ms / 1000)
+    lease = Lease(hello.boot_id, hello.k_max, settings.lease_steps, settings.lease_ms / 1000, hello.exit_layers)
     steering = Steering(hello, link, lease, default)
     steering.introduce()
     logger.info("FASER %s steers this engine over %s", hello.adapter_version, settings.endpoint)

@@ -44,6 +44,7 @@ class Settings:
     lease_ms: int
     has_confidence: bool
     catch_up_tokens: int
+    exit_heads: str
 
 
 def _integer(low: int, high: int) -> Callable[[str, str], int]:
@@ -103,6 +104,12 @@ SETTINGS: Final = {
         "512",
         "Tokens per step that a draft model may make up for after it skipped them (CPU); 0: it never skips.",
         _integer(0, 1_000_000),
+    ),
+    "exit_heads": Setting(
+        "FASER_EXIT_HEADS",
+        "",
+        "File of exit heads (docs/pruning.md); with it, a lease may prune verification; empty: never.",
+        lambda _name, text: text,
     ),
 }
 

@@ -24,6 +24,7 @@ from .protocol import (
     Goodbye,
     Hello,
     HelloRequest,
+    Prune,
     RequestEvent,
     RequestRow,
     StepRecord,
@@ -124,6 +125,7 @@ class Steering:
     _handles: int = 0
     _departed: list[Entry] = field(default_factory=list)
     _last_end_s: float = 0.0
+    _prune: Prune | None = None  # what was in force when the drafts of the step under way were drawn
 
     def introduce(self) -> None:
         """Send HELLO with every live request."""
@@ -176,7 +178,8 @@ class Steering:
             # With async scheduling the next step is scheduled, at full lengths, before this one has drafted.
             stop = None if self.hello.is_async else action.stop
         lengths = self._lengths(scheduled, named, default)
-        return StepOrder(lengths, self.step, started_s, now_s - started_s, epoch, sequence, stop)
+        prune, self._prune = self._prune, None if action is None else action.prune
+        return StepOrder(lengths, self.step, started_s, now_s - started_s, epoch, sequence, stop, prune)
 
     def _lengths(self, scheduled: dict[str, int], named: dict[int, int], default: int) -> dict[str, int]:
         lengths: dict[str, int] = {}
@@ -277,7 +280,7 @@ class Steering:
                     drafted[row] if drafted else 0,
                     verified,
                     pruned[row] if pruned else 0,
-                    generated - 1 if verified and generated > 1 else 0,
+                    _accepted(draft, sampled[row], pruned[row] if pruned else 0) if draft and generated else 0,
                     fresh if fresh > 0 else 0,
                     request.num_computed_tokens,
                     is_prefill,
@@ -322,3 +325,13 @@ class Steering:
 
 def _is_mid_prompt(request: LiveRequest, rows: int) -> bool:
     return request.num_computed_tokens + rows < request.num_prompt_tokens
+
+
+def _accepted(draft: list[int], sampled: list[int], pruned: int) -> int:
+    """Return how many draft tokens were accepted; a pruned draft ends without a token of the target's own.
+
+    A token that replaces a rejected one is never the rejected one, so the last token tells which it was.
+    """
+    tests = len(draft) + 1 - pruned
+    is_all = pruned > 0 and len(sampled) == tests and sampled[-1] == draft[tests - 1]
+    return tests if is_all else len(sampled) - 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .protocol import StopRule
+from .protocol import Prune, StopRule
 
 
 @dataclass(slots=True)
@@ -22,6 +22,7 @@ class StepOrder:
     lease_epoch: int = 0  # 0: the engine's default
     lease_sequence: int = 0
     stop: StopRule | None = None  # ends drafts on confidence, within `lengths`
+    prune: Prune | None = None  # for the verification in this step: ordered before its drafts were drawn
 
 
 @dataclass(slots=True)
@@ -36,5 +37,6 @@ class StepReport:
     caught_up: int = 0  # tokens the drafter had skipped and made up for in this step's `draft_s`
     drafted: list[int] = field(default_factory=list)  # tokens handed to verification
     confidences: list[tuple[float, ...]] = field(default_factory=list)  # and of a dropped one; empty: not recorded
-    pruned: list[int] = field(default_factory=list)
+    pruned: list[int] = field(default_factory=list)  # rows that left the target's forward pass; empty: none
+    prune_s: float = 0.0  # part of `verify_s`: deciding which rows leave, and cutting
     rounds: tuple[int, ...] | None = None  # rows that drafted in each pass of the drafter; None: not told

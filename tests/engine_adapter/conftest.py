@@ -32,6 +32,7 @@ class Step:
     first_rows: int
     caught_up: int
     times_s: list[float]
+    pruned: list[int]  # rows that left the forward pass; empty: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class EngineRun:
     drafter: str
     is_ragged: bool | None
     faults: dict[str, int]
+    is_pruning: bool | None = None  # None: without exit heads; False: after a failure
 
 
 def run_engine(folder: Path, scenario: dict[str, Any], environment: dict[str, str] | None = None) -> EngineRun:
@@ -95,7 +97,7 @@ def run_engine(folder: Path, scenario: dict[str, Any], environment: dict[str, st
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     seen = json.loads(result.read_text())
     batches = [Batch(b["tokens"], [Step(**step) for step in b["steps"]]) for b in seen["batches"]]
-    return EngineRun(batches, seen["drafter"], seen["is_ragged"], seen["faults"])
+    return EngineRun(batches, seen["drafter"], seen["is_ragged"], seen["faults"], seen["is_pruning"])
 
 
 @pytest.fixture(scope="session")

@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from faser.engine_adapter import ragged
 from faser.engine_adapter.catch_up import CatchUp
-from faser.engine_adapter.protocol import ActionSet, StopRule
+from faser.engine_adapter.protocol import ActionSet, Prune, StopRule
 from faser.engine_adapter.steering import BatchOutcome, Steering
 from faser.engine_adapter.steps import StepOrder
 
@@ -27,6 +28,7 @@ Log = list[dict[str, Any]]
 SEQUENCE = itertools.count(1)  # of the late leases, over all batches
 Rule = Callable[[int], int]  # handle -> draft length
 Stop = Callable[[], StopRule | None]  # the stop rule of the next step
+Prunes = Callable[[], Prune | None]  # where the next step is cut
 
 
 class Driver:
@@ -35,6 +37,7 @@ class Driver:
     def __init__(self) -> None:
         self.rule: Rule | None = lambda handle: 0  # None: what the leases say
         self.stop: Stop = lambda: None
+        self.prune: Prunes = lambda: None
         self.log: Log = []
         self.runner: Any = None
         driver = self
@@ -53,7 +56,7 @@ class Driver:
 
         def order(steering: Steering, scheduled: dict[str, int], started_s: float) -> StepOrder:
             ordered = inherited_order(steering, scheduled, started_s)
-            ordered.stop = driver.stop()
+            ordered.stop, ordered.prune = driver.stop(), driver.prune()
             return ordered
 
         inherited, leased, inherited_order = Steering.record, Steering._lengths, Steering.order
@@ -79,6 +82,7 @@ class Driver:
                 "rounds": list(report.rounds or ()),
                 "first_rows": getattr(self.runner.drafter, "first_rows", 0),
                 "caught_up": report.caught_up,
+                "pruned": [report.pruned[outcome.row_of[name]] for name in names] if report.pruned else [],
                 "times_s": [report.verify_s, report.sample_s, report.draft_s, report.runner_s],
             }
         )
@@ -131,6 +135,20 @@ def stop_of(spec: dict[str, Any] | None) -> Stop:
             return [chance.uniform(low, high) for _ in range(chance.randint(1, 6))]
 
         return None if chance.random() < 0.2 else StopRule(some(0.5, 2), some(-1, 1), some(0, 0.8), some(0, 0.8))
+
+    return draw
+
+
+def prune_of(spec: dict[str, Any] | None) -> Prunes:
+    """Return a random cut for each step, behind one of `layers` at one of `thresholds`, and sometimes none."""
+    if spec is None:
+        return lambda: None
+    chance = random.Random(spec["seed"])
+
+    def draw() -> Prune | None:
+        return (
+            None if chance.random() < 0.1 else Prune(chance.choice(spec["layers"]), chance.choice(spec["thresholds"]))
+        )
 
     return draw
 
@@ -266,6 +284,10 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         from faser.engine_adapter import worker
 
         worker.mend_expand = lambda: False
+    coins = None
+    if "exits" in scenario:
+        coins = import_module("coin_heads")
+        coins.install(scenario["exits"]["layers"], scenario["exits"]["kind"])
     from vllm import LLM, SamplingParams
 
     llm = LLM(scenario["model"], **named, **scenario["engine"])
@@ -279,9 +301,14 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
             done, log = llm.generate(prompts, params, use_tqdm=False), []
         else:
             driver.rule, driver.log, driver.runner = rule_of(batch["rule"]), [], runner
-            driver.stop = stop_of(batch.get("stop"))
+            driver.stop, driver.prune = stop_of(batch.get("stop")), prune_of(batch.get("prune"))
+            whole = [] if coins is None else coins.spoil(batch.get("broken_cut", ""))
+            if coins is not None:
+                llm.reset_prefix_cache()  # a broken cut leaves broken blocks
             with spoiled(batch.get("control", ""), runner), late_leases(batch["rule"]):
                 done = llm.generate(prompts, params, use_tqdm=False)
+            if coins is not None:
+                coins.mend(whole)
             log = driver.log
         tokens = [[list(output.token_ids) for output in request.outputs] for request in done]
         batches.append({"tokens": tokens, "steps": log})
@@ -291,6 +318,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         "drafter": type(drafter).__name__,
         "is_ragged": getattr(drafter, "is_ragged", None),
         "faults": dict(getattr(runner, "faults", {})),
+        "is_pruning": getattr(getattr(runner, "pruning", None), "is_on", None),
     }
 
 

@@ -11,6 +11,7 @@ import random
 import sys
 import threading
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,9 @@ QUESTIONS = (
 class RandomController(threading.Thread):
     """A sidecar that answers each record with random lengths, and sometimes not at all."""
 
-    def __init__(self, endpoint: str, seed: int) -> None:
+    def __init__(self, endpoint: str, seed: int, exit_layers: list[int]) -> None:
         super().__init__(daemon=True)
+        self._exit_layers = exit_layers
         self.records: list[wire.StepRecord] = []
         self._chance = random.Random(seed)
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
@@ -59,9 +61,14 @@ class RandomController(threading.Thread):
             lengths = [self._chance.randint(0, LONGEST) for _ in handles]
             action = wire.ActionSet(
                 message.boot_id, 1, len(self.records), message.step + 32, message.time_s + 5.0, 2, handles, lengths,
-                stop=self._random_stop(),
+                stop=self._random_stop(), prune=self._random_prune(),
             )  # fmt: skip
             self._socket.send_multipart([identity, bytes(wire.encode(action))])
+
+    def _random_prune(self) -> wire.Prune | None:
+        if not self._exit_layers or self._chance.random() < 0.1:
+            return None
+        return wire.Prune(self._chance.choice(self._exit_layers), self._chance.choice([0.0, 0.2, 0.5, 1.0]))
 
     def _random_stop(self) -> wire.StopRule | None:
         def some(low: float, high: float) -> list[float]:
@@ -86,7 +93,14 @@ class RandomController(threading.Thread):
             "chunked": sum(record.prefill_tokens > 0 and record.decode_tokens > 0 for record in self.records),
             "events": dict(Counter(event.kind for record in self.records for event in record.events)),
             "excess": _excess(self.records),
-            "confident": sum(len(row.confidences) for rows in decoding for row in rows),
+            "pruned": sum(row.pruned for rows in decoding for row in rows),
+            "pruned_row_steps": sum(row.pruned > 0 for rows in decoding for row in rows),
+            "accepted_beside_pruned": sum(row.accepted for rows in decoding for row in rows if row.pruned),
+            "ended_without_bonus": sum(
+                row.pruned > 0 and row.accepted == row.verified + 1 - row.pruned for rows in decoding for row in rows
+            ),
+            "confident": sum(min(len(row.confidences), row.verified) for rows in decoding for row in rows),
+            "stopped": sum(len(row.confidences) > row.verified for rows in decoding for row in rows),
             "dropped": self.records[-1].dropped,
             "rejected": self.records[-1].rejected,
         }
@@ -206,13 +220,19 @@ def main(scenario: dict[str, Any]) -> dict[str, Any]:
     controller = None
     classes = {}
     if scenario["steered"]:
-        controller = RandomController(scenario["endpoint"], scenario["seed"])
+        exit_layers = scenario.get("exit_layers", [])
+        controller = RandomController(scenario["endpoint"], scenario["seed"], exit_layers)
         controller.start()
         classes = {
             "scheduler_cls": "faser.engine_adapter.scheduler.FaserScheduler",
             "worker_cls": "faser.engine_adapter.worker.FaserWorker",
         }
-        spoil(scenario["control"])
+        if exit_layers:
+            coins = import_module("coin_heads")
+            coins.install(exit_layers)
+            coins.spoil(scenario["control"])
+        else:
+            spoil(scenario["control"])
     llm = LLM(scenario["model"], **classes, **scenario["engine"])
     gauntlet = Gauntlet(llm.llm_engine, llm.get_tokenizer())
     gauntlet.run()
@@ -222,6 +242,7 @@ def main(scenario: dict[str, Any]) -> dict[str, Any]:
         "cached_tokens": gauntlet.cached_tokens,
         "counts": controller.counts() if controller else {},
         "faults": dict(getattr(runner, "faults", {})),
+        "is_pruning": getattr(getattr(runner, "pruning", None), "is_on", None),
         "is_steered": getattr(llm.llm_engine.engine_core.engine_core.scheduler, "steering", None) is not None,
     }
 

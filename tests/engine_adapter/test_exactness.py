@@ -85,7 +85,9 @@ def speculation(method: str, target: Path, truncated: Path) -> dict[str, Any] | 
     return chosen
 
 
-def run_gauntlet(folder: Path, target: Path, drafter: dict[str, Any] | None, control: str = "") -> dict[str, Any]:
+def run_gauntlet(
+    folder: Path, target: Path, drafter: dict[str, Any] | None, control: str = "", exit_layers: tuple[int, ...] = ()
+) -> dict[str, Any]:
     endpoint = f"ipc://{folder / 'engine.sock'}"
     scenario = {
         "model": str(target),
@@ -94,6 +96,7 @@ def run_gauntlet(folder: Path, target: Path, drafter: dict[str, Any] | None, con
         "endpoint": endpoint,
         "seed": 1,
         "control": control,
+        "exit_layers": exit_layers,
         "result": str(folder / "result.json"),
     }
     environment = os.environ | {
@@ -106,6 +109,7 @@ def run_gauntlet(folder: Path, target: Path, drafter: dict[str, Any] | None, con
         "LD_PRELOAD": str(openmp_library() or ""),
         "FASER_RUNTIME_DIR": str(folder),
         "FASER_ENDPOINT": endpoint,
+        "FASER_EXIT_HEADS": "coins" if exit_layers else "",
     }
     subprocess.run(
         [sys.executable, str(GAUNTLET)], input=json.dumps(scenario), text=True, env=environment, cwd="/", check=True
@@ -152,14 +156,31 @@ def test_outputs_equal_those_without_speculation(
     assert counts["dropped"] == 0
     # Half of the leases stop drafts by random rules, and every verified token of a model has its confidence.
     assert counts["confident"] == (0 if method == "ngram" else counts["verified"])
+    assert counts["stopped"] == 0 if method == "ngram" else counts["stopped"] > 20
     assert result["cached_tokens"] >= 128
     if method == "draft_model itself":
         assert counts["accepted"] > 0.9 * counts["verified"]
 
 
-@pytest.mark.parametrize("control", ["accept-all", "neighbour"])
+def test_random_pruning_changes_nothing(target: Path, short_folder: Path, reference: dict[str, Any]) -> None:
+    """Cuts below, between and above the layers whose states the EAGLE-3 head reads (3, 16 and the last)."""
+    drafter = speculation("eagle3", target, target)
+    result = run_gauntlet(short_folder, target, drafter, exit_layers=(1, 5, 14, 20, 28))
+    counts = result["counts"]
+    assert different(result, reference) == []
+    assert result["is_pruning"]
+    assert result["faults"] == {}
+    assert counts["pruned_row_steps"] > 200
+    assert counts["ended_without_bonus"] > 100  # else the head would draft from states that were not computed
+    assert counts["chunked"] > 10
+    assert counts["events"]["preempt"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("method", "control"), [("ngram", "accept-all"), ("ngram", "neighbour"), ("eagle3", "accept-all")]
+)
 def test_the_comparison_fails_when_verification_is_broken(
-    control: str, target: Path, truncated: Path, short_folder: Path, reference: dict[str, Any]
+    method: str, control: str, target: Path, truncated: Path, short_folder: Path, reference: dict[str, Any]
 ) -> None:
-    result = run_gauntlet(short_folder, target, speculation("ngram", target, truncated), control)
+    result = run_gauntlet(short_folder, target, speculation(method, target, truncated), control)
     assert len(different(result, reference)) > 5

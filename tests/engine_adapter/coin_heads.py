@@ -1,0 +1,99 @@
+"""Exit heads for tests, installed in an engine's process by gauntlet.py and engine_child.py, and broken cuts.
+
+`install` puts them where trained heads would be loaded; CONTROLS breaks one thing each: a test that does not notice
+is no test. Imported by path, as the scripts that use it have no package.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+
+from faser.engine_adapter import engine_facts, pruning, runner_pruning
+from faser.engine_adapter.cut import Cut
+
+
+class CoinHeads:
+    """Heads that toss a coin for every draft token: `threshold` is the share of failing checks."""
+
+    has_candidates = False
+
+    def __init__(self, layers: list[int]) -> None:
+        self.layers = tuple(layers)
+        self.seen = 0
+        self._chance = random.Random(5)
+
+    def passes(self, layer: int, threshold: float, checks: Any) -> Any:
+        """Return one coin per token; the states must be there and finite."""
+        assert layer in self.layers
+        assert checks.states.isfinite().all()
+        self.seen += len(checks.tokens)
+        return np.array([self._chance.random() >= threshold for _ in range(len(checks.tokens))], dtype=bool)
+
+
+class ParityHeads(CoinHeads):
+    """Heads that look at the drafted token's own value, which a biased rule would show in the output."""
+
+    def passes(self, layer: int, threshold: float, checks: Any) -> Any:
+        """Let even tokens pass."""
+        return checks.tokens.numpy() % 2 == 0
+
+
+def install(layers: list[int], kind: str = "coin") -> None:
+    """Let this process's engine have heads behind `layers`."""
+    heads = {"coin": CoinHeads, "parity": ParityHeads}[kind]
+    runner_pruning.load_heads = lambda path, model: heads(layers)  # type: ignore[assignment,return-value]
+    engine_facts.exit_layers = lambda path, config: (layers, None)
+
+
+def _reads_unwritten(whole: Any, index: Any, removed: Any) -> Any:
+    return _common(whole, index, removed).replace(seq_lens=whole.seq_lens[: len(removed)].clone())
+
+
+def _writes_first_slots(whole: Any, index: Any, removed: Any) -> Any:
+    return _common(whole, index, removed).replace(slot_mapping=whole.slot_mapping[: len(index)])
+
+
+def _shifts_logits(pruned: Any, call: Any, logits: Any, metadata: Any) -> Any:
+    return _sample(pruned, call, logits if pruned.cut is None else logits.roll(1, 0), metadata)
+
+
+def _old_positions(pruned: Any, _layer: Any, arguments: tuple[Any, ...]) -> Any:
+    return None if pruned.cut is None else (arguments[0][: len(arguments[1])], *arguments[1:])
+
+
+def _fails(*_: Any) -> Any:
+    raise RuntimeError("broken on purpose")
+
+
+_common, _sample = pruning.cut_common, pruning.Pruning.sample
+CONTROLS: dict[str, list[tuple[Any, str, Any]]] = {
+    "": [],
+    "seq_lens": [(pruning, "cut_common", _reads_unwritten)],
+    "slots": [(pruning, "cut_common", _writes_first_slots)],
+    "bonus": [(pruning, "forget_bonus", lambda *_: None)],
+    "logits": [(pruning.Pruning, "sample", _shifts_logits)],
+    "positions": [(pruning.Pruning, "_pass_on", _old_positions)],
+    "failure": [(pruning, "cut_attention", _fails)],
+    # The naive rule: the failing token loses its own test, and a bonus token is sampled in its place.
+    "naive": [
+        (Cut, "tests", property(lambda cut: cut.kept - 1)),
+        (Cut, "has_bonus", property(lambda cut: cut.kept > 0)),
+    ],
+}
+
+
+def spoil(control: str) -> list[tuple[Any, str, Any]]:
+    """Break the cut and return what would mend it."""
+    whole = [(owner, name, getattr(owner, name)) for owner, name, _ in CONTROLS[control]]
+    for owner, name, broken in CONTROLS[control]:
+        setattr(owner, name, broken)
+    return whole
+
+
+def mend(whole: list[tuple[Any, str, Any]]) -> None:
+    """Undo `spoil`."""
+    for owner, name, value in whole:
+        setattr(owner, name, value)

@@ -1,0 +1,166 @@
+"""The arithmetic of a cut against plain loops, and the exactness of its rule by exhaustive enumeration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from faser.engine_adapter.cut import Cut, after_first_failure
+
+Batch = list[tuple[int, list[bool]]]  # per request: prompt rows before the tested ones, and its checks
+
+batches = st.lists(st.tuples(st.integers(0, 3), st.lists(st.booleans(), max_size=5)), min_size=1, max_size=6)
+
+
+def cut_of(batch: Batch) -> Cut:
+    drafts = np.array([len(checks) for _, checks in batch], dtype=np.int64)
+    return after_first_failure(drafts, np.array([check for _, checks in batch for check in checks], dtype=bool))
+
+
+def kept_rows(checks: list[bool]) -> int:
+    for row, check in enumerate(checks):
+        if not check:
+            return row + 1
+    return len(checks) + 1
+
+
+@given(batches)
+def test_rows_behind_the_first_failing_one_leave(batch: Batch) -> None:
+    cut = cut_of(batch)
+    kept = [kept_rows(checks) for _, checks in batch]
+    assert cut.kept.tolist() == kept
+    assert cut.tests.tolist() == [min(k, len(checks)) for k, (_, checks) in zip(kept, batch, strict=True)]
+    assert cut.has_bonus.tolist() == [all(checks) for _, checks in batch]
+    rows, logits, tested = [], [], []
+    start = logit = draft = 0
+    for (before, checks), k in zip(batch, kept, strict=True):
+        rows += range(start, start + before + k)
+        logits += range(logit, logit + k)
+        tested += range(draft, draft + min(k, len(checks)))
+        start, logit, draft = start + before + len(checks) + 1, logit + len(checks) + 1, draft + len(checks)
+    assert cut.batch_rows(np.array([before + len(checks) + 1 for before, checks in batch])).tolist() == rows
+    assert cut.logit_rows().tolist() == logits
+    assert cut.tested_places().tolist() == tested
+
+
+@given(batches)
+def test_the_sampler_gets_a_row_per_test_and_one_more(batch: Batch) -> None:
+    cut = cut_of(batch)
+    expected, start = [], 0
+    for _, checks in batch:
+        kept = kept_rows(checks)
+        rows = list(range(start, start + kept))
+        expected += rows if all(checks) else [*rows, rows[-1]]
+        start += len(checks) + 1
+    assert cut.sampler_rows().tolist() == expected
+    assert set(expected) == set(cut.logit_rows().tolist())
+
+
+# --- the rule, enumerated: three words, three drafts, distributions that depend on the whole prefix ---
+
+WORDS, DRAFTS = 3, 3
+Words = tuple[int, ...]
+Check = Callable[[Words], bool]  # of the drafts up to and with the token under test
+
+
+def distribution(words: Words, salt: int) -> np.ndarray:
+    chance = np.random.default_rng([salt, *words, len(words)])
+    return chance.dirichlet(np.full(WORDS, 0.7))
+
+
+def target(words: Words) -> np.ndarray:
+    return distribution(words, 1)
+
+
+def drafter(words: Words) -> np.ndarray:
+    return distribution(words, 2)
+
+
+def one_hot(words: Words) -> np.ndarray:
+    return np.eye(WORDS)[drafter(words).argmax()]
+
+
+def step(
+    words: Words, draw: Callable[[Words], np.ndarray], check: Check, is_naive: bool
+) -> Iterator[tuple[Words, float]]:
+    """Yield (emitted words, probability) of one speculative step behind `words`."""
+    for drafts in product(range(WORDS), repeat=DRAFTS):
+        chance = float(np.prod([draw(words + drafts[:j])[drafts[j]] for j in range(DRAFTS)]))
+        if not chance:
+            continue
+        checks = np.array([check(words + drafts[: j + 1]) for j in range(DRAFTS)])
+        cut = after_first_failure(np.array([DRAFTS]), checks)
+        tests, has_bonus = int(cut.tests[0]), bool(cut.has_bonus[0])
+        if is_naive and not has_bonus:
+            tests, has_bonus = int(cut.kept[0]) - 1, True
+        yield from verified(words, drafts[:tests], has_bonus, draw, chance)
+
+
+def verified(
+    words: Words, drafts: Words, has_bonus: bool, draw: Callable[[Words], np.ndarray], chance: float
+) -> Iterator[tuple[Words, float]]:
+    accepted: Words = ()
+    for token in drafts:
+        p, q = target(words + accepted), draw(words + accepted)
+        share = min(1.0, p[token] / q[token])
+        rest = np.maximum(p - q, 0.0)
+        if share < 1.0:
+            for other in np.flatnonzero(rest):
+                yield (*accepted, int(other)), chance * (1 - share) * float(rest[other] / rest.sum())
+        chance *= share
+        accepted = (*accepted, token)
+    if not has_bonus:
+        yield accepted, chance
+        return
+    for token, p in enumerate(target(words + accepted)):
+        yield (*accepted, token), chance * float(p)
+
+
+def emitted(
+    count: int, draw: Callable[[Words], np.ndarray], check: Check, is_naive: bool = False
+) -> dict[Words, float]:
+    """Return the distribution of the first `count` words over as many steps as they take."""
+    found: dict[Words, float] = {}
+    open_paths: dict[Words, float] = {(): 1.0}
+    while open_paths:
+        words, chance = open_paths.popitem()
+        for more, share in step(words, draw, check, is_naive):
+            path = (words + more)[:count]
+            into = found if len(path) == count else open_paths
+            into[path] = into.get(path, 0.0) + chance * share
+    return found
+
+
+def exact(count: int) -> dict[Words, float]:
+    return {
+        path: float(np.prod([target(path[:j])[path[j]] for j in range(count)]))
+        for path in product(range(WORDS), repeat=count)
+    }
+
+
+def distance(found: dict[Words, float]) -> float:
+    wanted = exact(len(next(iter(found))))
+    return max(abs(found.get(path, 0.0) - share) for path, share in wanted.items())
+
+
+CHECKS: dict[str, Check] = {
+    "the token's own value": lambda words: words[-1] != 1,
+    "its whole past": lambda words: sum(words) % 3 != 2,
+    "its share under the drafter": lambda words: bool(drafter(words[:-1])[words[-1]] > 0.4),
+    "nothing passes": lambda words: False,
+}
+
+
+@pytest.mark.parametrize("draw", [drafter, one_hot])
+@pytest.mark.parametrize("name", CHECKS)
+def test_pruning_leaves_the_distribution_alone(name: str, draw: Callable[[Words], np.ndarray]) -> None:
+    assert distance(emitted(3, draw, CHECKS[name])) < 1e-12
+
+
+def test_control_the_naive_rule_does_not() -> None:
+    assert distance(emitted(3, drafter, CHECKS["the token's own value"], is_naive=True)) > 0.05
