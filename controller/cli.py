@@ -29,6 +29,12 @@ app = typer.Typer(
 )
 store_app = typer.Typer(help="Read telemetry files.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(store_app, name="store")
+keys_app = typer.Typer(
+    help="Keys for a link that leaves the host; a running sidecar takes changes with SIGHUP.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(keys_app, name="keys")
 app.add_typer(drafter_app, name="drafter")
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file; see `faser config`.")]
@@ -37,6 +43,9 @@ Endpoint = Annotated[
 ]
 Policy = Annotated[str | None, typer.Option(help="price, price:history, off, fixed:K or table:FIRST-LAST=K,...")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+KeyFolder = Annotated[Path, typer.Argument(help="The folder, as in link.keys.")]
 
 
 class EngineMode(StrEnum):
@@ -217,3 +226,41 @@ def export(
     from .export import run_export
 
     raise typer.Exit(run_export(file, format.value, table.value, output))
+
+
+@keys_app.command(name="new")
+def keys_new(
+    folder: KeyFolder,
+    engine: Annotated[str | None, typer.Option(help="Make a pair for this engine and let it in.")] = None,
+) -> None:
+    """Make the sidecar's keys, and an engine's."""
+    from .keys import new_keys
+
+    for path in new_keys(folder, engine):
+        typer.echo(path)
+
+
+@keys_app.command(name="list")
+def keys_list(folder: KeyFolder) -> None:
+    """Name the engines that are let in."""
+    from .keys import engines
+
+    for name in engines(folder):
+        typer.echo(name)
+
+
+@keys_app.command(name="revoke")
+def keys_revoke(folder: KeyFolder, engine: Annotated[str, typer.Argument(help="The engine's name.")]) -> None:
+    """Let an engine in no longer."""
+    from .keys import revoke
+
+    typer.echo(revoke(folder, engine))
+
+
+@keys_app.command(name="rotate")
+def keys_rotate(folder: KeyFolder) -> None:
+    """Replace the sidecar's own keys; the old ones stay beside them as .old."""
+    from .keys import rotate_server
+
+    for path in rotate_server(folder):
+        typer.echo(path)

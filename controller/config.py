@@ -63,6 +63,10 @@ class LinkConfig:
     )
     forget_after_s: float = _option(60.0, "an engine that is gone is shown for so long", low=0.0, high=1e6)
     max_engines: int = _option(64, "engines served at once", low=1, high=4096)
+    frames_per_s: int = _option(
+        2000, "frames of one engine that are read per second, after a burst of four times as many", low=1, high=10**6
+    )
+    keys: str = _option("", "folder that `faser keys new` filled; with it, engines need a key of it (CURVE)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,10 @@ from ..engine_adapter.protocol import Goodbye, Hello, HelloRequest, Release, Ste
 from .audit import AuditFile, DecisionNote, audit_event
 from .config import Config
 from .control import MAX_ORDER_BYTES, Refusal, carry_out, decode_order
-from .endpoint import Endpoint, status_address
+from .endpoint import IPC, Endpoint, status_address
+from .gatekeeper import Gatekeeper
 from .governor import Governor
+from .keys import load_keyring
 from .link import EngineRouter, Incoming
 from .modes import ModeBoard, engine_name
 from .session import Session, check_policy
@@ -65,11 +67,18 @@ class Daemon:
         self._next_look_s = 0.0
         self._board = ModeBoard(config.mode.default, config.mode.state)  # type: ignore[arg-type]
         with ExitStack() as opened:
-            endpoint = opened.enter_context(Endpoint(config.link.endpoint))
+            keyring = load_keyring(Path(config.link.keys)) if config.link.keys else None
+            endpoint = opened.enter_context(Endpoint(config.link.endpoint, is_encrypted=keyring is not None))
             status = opened.enter_context(Endpoint(status_address(config.link.endpoint, config.link.status_endpoint)))
+            self._takes_orders = status.address.startswith(IPC)
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             opened.callback(context.destroy, linger=LINGER_MS)  # closes every socket: term alone would wait for them
-            self._router = EngineRouter(context, endpoint, config.link.queue_frames)
+            self._gatekeeper = Gatekeeper(context, keyring) if keyring is not None else None
+            if self._gatekeeper is not None:
+                opened.callback(self._gatekeeper.close)
+            self._router = EngineRouter(
+                context, endpoint, config.link.queue_frames, self._gatekeeper, config.link.frames_per_s
+            )
             self._status = _status_socket(context)
             status.bind(self._status)
             self._store = self._open_store()
@@ -257,6 +266,8 @@ class Daemon:
             return encode_snapshot(self.snapshot())
         if (order := decode_order(question)) is None:
             return None
+        if not self._takes_orders:
+            return msgspec.json.encode(Refusal("orders are taken on an ipc:// status endpoint only; set it so"))
         known = {name for each in self._sessions.values() for name in (each.hello.boot_id, engine_name(each.hello))}
         if fault := carry_out(order, self._board, known):
             return msgspec.json.encode(Refusal(fault))

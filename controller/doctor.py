@@ -21,14 +21,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..engine_adapter.keys import engine_keys
 from ..engine_adapter.limits_v2 import LIMITS_V2
 from ..engine_adapter.settings import SettingError, ensure_private_folder, runtime_folder
 from ..engine_adapter.versions import unsupported_reason
 from ..models.embedded import cache_folder, embedded_faults, release_faults
 from .config import Config
 from .endpoint import IPC, Endpoint
-from .errors import EndpointError, FaserError
+from .errors import EndpointError, FaserError, StoreError
 from .installation import Installation
+from .keys import load_keyring
+from .modes import ModeBoard
 
 Level = Literal["ok", "note", "warn", "fail"]
 _STYLES = {"ok": "green", "note": "blue", "warn": "yellow", "fail": "red"}
@@ -258,7 +261,7 @@ def check_endpoint(patient: Patient) -> Iterator[Finding]:
         yield Finding("endpoint", "ok", f"{address} is free")
         return
     try:
-        _try_endpoint(address)
+        _try_endpoint(address, bool(patient.config.link.keys))
     except EndpointError as error:
         is_sidecar = "running sidecar" in error.seen
         remedy = "" if is_sidecar else error.remedy
@@ -272,9 +275,9 @@ def check_endpoint(patient: Patient) -> Iterator[Finding]:
         yield Finding("endpoint", "ok", f"{address} is free")
 
 
-def _try_endpoint(address: str) -> None:
+def _try_endpoint(address: str, is_encrypted: bool) -> None:
     """Raise EndpointError if a sidecar could not listen there; a path is only claimed, so that its socket stays."""
-    with Endpoint(address) as endpoint:
+    with Endpoint(address, is_encrypted=is_encrypted) as endpoint:
         if not address.startswith(IPC):
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             try:
@@ -314,10 +317,58 @@ def check_engine_settings(patient: Patient) -> Iterator[Finding]:
     from ..engine_adapter.settings import load_settings
 
     try:
-        load_settings(patient.installation.environment)
+        engine_keys(load_settings(patient.installation.environment))
         yield Finding("FASER_* variables", "ok", "readable")
     except (SettingError, FaserError) as error:
         yield Finding("FASER_* variables", "fail", str(error), "correct or unset it")
+
+
+def check_keys(patient: Patient) -> Iterator[Finding]:
+    folder = patient.config.link.keys
+    if not folder:
+        yield Finding("keys", "ok", "none needed: the link stays on this host")
+        return
+    try:
+        keyring = load_keyring(Path(folder))
+    except EndpointError as error:
+        yield Finding("keys", "fail", error.seen, "mend it, or make keys with: faser keys new")
+        return
+    if not keyring.allowed:
+        yield Finding("keys", "warn", f"{folder} lets no engine in", "faser keys new --engine NAME")
+    else:
+        yield Finding("keys", "ok", f"{folder} lets {len(keyring.allowed)} engines in")
+
+
+def check_modes(patient: Patient) -> Iterator[Finding]:
+    modes = patient.config.mode
+    try:
+        board = ModeBoard(modes.default, modes.state)  # type: ignore[arg-type]
+    except StoreError as error:
+        yield Finding("modes", "fail", error.seen, error.remedy)
+        return
+    target = modes.state if modes.state.exists() else _existing(modes.state.parent)
+    if not os.access(target, os.W_OK):
+        yield Finding("modes", "warn", f"{target} cannot be written: switches would be lost", "set mode.state")
+    elif quiet := {name: mode for name, mode in board.switched().items() if mode in ("off", "advisory")}:
+        seen = ", ".join(f"{name}: {mode}" for name, mode in quiet.items())
+        yield Finding("modes", "note", f"switched, and not steered: {seen}", "faser mode active, when you want it")
+    elif modes.default != "active":
+        yield Finding("modes", "note", f"mode.default is {modes.default}", "faser mode active, when you want it")
+    else:
+        yield Finding("modes", "ok", "active")
+
+
+def check_lease(patient: Patient) -> Iterator[Finding]:
+    lease, guard = patient.config.lease, patient.config.guard
+    if guard.stale_ms >= lease.ms:
+        yield Finding(
+            "lease",
+            "warn",
+            f"guard.stale_ms {guard.stale_ms} is not below lease.ms {lease.ms}: no record is ever late",
+            "lower guard.stale_ms",
+        )
+    else:
+        yield Finding("lease", "ok", f"{lease.steps} steps or {lease.ms} ms")
 
 
 def _existing(folder: Path) -> Path:
@@ -338,6 +389,9 @@ CHECKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
     check_endpoint,
     check_store,
     check_engine_settings,
+    check_keys,
+    check_modes,
+    check_lease,
 )
 
 

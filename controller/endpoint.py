@@ -7,7 +7,6 @@ dead or alive, so ownership is a lock file beside the socket: the kernel drops i
 from __future__ import annotations
 
 import fcntl
-import ipaddress
 import os
 import stat
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Final, Self
 
 import zmq
 
+from ..engine_adapter.keys import is_off_host
 from ..engine_adapter.settings import IPC_PATH_LIMIT, SettingError, ensure_private_folder, runtime_folder
 from .errors import EndpointError
 
@@ -47,13 +47,13 @@ class FileLock:
 class Endpoint:
     """One address the sidecar owns while this object is open; raises EndpointError if it cannot."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, is_encrypted: bool = False) -> None:
         self.address = address
         self._lock: FileLock | None = None
         if address.startswith(IPC):
             self._claim_path(Path(address.removeprefix(IPC)))
         elif address.startswith(TCP):
-            _require_loopback(address)
+            _require_tcp(address, is_encrypted)
         else:
             raise EndpointError(f"endpoint {address!r}", "ipc://PATH or tcp://127.0.0.1:PORT", "set link.endpoint")
 
@@ -112,16 +112,16 @@ class Endpoint:
             raise EndpointError(f"{path}.lock: {error.strerror}", remedy="check the folder's permissions") from None
 
 
-def _require_loopback(address: str) -> None:
-    host, _, port = address.removeprefix(TCP).rpartition(":")
-    host = host.strip("[]")
-    try:
-        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = False
-    if not is_loopback or not port.isdecimal() or not 0 < int(port) < 65536:
+def _require_tcp(address: str, is_encrypted: bool) -> None:
+    """Raise EndpointError for an address without a port, or one that others can reach without keys."""
+    port = address.rpartition(":")[2]
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise EndpointError(f"endpoint {address}", "tcp://127.0.0.1:PORT", "set link.endpoint")
+    if is_off_host(address) and not is_encrypted:
         raise EndpointError(
-            f"endpoint {address}", "tcp://127.0.0.1:PORT, since the link is not encrypted", "use loopback or ipc://"
+            f"endpoint {address} leaves this host without keys",
+            "tcp://127.0.0.1:PORT, since the link is not encrypted",
+            "use loopback or ipc://, or make keys with `faser keys new` and set link.keys",
         )
 
 

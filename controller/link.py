@@ -6,6 +6,7 @@ is counted by reason and dropped, and so is a message that cannot be sent now.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Final
@@ -22,10 +23,13 @@ from ..engine_adapter.protocol import (
     encode,
 )
 from .endpoint import Endpoint
+from .errors import EndpointError
+from .gatekeeper import Gatekeeper, RateLimit
 
 # Frames up to this size are read, counted as oversized and dropped; libzmq disconnects the sender of a larger one.
 MAX_INCOMING_BYTES: Final = 2 * MAX_FRAME_BYTES
 MAX_FRAMES_PER_DRAIN: Final = 1024  # bounds the time away from signals and status clients when a peer floods us
+REBIND_S: Final = 2.0
 SEND_QUEUE_FRAMES: Final = 64  # an engine uses the newest action set only: a long queue has no value
 
 
@@ -40,19 +44,37 @@ class Incoming:
 class EngineRouter:
     """All engines of this sidecar behind one socket.
 
-    `dropped` counts frames by reason: the protocol's reasons, `multipart` and `wrong_identity` on the way in,
+    `dropped` counts frames by reason: the protocol's reasons, `multipart`, `rate` and `wrong_identity` on the way in,
     `no_peer` and `queue_full` on the way out. `disconnects` counts connections that ended.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint, queue_frames: int) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: Endpoint,
+        queue_frames: int,
+        gatekeeper: Gatekeeper | None = None,
+        frames_per_s: float = 1e6,
+    ) -> None:
         self.dropped: Counter[str] = Counter()
         self.received = 0
         self.sent = 0
         self.disconnects = 0
-        self.socket = context.socket(zmq.ROUTER)
+        self._rate = RateLimit(frames_per_s)
+        self._context, self._endpoint, self._queue_frames, self._gatekeeper = (
+            context,
+            endpoint,
+            queue_frames,
+            gatekeeper,
+        )
+        self._is_reopening = False
+        self._open()
+
+    def _open(self) -> None:
+        self.socket = self._context.socket(zmq.ROUTER)
         for option, value in (
             (zmq.LINGER, 0),
-            (zmq.RCVHWM, queue_frames),
+            (zmq.RCVHWM, self._queue_frames),
             (zmq.SNDHWM, SEND_QUEUE_FRAMES),
             (zmq.MAXMSGSIZE, MAX_INCOMING_BYTES),
             (zmq.ROUTER_MANDATORY, 1),
@@ -61,19 +83,50 @@ class EngineRouter:
             (zmq.HEARTBEAT_TIMEOUT, 10000),
         ):
             self.socket.setsockopt(option, value)
+        if self._gatekeeper is not None:
+            self._gatekeeper.protect(self.socket)
         self._monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._monitor.setsockopt(zmq.LINGER, 0)
-        endpoint.bind(self.socket)
+        self._bind()
+
+    def _bind(self) -> None:
+        """Bind; libzmq gives an address that was unbound back a moment later."""
+        end_s = time.monotonic() + (REBIND_S if self._is_reopening else 0.0)
+        while True:
+            try:
+                self._endpoint.bind(self.socket)
+                return
+            except EndpointError:
+                if time.monotonic() >= end_s:
+                    raise
+                time.sleep(0.005)
+
+    def reopen(self) -> None:
+        """End every connection and listen anew: engines come back by themselves, if their keys still open the door."""
+        self.socket.unbind(self._endpoint.address)
+        self.close()
+        self._is_reopening = True
+        self._open()
+
+    def close(self) -> None:
+        """End every connection."""
+        self.socket.disable_monitor()
+        self._monitor.close()
+        self.socket.close()
 
     def drain(self) -> list[Incoming]:
         """Return the valid messages that have arrived, oldest first, at most MAX_FRAMES_PER_DRAIN."""
         messages: list[Incoming] = []
+        now_s = time.monotonic()
         for _ in range(MAX_FRAMES_PER_DRAIN):
             try:
                 parts = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
             self.received += 1
+            if not self._rate.admits(parts[0], now_s):
+                self.dropped["rate"] += 1
+                continue
             if (incoming := self._decode(parts)) is not None:
                 messages.append(incoming)
         return messages

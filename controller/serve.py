@@ -182,7 +182,7 @@ def _copy_new(log: BinaryIO) -> None:
 def start_sidecar(config: Config, log: Path | None = None) -> ProcessTree | None:
     """Start `faser sidecar` with this configuration; None if one already owns the endpoint."""
     try:
-        Endpoint(config.link.endpoint).close()
+        Endpoint(config.link.endpoint, is_encrypted=bool(config.link.keys)).close()
     except EndpointError as error:
         if "running sidecar" in error.seen:
             return None

@@ -15,6 +15,7 @@ from typing import Final
 
 import zmq
 
+from .keys import EngineKeys
 from .protocol import FromController, FromEngine, ProtocolError, decode_from_controller, encode
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class EngineLink:
     `dropped` counts what could not be sent, `refused` what was received and was not a valid message, by reason.
     """
 
-    def __init__(self, endpoint: str, boot_id: str) -> None:
+    def __init__(self, endpoint: str, boot_id: str, keys: EngineKeys | None = None) -> None:
         self.dropped = 0
         self.refused: Counter[str] = Counter()
         self._outbox: deque[FromEngine] = deque()
@@ -40,11 +41,11 @@ class EngineLink:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
         self._context = zmq.Context()
-        self._socket = self._connected(endpoint, boot_id)
+        self._socket = self._connected(endpoint, boot_id, keys)
         self._thread = threading.Thread(target=self._run, name="faser-link", daemon=True)
         self._thread.start()
 
-    def _connected(self, endpoint: str, boot_id: str) -> zmq.Socket[bytes]:
+    def _connected(self, endpoint: str, boot_id: str, keys: EngineKeys | None) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, 0),
@@ -58,6 +59,8 @@ class EngineLink:
         ):
             socket.setsockopt(option, value)
         socket.setsockopt(zmq.ROUTING_ID, boot_id.encode())
+        if keys is not None:
+            keys.apply(socket)
         socket.connect(endpoint)
         return socket
 

@@ -13,6 +13,7 @@ from functools import update_wrapper
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from .engine_facts import describe_engine, refusal
+from .keys import engine_keys
 from .lease import Lease
 from .link import EngineLink
 from .patches import SchedulerHooks
@@ -59,6 +60,7 @@ def start_steering(vllm_config: VllmConfig, scheduler: Any) -> Steering | None:
         return None
     if settings.endpoint.startswith("ipc://"):
         ensure_private_folder(_folder_of(settings.endpoint))
+    keys = engine_keys(settings)
     hello = describe_engine(vllm_config, settings)
     default = Default(settings.default_length)
     if scheduler.dynamic_sd_lookup is not None:
@@ -67,7 +69,7 @@ def start_steering(vllm_config: VllmConfig, scheduler: Any) -> Steering | None:
         # vLLM pads one-token requests with k_max placeholder drafts while this is None (0.32 scheduler.py:1131), and
         # if FASER should fail at run time, this is what vLLM goes on with.
         scheduler.dynamic_sd_lookup = [default.length] * (scheduler.max_num_running_reqs + 1)
-    link = EngineLink(settings.endpoint, hello.boot_id)
+    link = EngineLink(settings.endpoint, hello.boot_id, keys)
     lease = Lease(hello.boot_id, hello.k_max, settings.lease_steps, settings.lease_ms / 1000, hello.exit_layers)
     steering = Steering(hello, link, lease, default)
     steering.introduce()

@@ -44,6 +44,8 @@ class Settings:
     lease_ms: int
     has_confidence: bool
     catch_up_tokens: int
+    server_key: str = ""
+    engine_key: str = ""
     exit_heads: str
 
 
@@ -74,7 +76,7 @@ def _endpoint(name: str, text: str) -> str:
             f"{name}: socket path of {len(text) - 6} bytes, at most {IPC_PATH_LIMIT}; choose a shorter one"
         )
     if not text.startswith(("ipc://", "tcp://", "inproc://")):
-        raise SettingError(f"{name}={text!r}: expected ipc://PATH or tcp://127.0.0.1:PORT")
+        raise SettingError(f"{name}={text!r}: expected ipc://PATH or tcp://HOST:PORT")
     return text
 
 
@@ -110,6 +112,15 @@ SETTINGS: Final = {
         "",
         "File of exit heads (docs/pruning.md); with it, a lease may prune verification; empty: never.",
         lambda _name, text: text,
+    ),
+    "server_key": Setting(
+        "FASER_SERVER_KEY",
+        "",
+        "File with the sidecar's public key; needed where the endpoint leaves this host (SECURITY.md).",
+        lambda _name, text: text,
+    ),
+    "engine_key": Setting(
+        "FASER_ENGINE_KEY", "", "File with this engine's own secret key, mode 0600.", lambda _name, text: text
     ),
 }
 

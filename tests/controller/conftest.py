@@ -19,6 +19,7 @@ import zmq
 
 from faser.controller.config import Config, LinkConfig, ModeConfig, PolicyConfig, StoreConfig
 from faser.controller.daemon import Daemon
+from faser.engine_adapter.keys import EngineKeys
 from faser.engine_adapter.protocol import (
     ActionSet,
     FromController,
@@ -56,7 +57,14 @@ def eventually() -> Callable[..., object]:
 class FakeEngine:
     """An engine's end of the wire: sends real frames, keeps what comes back."""
 
-    def __init__(self, endpoint: str, boot_id: str = "boot-1", identity: bytes | None = None, pid: int = 0) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        boot_id: str = "boot-1",
+        identity: bytes | None = None,
+        pid: int = 0,
+        keys: EngineKeys | None = None,
+    ) -> None:
         self.boot_id = boot_id
         self.pid = pid or os.getpid()
         self.counter = 0
@@ -65,6 +73,8 @@ class FakeEngine:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self.socket.setsockopt(zmq.ROUTING_ID, identity or boot_id.encode())
+        if keys is not None:
+            keys.apply(self.socket)
         self.socket.connect(endpoint)
 
     def send(self, message: FromEngine) -> None:
