@@ -6,6 +6,7 @@ are inside the commands.
 
 from __future__ import annotations
 
+import dataclasses
 import json as encoder
 import shlex
 import signal
@@ -71,7 +72,9 @@ def evaluate(
     from ..models.drafter.workshop import acceptance_fields, evaluate_drafter, open_workshop
 
     with _refusals(), _bars() as bars:
-        found = evaluate_drafter(open_workshop(_recipe(config, work), bars.stage), weights)
+        # As start weights the head is read, and refused, before the features are computed.
+        recipe = dataclasses.replace(_recipe(config, work), initial=str(weights))
+        found = evaluate_drafter(open_workshop(recipe, bars.stage), weights)
     if json:
         typer.echo(encoder.dumps([acceptance_fields(figure) for figure in found], indent=1))
     else:
@@ -100,7 +103,7 @@ def _train(recipe: Recipe) -> None:
         trainer = workshop.trainer()
         if trainer.position.step:
             typer.echo(f"resumed at step {trainer.position.step}", err=True)
-        with _stops(trainer):
+        with stops(trainer):
             folder = train_drafter(workshop, trainer, bars.training, _command_line())
         scores = trainer.score()
     if trainer.stop_asked:
@@ -139,11 +142,11 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except (DrafterRefusal, CacheError) as error:
-        raise ModelError(str(error)) from error
+        raise ModelError(" ".join(str(error).split())) from error  # one line, whatever a library said
 
 
 @contextmanager
-def _stops(trainer: Trainer) -> Iterator[None]:
+def stops(trainer: Trainer) -> Iterator[None]:
     """Let SIGTERM and Ctrl-C end the run at the next step, with a checkpoint."""
 
     def ask(_signal: int, _frame: object) -> None:

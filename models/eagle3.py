@@ -16,6 +16,7 @@ import numpy as np
 from .cache import CacheError, Progress
 from .tensorfile import Entry, Tensor, read, to_bfloat16, write
 
+KIND = "drafter"
 _SCALE = ".scale"
 _VOCABULARY = "draft_vocab"  # (draft_vocab_size,) int32: the target's token id of each draft token
 
@@ -23,7 +24,8 @@ _VOCABULARY = "draft_vocab"  # (draft_vocab_size,) int32: the target's token id 
 class DrafterCard(msgspec.Struct, frozen=True):
     """What a released drafter says about itself; unknown fields are for human readers."""
 
-    kind: str  # vLLM's method name
+    kind: str  # "drafter"
+    method: str  # vLLM's name for it
     target: str
     file: str  # beside the card
     sha256: str  # of `file`
@@ -34,9 +36,12 @@ class DrafterCard(msgspec.Struct, frozen=True):
 def read_card(path: Path) -> DrafterCard:
     """Return the card; raise CacheError if it cannot be used."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=DrafterCard)
+        card = msgspec.json.decode(path.read_bytes(), type=DrafterCard)
     except (OSError, msgspec.DecodeError) as error:
         raise CacheError(f"drafter card {path} is unusable: {error}; reinstall faser-vllm") from error
+    if card.kind != KIND:
+        raise CacheError(f"card {path} is of kind {card.kind!r}; expected {KIND!r}; reinstall faser-vllm")
+    return card
 
 
 def expand_drafter(

@@ -119,7 +119,6 @@ def build_cache(
     _claim(folder, identity)
     chunks = [conversations[at : at + ROWS_PER_SHARD] for at in range(0, len(conversations), ROWS_PER_SHARD)]
     missing = [(n, chunk) for n, chunk in enumerate(chunks) if not _shard_path(folder, n).exists()]
-    _check_space(folder, identity, teacher, [row for _, chunk in missing for row in chunk])
     total = sum(len(row.tokens) for row in conversations)
     done = total - sum(len(row.tokens) for _, chunk in missing for row in chunk)
     for number, chunk in missing:
@@ -173,17 +172,29 @@ def _claim(folder: Path, identity: CacheIdentity) -> None:
     path.write_bytes(msgspec.json.encode(identity))
 
 
-def _check_space(
-    folder: Path, identity: CacheIdentity, teacher: Teacher, conversations: Sequence[Conversation]
-) -> None:
-    per_token = 2 * teacher.shape.hidden_size * len(identity.aux_layers) + 4 + 4 * identity.teacher_top
-    needed = int(1.05 * per_token * sum(len(row.tokens) for row in conversations))
+def check_space(folder: Path, row_bytes: int, tokens: int) -> None:
+    """Refuse a disk that cannot hold the features of so many tokens; `row_bytes` as from `bytes_per_token`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    needed = int(1.05 * row_bytes * tokens)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise DrafterRefusal(
-            f"feature cache {folder}: needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; "
+            f"feature cache in {folder}: needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; "
             "choose another `work` folder or set cache_tokens"
         )
+
+
+def bytes_per_token(hidden_size: int, aux_layers: int, teacher_top: int) -> int:
+    """Give what one token takes in the cache."""
+    return 2 * hidden_size * aux_layers + 4 + 4 * teacher_top
+
+
+def missing_tokens(folder: Path, conversations: Sequence[Conversation]) -> int:
+    """Count the tokens of the shards that a cache in `folder` still lacks."""
+    chunks = (conversations[at : at + ROWS_PER_SHARD] for at in range(0, len(conversations), ROWS_PER_SHARD))
+    return sum(
+        len(row.tokens) for n, chunk in enumerate(chunks) if not _shard_path(folder, n).exists() for row in chunk
+    )
 
 
 def _shard_path(folder: Path, number: int) -> Path:

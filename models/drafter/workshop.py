@@ -28,7 +28,15 @@ from .corpus import (
 )
 from .evaluate import Acceptance, evaluate
 from .export import export_drafter
-from .features import CacheIdentity, FeatureCache, build_cache, check_corpus_is_targets
+from .features import (
+    CacheIdentity,
+    FeatureCache,
+    build_cache,
+    bytes_per_token,
+    check_corpus_is_targets,
+    check_space,
+    missing_tokens,
+)
 from .generate import generate_corpus
 from .network import DraftHead, HeadShape
 from .recipe import Recipe
@@ -40,6 +48,7 @@ from .train import Trainer, TrainingReport
 Tensor = torch.Tensor
 Stage = Callable[[str, int, int], None]  # what is done, done so far, in all
 CHECKPOINT = "checkpoint.pt"
+CORPUS = "corpus.jsonl"  # in the work folder, where none is given
 DEFAULT_TARGET = "SmolLM2-135M-Instruct"
 
 
@@ -93,15 +102,24 @@ def open_workshop(recipe: Recipe, stage: Stage) -> Workshop:
     shape = HeadShape.of(teacher.shape, len(aux_layers), recipe.intermediate_size)
     if recipe.initial:
         read_own_weights(Path(recipe.initial), shape)
+    row_bytes = bytes_per_token(shape.hidden_size, len(aux_layers), recipe.teacher_top)
+    work = Path(recipe.work)
+    if not recipe.corpus and not (work / CORPUS).exists():  # generating takes an hour: a full disk is seen before
+        expected = recipe.generate_conversations * recipe.generate_answer_tokens
+        check_space(work, row_bytes, min(recipe.cache_tokens or expected, expected))
     rows, corpus = _conversations(recipe, teacher, target, stage)
     chosen = choose_for_training(rows, recipe.seed, recipe.longest_answer, recipe.cache_tokens)
     held_out = choose_for_evaluation(rows, recipe.seed, recipe.evaluation_conversations)
     _check_amount(recipe, corpus, chosen, held_out)
     agreement = check_corpus_is_targets(teacher, rows)
+    caches = {"held-out": held_out, "train": chosen}
+    missing = sum(missing_tokens(work / f"features-{name}", found) for name, found in caches.items())
+    check_space(work, row_bytes, missing)
     vocabulary = choose_draft_vocabulary(rows, recipe.draft_vocabulary, teacher.shape.vocabulary_size)
     weights = weights_digest(target)
 
-    def cache(name: str, conversations: Sequence[Conversation]) -> FeatureCache:
+    def cache(name: str) -> FeatureCache:
+        conversations = caches[name]
         identity = CacheIdentity(
             target=weights,
             corpus=corpus_digest(conversations),
@@ -113,8 +131,9 @@ def open_workshop(recipe: Recipe, stage: Stage) -> Workshop:
         def progress(done: int, total: int) -> None:
             stage(f"features {name}", done, total)
 
-        folder = Path(recipe.work) / f"features-{name}"
-        return build_cache(folder, identity, teacher, conversations, recipe.cache_batch_tokens, progress)
+        return build_cache(
+            work / f"features-{name}", identity, teacher, conversations, recipe.cache_batch_tokens, progress
+        )
 
     ids = torch.tensor(vocabulary, device=teacher.device)
     return Workshop(
@@ -126,8 +145,8 @@ def open_workshop(recipe: Recipe, stage: Stage) -> Workshop:
         embedding=teacher.embedding,
         lm_head=teacher.head[ids].contiguous(),
         last_layer=teacher.last_layer(),
-        held_out=cache("held-out", held_out),
-        train=cache("train", chosen),
+        held_out=cache("held-out"),
+        train=cache("train"),
         data={
             "target_sha256": weights,
             "training_conversations": len(chosen),
@@ -158,7 +177,8 @@ def export_trained(workshop: Workshop, trainer: Trainer, command: str) -> Path:
     position = trainer.position
     card = {
         "name": f"EAGLE-3 head for {target_name(workshop.recipe)}",
-        "kind": "eagle3",
+        "kind": "drafter",
+        "method": "eagle3",
         "target": target_name(workshop.recipe),
         "license": "that of the target and of the corpus",
         "command": command,
@@ -214,7 +234,7 @@ def target_name(recipe: Recipe) -> str:
 
 def _conversations(recipe: Recipe, teacher: Teacher, target: Path, stage: Stage) -> tuple[list[Conversation], Path]:
     tokenizer = teacher.tokenizer()
-    path = Path(recipe.corpus).expanduser() if recipe.corpus else Path(recipe.work) / "corpus.jsonl"
+    path = Path(recipe.corpus).expanduser() if recipe.corpus else Path(recipe.work) / CORPUS
     if not recipe.corpus:
         chat = ChatFormat.of(tokenizer)
         generate_corpus(recipe, target, chat, path, lambda done, total: stage("writing text", done, total))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from faser.controller.drafter import stops
 from faser.env.split import is_training_prompt
+from faser.models.drafter import workshop as workshop_module
 from faser.models.drafter.corpus import ChatFormat
 from faser.models.drafter.export import export_drafter, quantised
 from faser.models.drafter.recipe import Recipe, make_recipe, read_recipe
 from faser.models.drafter.refusal import DrafterRefusal
 from faser.models.drafter.start import read_own_weights
+from faser.models.drafter.train import TrainingReport
 from faser.models.drafter.workshop import Workshop, open_workshop, train_drafter
 
 WORDS = 60
@@ -133,6 +138,29 @@ def test_an_interrupted_run_ends_with_the_same_weights(target: Path, corpus: Pat
         assert torch.equal(weight, second.head.weights()[name]), name
 
 
+def test_ctrl_c_leaves_a_checkpoint_from_which_the_same_command_ends_with_the_same_weights(
+    target: Path, corpus: Path, tmp_path: Path
+) -> None:
+    whole = opened(target, corpus, tmp_path / "whole").trainer()
+    whole.run(tmp_path / "whole" / "checkpoint.pt", quiet)
+    workshop = opened(target, corpus, tmp_path / "parts", report_s=0.0)
+    first = workshop.trainer()
+
+    def interrupt(report: TrainingReport) -> None:
+        if report.position.step == 5 and not first.stop_asked:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with stops(first):
+        train_drafter(workshop, first, interrupt, "faser drafter train")
+    assert first.position.step == 5
+    again = opened(target, corpus, tmp_path / "parts")
+    second = again.trainer()
+    assert second.position.step == 5
+    train_drafter(again, second, quiet, "faser drafter train")
+    for name, weight in whole.head.weights().items():
+        assert torch.equal(weight, second.head.weights()[name]), name
+
+
 def test_training_lowers_the_loss_and_exports_what_vllm_loads(target: Path, corpus: Path, tmp_path: Path) -> None:
     workshop = opened(target, corpus, tmp_path, tokens=6000)
     trainer = workshop.trainer()
@@ -192,7 +220,7 @@ def test_an_untied_targets_own_lm_head_is_exported(target: Path, corpus: Path, t
         other,
         weights,
         workshop.vocabulary,
-        {"kind": "eagle3", "target": "t", "license": "l"},
+        {"kind": "drafter", "method": "eagle3", "target": "t", "license": "l"},
         (1, 2, 3),
     )
     rows = load_file(str(folder / "model.safetensors"))["lm_head.weight"]
@@ -243,6 +271,27 @@ def test_a_full_disk_is_refused_before_the_cache_is_filled(
 ) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _folder: usage(10, 9, 1000))
+    with pytest.raises(DrafterRefusal, match=r"needs .* GB"):
+        opened(target, corpus, tmp_path)
+    assert not list(tmp_path.rglob("part-*"))
+
+
+def test_a_full_disk_is_refused_before_text_is_generated(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: usage(10, 9, 1000))
+    monkeypatch.setattr(workshop_module, "generate_corpus", lambda *_: pytest.fail("work has started"))
+    with pytest.raises(DrafterRefusal, match=r"needs 1\.\d GB"):
+        open_workshop(make_recipe({"target": str(target), "work": str(tmp_path)}, "test"), quiet)
+
+
+def test_too_little_space_for_all_features_is_refused_before_any_is_computed(
+    target: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Enough for the held-out features, which come first, not for those to train on.
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: usage(10**6, 0, 200_000))
     with pytest.raises(DrafterRefusal, match=r"needs .* GB"):
         opened(target, corpus, tmp_path)
     assert not list(tmp_path.rglob("part-*"))
