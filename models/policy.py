@@ -6,6 +6,7 @@ clock, file or random source: the same sequence of states gives the same actions
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from ..env.spaces import Action, Capabilities
@@ -17,6 +18,12 @@ POLICIES = {
     "table:ROWS": "draft tokens by requests in the batch, e.g. table:1-4=3,5-16=1,17-=0",
     "price": "each request drafts until its next token stops paying for its row, by history and drafter confidence",
     "price:history": "the same without the drafter's confidence",
+    "goodput": "rival: as vLLM's adaptive verification, tokens ranked by survival over the cost of verifying",
+    "smartspec": "rival: one length by goodput under a moving acceptance rate (SmartSpec)",
+    "adaspec": "rival: rounds and threshold by goodput for the batch; adaspec:MS within a time per token (AdaSpec)",
+    "ema": "rival: a tier by the running mean of accepted tokens (SGLang's adaptive mode)",
+    "bandit": "rival: UCB over lengths, for each octave of batch sizes (BanditSpec, Nightjar)",
+    "gplcb": "rival: a Gaussian process' lower bound on seconds per token (the FASER paper); needs the extra train",
 }
 
 
@@ -50,6 +57,27 @@ def make_policy(spec: str, capabilities: Capabilities) -> Policy:
         return LengthTable.parse(argument, capabilities)
     if name == "price" and argument in ("", "history"):
         return PricePolicy(capabilities, use_confidence=not argument)
+    if rival := _rival(name, argument, capabilities):
+        return rival
     if name == "survey":  # not among POLICIES: it serves `faser profile`, no operator
         return Survey.parse(argument or "0", capabilities)
     raise PolicyError(f"unknown policy {spec!r}: possible are {', '.join(POLICIES)}")
+
+
+def _rival(name: str, argument: str, capabilities: Capabilities) -> Policy | None:
+    from .rivals.bandit import Bandit
+    from .rivals.ema import AcceptanceEma
+    from .rivals.goodput import AdaptiveVerification, AdaSpec, SmartSpec
+
+    if name == "adaspec":
+        return AdaSpec.parse(argument, capabilities)
+    if argument:
+        return None
+    if name == "gplcb":
+        from .rivals.gp_lcb import GaussianProcessBound
+
+        return GaussianProcessBound(capabilities)
+    makers: dict[str, Callable[[Capabilities], Policy]] = {
+        "goodput": AdaptiveVerification, "smartspec": SmartSpec, "ema": AcceptanceEma, "bandit": Bandit,
+    }  # fmt: skip
+    return makers[name](capabilities) if name in makers else None
