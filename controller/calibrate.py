@@ -25,7 +25,7 @@ from rich.table import Table
 from ..engine_adapter.protocol import Hello
 from ..env.acceptance_fit import Description, DraftTrial, describe, fit_acceptance
 from ..env.acceptance_model import AcceptanceModel
-from ..env.calibration import CalibrationError, Fit, domain_of, fit_phase
+from ..env.calibration import HELD_OUT_SHARE, CalibrationError, Fit, domain_of, fit_phase
 from ..env.engine_model import (
     PROFILE_VERSION,
     Card,
@@ -105,7 +105,7 @@ def fit_all(samples: StepSamples, options: CalibrateOptions, graph_sizes: tuple[
     """Fit every phase; raise ModelError where too little was measured."""
     fits: dict[Phase, Fit] = {}
     for phase in PHASES:
-        share = 0.3 if options.held_out else 0.0
+        share = HELD_OUT_SHARE if options.held_out else 0.0
         least = min(options.least_repeats, 5) if phase == "host" else options.least_repeats
         try:
             fits[phase] = fit_phase(samples, phase, least, share, graph_sizes)

@@ -43,9 +43,9 @@ class Stop:
 class Grid:
     """Which stops there are. Tokens unless said otherwise."""
 
-    requests: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+    requests: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
     contexts: tuple[int, ...] = (32, 200, 700)
-    most_tokens: int = 25_000  # prompts of one stop: they cost time and are prompts like any other
+    most_tokens: int = 9_000  # prompts of one stop: they take time and are prompts like any other
     steps: int = 80
 
     def stops(self, max_requests: int, max_context: int, kv_tokens: int) -> list[Stop]:

@@ -32,6 +32,8 @@ Ints = npt.NDArray[np.int64]
 NEWTON_STEPS: Final = 25
 PRIOR_TRIALS: Final = 20.0  # what slope 1 and intercept 0 count for, at each position
 LEAST_TRIALS: Final = 50
+MATCHINGS: Final = 5
+MATCHING_DRAFTS: Final = 6000
 DEFAULT_SPREAD: Final = 1.5  # of the confidence's logit, where a trace has none: AUC of about 0.8
 
 
@@ -71,6 +73,7 @@ class Description:
 
 def fit_acceptance(drafts: Iterable[DraftTrial], k_max: int, source: str = "") -> AcceptanceModel:
     """Return the generator for these drafts; positions without trials continue the last one that has some."""
+    drafts = list(drafts)
     tokens, scores = unfold(drafts, k_max)
     if len(tokens.position) < LEAST_TRIALS:
         return replace(default_acceptance(k_max), source=f"default: {len(tokens.position)} draft tokens measured")
@@ -78,7 +81,7 @@ def fit_acceptance(drafts: Iterable[DraftTrial], k_max: int, source: str = "") -
     has_confidence = bool(np.isfinite(tokens.logit).mean() > 0.5)
     share, carry = _score_structure(scores) if has_confidence else (0.1, 0.3)
     if not has_confidence:
-        return _fit_blind(tokens, k_max, share, carry, source)
+        return _matched(_fit_blind(tokens, k_max, share, carry, source), drafts)
     intercepts, slopes = np.zeros(k_max), np.ones(k_max)
     for position in range(k_max):
         own = (tokens.position == position) & np.isfinite(tokens.logit)
@@ -123,6 +126,24 @@ def _fit_blind(tokens: Tokens, k_max: int, share: float, carry: float, source: s
             low, high = (middle, high) if is_low else (low, middle)
         intercepts.append(0.5 * (low + high) + 0.15 * position)  # the default's confidence falls by as much
     return replace(model, intercepts=tuple(intercepts))
+
+
+def _matched(model: AcceptanceModel, drafts: list[DraftTrial]) -> AcceptanceModel:
+    """Shift the intercepts until drawn drafts have the measured means: those that get deep are not like all."""
+    repeats = max(1, MATCHING_DRAFTS // len(drafts))
+    many = [DraftTrial((turn, draft.request[1]), *_lengths(draft)) for turn in range(repeats) for draft in drafts]
+    for seed in range(MATCHINGS):
+        found = _means(unfold(draw_like(model, many, seed), model.k_max)[0], model.k_max)
+        shifted = [
+            intercept + logit(wanted) - logit(mean)
+            for intercept, wanted, mean in zip(model.intercepts, model.means, found, strict=True)
+        ]
+        model = replace(model, intercepts=tuple(shifted))
+    return model
+
+
+def _lengths(draft: DraftTrial) -> tuple[int, int, int]:
+    return draft.verified, draft.tested, draft.accepted
 
 
 def unfold(drafts: Iterable[DraftTrial], k_max: int) -> tuple[Tokens, list[list[Floats]]]:

@@ -20,7 +20,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-HELD_OUT_SHARE = 0.3
+HELD_OUT_SHARE = 0.4
 REWEIGHTINGS = 12  # towards the least sum of absolute relative errors, which outliers move little
 LEAST_RESIDUAL = 0.02  # relative; below this a cell counts by squares
 RESAMPLES = 40  # for the covariance of the coefficients
@@ -35,7 +35,7 @@ class CalibrationError(ValueError):
 class Cells:
     """m cells of one phase.
 
-    :param basis: (m, terms) mean over the cell's repeats
+    :param basis: (m, terms) mean over the middle half of the cell's repeats
     :param measured_s: (m,) median of the repeats
     :param repeats: (m,) how many there are
     :param step_spread: (m,) relative standard deviation of one repeat, robust
@@ -93,7 +93,10 @@ def cells_of(samples: StepSamples, phase: Phase, least_repeats: int, held_out_sh
     for key, places in kept.items():
         own = times[places]
         median = float(np.median(own))
-        rows.append(basis[places].mean(axis=0))
+        # Work varies a little within a cell: the basis is that of the repeats around the median.
+        order = np.argsort(own, kind="stable")
+        middle = order[len(own) // 4 : len(own) - len(own) // 4]
+        rows.append(basis[np.array(places)[middle]].mean(axis=0))
         measured.append(median)
         repeats.append(len(places))
         spreads.append(1.4826 * float(np.median(np.abs(own / median - 1.0))))
@@ -178,9 +181,12 @@ def _keys(samples: StepSamples, phase: Phase) -> Ints:
             _octave(samples.prompt_tokens, 4), _octave(samples.kv_tokens, 2),
         ]  # fmt: skip
     elif phase == "draft":
+        is_few = samples.first_rows < 8.0  # these differ by what was accepted; more are prompts and catching up
+        few = np.where(is_few, _octave(samples.first_rows, 1), 0.0)
+        many = np.where(is_few, 0.0, _octave(samples.first_rows, 3))
         parts = [
-            samples.drafting_requests, samples.rounds, samples.draft_rows, _octave(samples.first_rows, 3),
-            _octave(samples.draft_attended_tokens, 1), _octave(samples.kept_rows, 1),
+            samples.drafting_requests, samples.rounds, samples.draft_rows, few, many,
+            _octave(samples.draft_attended_tokens, 1),
         ]  # fmt: skip
     else:
         parts = [samples.requests, samples.arrivals]

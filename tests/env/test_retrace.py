@@ -1,0 +1,89 @@
+"""The replay of one recorded engine: it conserves requests and tokens, and does what a hand would compute."""
+
+import math
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from faser.env.engine_model import HOST_BASIS, EngineProfile, Range, synthetic_profile
+from faser.env.retrace import RecordedRequest, retrace
+
+STEP_S, ROW_S, HOST_S = 5.886e-3, 21e-6, 1.207e-3
+
+
+def quiet(**changes: object) -> EngineProfile:
+    profile = synthetic_profile(noise=0.0, k_max=4, kv_token_s=0.0)
+    return replace(profile, **changes)  # type: ignore[arg-type]
+
+
+def test_plain_decoding_takes_as_long_as_the_model_says() -> None:
+    run = retrace(quiet(), [RecordedRequest(2.0, 100, 5)], seed=0)
+    prompt_s, step_s = STEP_S + 100 * ROW_S, STEP_S + ROW_S + HOST_S
+    assert run.first_token_s[0] == pytest.approx(2.0 + prompt_s)
+    assert run.end_s[0] == pytest.approx(2.0 + prompt_s + 4 * step_s)
+    assert run.steps == 5
+
+
+def test_a_prompt_beyond_the_budget_is_computed_in_chunks() -> None:
+    run = retrace(quiet(token_budget=64), [RecordedRequest(0.0, 150, 1)], seed=0)
+    assert run.steps == 3
+
+
+def test_drafts_that_are_always_accepted_shorten_the_answer_by_their_length() -> None:
+    sure = replace(quiet().acceptance, intercepts=(30.0,) * 4)
+    decided = (RecordedRequest(0.0, 10, 31, ((0, 4, 4),)),)
+    assert retrace(quiet(acceptance=sure), list(decided), seed=0).steps == 1 + 6
+
+
+def test_drafts_that_are_never_accepted_only_cost_time() -> None:
+    never = replace(quiet().acceptance, intercepts=(-30.0,) * 4, slopes=(0.0,) * 4)
+    plain, drafting = RecordedRequest(0.0, 10, 20), RecordedRequest(0.0, 10, 20, ((0, 4, 4),))
+    without, with_ = (retrace(quiet(acceptance=never), [one], seed=0) for one in (plain, drafting))
+    assert with_.steps == without.steps == 20
+    assert with_.end_s[0] > without.end_s[0]
+
+
+def test_every_request_ends_once_and_in_time_order() -> None:
+    chance = np.random.default_rng(0)
+    requests = [
+        RecordedRequest(float(at), int(chance.integers(1, 300)), int(chance.integers(1, 60)), ((0, 3, 3), (20, 0, 0)))
+        for at in np.sort(chance.uniform(0, 2, 60))
+    ]
+    run = retrace(quiet(max_requests=8, token_budget=128), requests, seed=3)
+    arrival_s = np.array([request.arrival_s for request in requests])
+    assert np.isfinite(run.end_s).all()
+    assert (arrival_s < run.first_token_s).all()
+    assert (run.first_token_s <= run.end_s).all()
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_does_not() -> None:
+    requests = [RecordedRequest(0.1 * i, 50, 40, ((0, 3, 3),)) for i in range(5)]
+    first, again, other = (retrace(quiet(), requests, seed) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(first.end_s, again.end_s)
+    assert (first.end_s != other.end_s).any()
+
+
+def test_idle_time_is_no_pause_between_steps() -> None:
+    slow = replace(quiet().host, coefficients=(100.0,) + (0.0,) * (len(HOST_BASIS) - 1))
+    run = retrace(quiet(host=slow), [RecordedRequest(0.0, 10, 1), RecordedRequest(50.0, 10, 1)], seed=0)
+    assert run.end_s.max() < 51.0
+
+
+def test_what_was_skipped_is_made_up_for_within_the_limit_of_a_step() -> None:
+    request = RecordedRequest(0.0, 100, 30, ((0, 0, 0), (10, 4, 4)))
+    sure = replace(quiet().acceptance, intercepts=(30.0,) * 4)
+    limited = retrace(quiet(catch_up_tokens=40, acceptance=sure), [request], seed=0)
+    free = retrace(quiet(catch_up_tokens=1000, acceptance=sure), [request], seed=0)
+    assert limited.steps > free.steps
+
+
+def test_a_decision_holds_until_the_next_one_and_before_the_first() -> None:
+    request = RecordedRequest(0.0, 1, 9, ((2, 1, 2), (5, 3, 3)))
+    assert [request.decided(emitted) for emitted in (0, 2, 4, 5, 9)] == [(1, 2), (1, 2), (1, 2), (3, 3), (3, 3)]
+    assert RecordedRequest(0.0, 1, 1).decided(5) == (0, 0)
+
+
+def test_steps_outside_the_profile_are_counted() -> None:
+    run = retrace(quiet(domain={"rows": Range(0, 5)}), [RecordedRequest(0.0, 10, 3)], seed=0)
+    assert math.isclose(run.outside_share, 1 / 3)
