@@ -1,0 +1,107 @@
+"""A learned policy's action: a few numbers in -1..1 that say at what price requests draft. The one layout of it.
+
+Called by policies (`decode`) and, compiled, by the simulator (env/simulator_draft.py); a test holds the two together.
+A price instead of a length per request keeps the action small, safe to clip and indifferent to the requests' order.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..engine_adapter.protocol import Prune
+from .spaces import Action, Capabilities, Lengths, clamp
+from .state import EngineState
+
+Singles = npt.NDArray[np.float32]
+
+
+class Component(NamedTuple):
+    """One number of the action. It is -1..1 on the outside; `low` to `high` is what that means."""
+
+    name: str
+    unit: str
+    low: float
+    high: float
+    meaning: str
+
+
+ACTION: Final = (
+    Component("threshold", "survival", 0.0, 1.0, "draft while history gives a token this chance to be accepted"),
+    Component("depth", "share of k_max", 0.0, 1.0, "no draft is longer"),
+    Component("keep", "survival", 0.0, 1.0, "drop a drafted token to whose draft confidence gives less; 0: no rule"),
+    Component("go_on", "survival", 0.0, 1.0, "end a draft behind a token to which confidence gives less"),
+    Component("overlap", "third", 0.0, 1.0, "draft and verify in turn; two half-batches; draft ahead"),
+    Component("split", "part", 0.0, 1.0, "equal parts, one for each split of the engine; the first is unsplit"),
+    Component("prune", "strength", -1.0, 1.0, "prune while verifying; 0 and less: off"),
+)
+THRESHOLD, DEPTH, KEEP, GO_ON, OVERLAP, SPLIT, PRUNE = range(len(ACTION))
+SERIAL, PING_PONG, AHEAD = range(3)  # of the overlap
+RULED_FROM: Final = 0.02  # a stop rule that keeps everything above less is none
+
+
+def meant(vectors: npt.ArrayLike) -> Singles:
+    """Return (..., len(ACTION)) what numbers in -1..1 mean; what is outside is clipped, NaN counts as -1."""
+    raw = np.clip(np.nan_to_num(np.asarray(vectors, np.float32), nan=-1.0), -1.0, 1.0)
+    means = (raw + np.float32(1.0)) * np.float32(0.5)
+    means[..., PRUNE] = raw[..., PRUNE]
+    return means
+
+
+def outside(**means: float) -> Singles:
+    """Return the vector (len(ACTION),) in -1..1 of named meanings; what is not named is neutral: no drafts, serial."""
+    vector = np.full(len(ACTION), -1.0, np.float32)
+    for index, component in enumerate(ACTION):
+        if component.name in means:
+            value = means.pop(component.name)
+            vector[index] = value if component.low < 0.0 else 2.0 * value - 1.0
+    if means:
+        raise ValueError(f"no component {', '.join(sorted(means))}; expected {', '.join(c.name for c in ACTION)}")
+    return vector
+
+
+def lengths_for(acceptance: npt.ArrayLike, threshold: float, depth: float) -> Lengths:
+    """Return (n,) draft lengths from chances of acceptance (n, positions), each given that the one before was."""
+    chances = np.asarray(acceptance, np.float32)
+    survival = np.cumprod(chances, axis=1, dtype=np.float32)
+    return (survival[:, : deepest(depth, chances.shape[1])] >= np.float32(threshold)).sum(axis=1)
+
+
+def deepest(depth: float, k_max: int) -> int:
+    """Return the draft length that a share of k_max means."""
+    return min(int(depth * k_max + 0.5), k_max)
+
+
+def choice(value: float, options: int) -> int:
+    """Return which of `options` equal parts of 0..1 holds `value`."""
+    return min(int(value * options), options - 1)
+
+
+def decode(vector: npt.ArrayLike, state: EngineState) -> Action:
+    """Return the action that `vector` (len(ACTION),) in -1..1 means for the live requests of `state`.
+
+    Only what the wire carries: overlapping stays in the simulator until an engine can do it.
+    """
+    means = meant(np.reshape(vector, len(ACTION)))
+    capabilities = state.capabilities
+    # The last row is a stranger: a request that nothing is known about.
+    chances = np.concatenate([state.acceptance(), state.population.mean[None, :]])
+    lengths = lengths_for(chances, float(means[THRESHOLD]), float(means[DEPTH]))
+    keep, go_on = float(means[KEEP]), float(means[GO_ON])
+    is_ruled = keep >= RULED_FROM and state.confidence.is_ready
+    action = Action(
+        lengths[:-1],
+        int(lengths[-1]),
+        split=choice(float(means[SPLIT]), len(capabilities.splits)),
+        prune=_prune(float(means[PRUNE]), capabilities),
+        stop=state.confidence.rule(keep, np.full(capabilities.k_max, go_on)) if is_ruled else None,
+    )
+    return clamp(action, capabilities)
+
+
+def _prune(strength: float, capabilities: Capabilities) -> Prune | None:
+    if strength <= 0.0 or not capabilities.exit_layers:
+        return None
+    return Prune(capabilities.exit_layers[len(capabilities.exit_layers) // 2], strength)

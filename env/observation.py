@@ -1,0 +1,139 @@
+"""What a learned policy sees: a fixed number of features per request and of the whole engine. The one layout of them.
+
+`observe_vector` computes it from env/state.py's EngineState, live; the simulator's kernel (env/simulator_observe.py)
+computes the same, and a test holds the two together. Bump OBSERVATION_VERSION with every change: trained weights
+depend on it. Nothing in it may depend on what only the future tells: true answer lengths, coming acceptances.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .state import EngineState
+from .step_octaves import OCTAVES
+
+Singles = npt.NDArray[np.float32]
+
+OBSERVATION_VERSION: Final = 1
+POSITIONS: Final = 4  # draft positions whose acceptance is shown; the last one known stands for those beyond k_max
+
+
+class Feature(NamedTuple):
+    """One number of the observation; x/(x+c) squeezes counts without a known end into 0..1."""
+
+    name: str
+    low: float
+    high: float
+    unit: str
+
+
+REQUEST_FEATURES: Final = (
+    Feature("is_decoding", 0.0, 1.0, "1: past its prompt"),
+    Feature("is_prefilling", 0.0, 1.0, "1: its prompt is being computed"),
+    Feature("context", 0.0, 1.0, "x/(x+1024), x computed tokens"),
+    Feature("emitted", 0.0, 1.0, "x/(x+128), x tokens of its answer so far"),
+    Feature("age", 0.0, 1.0, "x/(x+10), x seconds since its arrival"),
+    Feature("priority", -1.0, 1.0, "priority / 8, clipped"),
+    Feature("draft_length", 0.0, 1.0, "draft length in force / k_max"),
+    *(Feature(f"acceptance_{j + 1}", 0.0, 1.0, f"chance that draft token {j + 1} is accepted") for j in range(POSITIONS)),
+    Feature("survival", 0.0, 1.0, "chance that all k_max draft tokens are accepted"),
+    Feature("evidence", 0.0, 1.0, "x/(x+40), x trials of its first draft position, with forgetting"),
+)
+GLOBAL_FEATURES: Final = (
+    Feature("running", 0.0, 1.0, "running requests / most requests"),
+    Feature("decoding", 0.0, 1.0, "requests past their prompt / most requests"),
+    Feature("waiting", 0.0, 1.0, "x/(x+16), x waiting requests"),
+    Feature("kv_usage", 0.0, 1.0, "share of the KV blocks in use"),
+    Feature("arrival_rate", 0.0, 1.0, "x/(x+10), x arrivals per second over about 10 s"),
+    Feature("prefill_rows", 0.0, 1.0, "x/(x+256), x prompt rows per step, running mean"),
+    Feature("prefill_share", 0.0, 1.0, "prompt rows / rows, running mean"),
+    Feature("step_time", -1.0, 1.0, "log(x / 10 ms) / 5, x seconds per step, running mean"),
+    Feature("token_rate", 0.0, 1.0, "log(1 + x) / 12, x tokens per second, running mean"),
+    *(Feature(f"acceptance_{j + 1}", 0.0, 1.0, f"acceptance of draft token {j + 1}, all requests") for j in range(POSITIONS)),
+    Feature("level_deviation", 0.0, 1.0, "how much requests differ in acceptance, relative"),
+    Feature("draft_share", 0.0, 1.0, "seconds of drafting / seconds of a step, running means"),
+    Feature("rounds", 0.0, 1.0, "drafting rounds / k_max, running mean"),
+    *(
+        Feature(f"cost_{1 << j}", -1.0, 1.0, f"log(x / mean step) / 4, x seconds but for drafting at {1 << j} rows; 0: unknown")
+        for j in range(OCTAVES)
+    ),
+    *(Feature(f"known_{1 << j}", 0.0, 1.0, f"x/(x+8), x steps seen of {1 << j} rows") for j in range(OCTAVES)),
+)  # fmt: skip
+
+
+class Observation(NamedTuple):
+    """The observation of one engine; rows beyond the live requests are 0."""
+
+    requests: Singles  # (slots, len(REQUEST_FEATURES)); the order of requests carries no meaning
+    globals: Singles  # (len(GLOBAL_FEATURES),)
+    handles: npt.NDArray[np.int64]  # (n,) of the first n rows
+
+
+def observe_vector(state: EngineState, slots: int) -> Observation:
+    """Return what is known, for at most `slots` requests in the batch; the longest-known ones if there are more."""
+    is_running = state.requests.running(state.link.records)
+    places = np.flatnonzero(is_running)[:slots]
+    requests = np.zeros((slots, len(REQUEST_FEATURES)), np.float32)
+    requests[: len(places)] = _requests(state, places)
+    return Observation(requests, _globals(state, is_running), state.requests.column("handle")[places])
+
+
+def _requests(state: EngineState, places: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    table, k_max = state.requests, state.capabilities.k_max
+    is_prefill = table.column("is_prefill")[places]
+    age_s = np.maximum(state.time_s - table.column("arrival_s")[places], 0.0)
+    acceptance = state.acceptance()[places]
+    shown = acceptance[:, np.minimum(np.arange(POSITIONS), k_max - 1)] if k_max else np.zeros((len(places), POSITIONS))
+    trials = table.trials[places, 0] if k_max else np.zeros(len(places))
+    columns = [
+        ~is_prefill,
+        is_prefill,
+        squeezed(table.column("context")[places], 1024.0),
+        squeezed(table.column("emitted")[places], 128.0),
+        squeezed(age_s, 10.0),
+        np.clip(table.column("priority")[places] / 8.0, -1.0, 1.0),
+        table.column("limit")[places] / max(k_max, 1),
+        *shown.T,
+        acceptance.prod(axis=1) if k_max else np.zeros(len(places)),
+        squeezed(trials, 40.0),
+    ]
+    return np.stack([np.asarray(column, np.float64) for column in columns], axis=1)
+
+
+def _globals(state: EngineState, is_running: npt.NDArray[np.bool_]) -> Singles:
+    load, octaves, most = state.load, state.octaves, max(state.capabilities.max_requests, 1)
+    k_max = state.capabilities.k_max
+    mean = state.population.mean
+    decoding = float(np.count_nonzero(is_running & ~state.requests.column("is_prefill")))
+    step_s = max(load.step_s, 1e-6)
+    shown = [float(mean[min(j, k_max - 1)]) if k_max else 0.0 for j in range(POSITIONS)]
+    log_step = float(np.log(step_s))
+    seen = np.array(octaves.visits)
+    costs = np.where(seen > 0.0, np.clip((np.array(octaves.log_s) - log_step) / 4.0, -1.0, 1.0), 0.0)
+    values = [
+        min(load.running / most, 1.0),
+        min(decoding / most, 1.0),
+        load.waiting / (load.waiting + 16.0),
+        load.kv_usage,
+        load.arrival_rate_per_s / (load.arrival_rate_per_s + 10.0),
+        load.prefill_rows / (load.prefill_rows + 256.0),
+        load.prefill_share,
+        min(max((log_step - np.log(0.01)) / 5.0, -1.0), 1.0),
+        min(np.log1p(load.tokens_per_s) / 12.0, 1.0),
+        *shown,
+        np.sqrt(state.population.level_variance),
+        min(octaves.draft_s / step_s, 1.0),
+        min(octaves.rounds / max(k_max, 1), 1.0),
+        *costs,
+        *squeezed(seen, 8.0),
+    ]
+    return np.array(values, np.float32)
+
+
+def squeezed(values: npt.NDArray[np.float64], half: float) -> npt.NDArray[np.float64]:
+    """Return x/(x+half), 0..1 for x >= 0."""
+    result: npt.NDArray[np.float64] = values / (values + half)
+    return result

@@ -1,0 +1,386 @@
+"""One step of many simulated engines; compiled. Called by env/simulator.py.
+
+Order as in the real engine: arrivals, schedule, verify, emit, draft, clock, record. What a policy decides on this
+step's record is in force when the next step drafts, or `staleness` steps later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+
+from .action_vector import AHEAD, OVERLAP, PING_PONG, PRUNE, SPLIT
+from .engine_model import (
+    DRAFT_BASIS,
+    HOST_BASIS,
+    VERIFY_BASIS,
+    fill_draft_basis,
+    fill_host_basis,
+    fill_verify_basis,
+    padded_rows,
+)
+from .reward import reward
+from .simulator_draft import DRAFT_ATTENDED, DRAFTING, DRAWN, FIRST_ROWS, KEPT_ROWS, ROUNDS, draft, take_action
+from .simulator_observe import observe
+from .simulator_schedule import (
+    GOLDEN,
+    arrive,
+    drawn,
+    gaussian,
+    mixed,
+    move_in,
+    next_admission,
+    schedule,
+    set_verified,
+    uniform,
+)
+from .simulator_state import (
+    ACCEPTED,
+    ARRIVED,
+    BEGAN,
+    BLOCKS,
+    COMPUTED,
+    CONTEXT,
+    DRAFTS,
+    EMITTED,
+    FINISHED,
+    FIRST,
+    FREE,
+    FRESH,
+    HANDLE,
+    IS_PREFILL,
+    KEPT,
+    LUCKY,
+    OUTPUT,
+    PHASE,
+    PREEMPTED,
+    PROMPT,
+    PRUNED,
+    RUNNING,
+    SCHEDULED,
+    SERVICE,
+    VERIFIED,
+    Floats,
+    Shorts,
+    Singles,
+    Words,
+)
+from .world import compiled
+
+# A step's work: behind simulator_draft's, the parameters of fill_verify_basis and what is counted beside.
+(
+    REQUESTS, DECODE_ROWS, DRAFT_TOKENS, PROMPTS, PROMPT_TOKENS, SAMPLED, KV_TOKENS, ATTENDED, ATTENDED_PROMPT,
+    ALL_PRUNED, ALL_FRESH, WASTED, AHEAD_TOKENS, WORK,
+) = range(6, 20)  # fmt: skip
+_V, _D, _H = len(VERIFY_BASIS), len(DRAFT_BASIS), len(HOST_BASIS)
+_PRUNE_KEY = np.uint64(0x5851F42D4C957F2D)
+
+
+@compiled
+def _pause(engine: Any, profile: Any, settings: Any, coefficients: Floats, normal: Singles, basis: Floats) -> None:
+    """Let the time between two steps pass."""
+    fill_host_basis(basis, float(engine.running), float(engine.new_arrivals))
+    host_s = 0.0
+    for t in range(_H):
+        host_s += basis[t] * coefficients[_V + _D + t]
+    sigma = settings.noise * profile.noise_host
+    if sigma > 0.0:
+        host_s *= math.exp(sigma * gaussian(normal, drawn(engine)))
+    engine.host_s = host_s
+    engine.clock_s += host_s
+    engine.in_system_s += (engine.running + engine.waiting) * host_s
+
+
+@compiled
+def _verify(
+    engine: Any, profile: Any, settings: Any, ints: Shorts, keys: Words, strength: float, work: Floats
+) -> None:
+    """Run the target over what is scheduled: accept drafts, emit tokens, count the work."""
+    prunes = strength > 0.0 and profile.saved > 0.0
+    requests = decode_rows = draft_tokens = prompts = prompt_tokens = sampled = kv_tokens = attended = 0
+    all_pruned = all_fresh = wasted = decoding = 0
+    attended_prompt = 0.0
+    for i in range(ints.shape[1]):
+        rows, verified = ints[SCHEDULED, i], ints[VERIFIED, i]
+        ints[FINISHED, i] = ints[FIRST, i] = 0
+        ints[ACCEPTED, i] = ints[FRESH, i] = ints[PRUNED, i] = 0
+        before = ints[COMPUTED, i]
+        ints[CONTEXT, i] = before
+        if rows == 0:
+            continue
+        ends = rows - verified == ints[PROMPT, i] + ints[EMITTED, i] - before
+        hits = min(ints[LUCKY, i], verified)
+        made, pruned = hits + 1 if ends else 0, 0
+        if prunes and verified > 0:
+            hits, made, pruned = _prune(settings, strength, keys[i], ints[EMITTED, i], verified, hits)
+            all_pruned += pruned
+        is_prefill = rows > verified + 1 or made == 0
+        fresh = min(made, ints[OUTPUT, i] - ints[EMITTED, i])
+        context = before + (rows - 1 - verified + made if ends else rows)
+        ints[ACCEPTED, i], ints[FRESH, i], ints[PRUNED, i] = hits, fresh, pruned
+        ints[FIRST, i] = 1 if ints[EMITTED, i] == 0 and made > 0 else 0
+        ints[IS_PREFILL, i] = 1 if is_prefill else 0
+        ints[COMPUTED, i] = context
+        ints[EMITTED, i] += fresh
+        wasted += verified - hits
+        requests += 1
+        kv_tokens += context
+        all_fresh += fresh
+        if is_prefill:
+            prompts += 1
+            prompt_tokens += rows
+            attended_prompt += rows * (before + 0.5 * (rows + 1))
+            sampled += 1 if ends else 0
+        else:
+            decoding += 1
+            decode_rows += rows
+            draft_tokens += verified
+            attended += rows * context
+    engine.prefill_tokens, engine.decode_tokens, engine.draft_tokens = prompt_tokens, decoding, draft_tokens
+    engine.drafted += draft_tokens
+    engine.accepted += draft_tokens - wasted
+    engine.emitted += all_fresh
+    work[REQUESTS], work[DECODE_ROWS], work[DRAFT_TOKENS], work[PROMPTS] = requests, decode_rows, draft_tokens, prompts
+    work[PROMPT_TOKENS], work[SAMPLED], work[KV_TOKENS] = prompt_tokens, sampled + decode_rows, kv_tokens
+    work[ATTENDED], work[ATTENDED_PROMPT] = attended, attended_prompt
+    work[ALL_PRUNED], work[ALL_FRESH], work[WASTED] = all_pruned, all_fresh, wasted
+
+
+@compiled
+def _prune(
+    settings: Any, strength: float, key: np.uint64, emitted: int, verified: int, hits: int
+) -> tuple[int, int, int]:
+    """Prune one request's draft: (accepted, emitted, pruned tokens).
+
+    A token that is pruned though it would be accepted is still tested by the row before it, and ends the step without
+    a token of the target's own.
+    """
+    bits = mixed(key ^ (_PRUNE_KEY + np.uint64(emitted) * GOLDEN))
+    quiet = 1.0 - settings.false_alarm * strength
+    luck, chance = uniform(bits), 1.0
+    for j in range(hits):
+        chance *= quiet
+        if luck >= chance:
+            return j + 1, j + 1, verified - j
+    if hits < verified and uniform(mixed(bits + GOLDEN)) < settings.recall * strength:
+        return hits, hits + 1, verified - hits
+    return hits, hits + 1, 0
+
+
+@compiled
+def _hand_over(ints: Shorts, work: Floats) -> None:
+    """Hand the drafts over to the next step; count those that could have been made ahead."""
+    ahead = 0
+    for i in range(ints.shape[1]):
+        ints[CONTEXT, i] = ints[COMPUTED, i]
+        if ints[SCHEDULED, i] > 0:
+            ints[DRAFTS, i] = ints[KEPT, i]
+            if ints[VERIFIED, i] > 0 and ints[ACCEPTED, i] == ints[VERIFIED, i]:
+                ahead += ints[KEPT, i]
+    work[AHEAD_TOKENS] = ahead
+
+
+@compiled
+def _time(
+    engine: Any, profile: Any, settings: Any, vector: Singles, coefficients: Floats, graphs: Floats, splits: Floats,
+    normal: Singles, work: Floats, basis: Floats,
+) -> None:  # fmt: skip
+    """Fill in how long the step takes: its phases, and how much of them ran side by side."""
+    overlap = min(int(vector[OVERLAP] * 3.0), AHEAD)
+    split = splits[min(int(vector[SPLIT] * profile.splits), profile.splits - 1)]
+    parts = 2.0 if overlap == PING_PONG and work[REQUESTS] > 1.0 else 1.0
+    verify_s = parts * _verify_time(profile, coefficients, graphs, work, basis, 1.0 / parts) * split[0]
+    draft_s = parts * _draft_time(coefficients, work, basis, 1.0 / parts) * split[1]
+    sigma = settings.noise * profile.noise_verify
+    if sigma > 0.0:
+        verify_s *= math.exp(sigma * gaussian(normal, drawn(engine)))
+    sigma = settings.noise * profile.noise_draft
+    if sigma > 0.0:
+        draft_s *= math.exp(sigma * gaussian(normal, drawn(engine)))
+    hidden_s = 0.0
+    if overlap == PING_PONG:
+        hidden_s = split[2] * min(verify_s, draft_s)
+    elif overlap == AHEAD and work[DRAWN] > 0.0:  # only drafts behind a fully accepted one are of use
+        hidden_s = split[2] * min(verify_s, draft_s * work[AHEAD_TOKENS] / work[DRAWN])
+    engine.verify_s, engine.draft_s, engine.overlap_s = verify_s, draft_s, hidden_s
+    engine.step_s = verify_s + draft_s - hidden_s
+
+
+@compiled
+def _verify_time(
+    profile: Any, coefficients: Floats, graphs: Floats, work: Floats, basis: Floats, share: float
+) -> float:
+    """Return seconds of everything but drafting, for a share of the step's work."""
+    decode_rows = (work[DECODE_ROWS] - profile.saved * work[ALL_PRUNED]) * share
+    prompt_tokens = work[PROMPT_TOKENS] * share
+    rows = decode_rows + prompt_tokens
+    decode_rows += padded_rows(rows, graphs) - rows
+    fill_verify_basis(
+        basis, work[REQUESTS] * share, decode_rows, work[DRAFT_TOKENS] * share, work[PROMPTS] * share, prompt_tokens,
+        work[SAMPLED] * share, work[KV_TOKENS] * share, work[ATTENDED] * share, work[ATTENDED_PROMPT] * share,
+    )  # fmt: skip
+    total = 0.0
+    for t in range(_V):
+        total += basis[t] * coefficients[t]
+    return total
+
+
+@compiled
+def _draft_time(coefficients: Floats, work: Floats, basis: Floats, share: float) -> float:
+    """Return seconds of drafting, for a share of the step's work."""
+    fill_draft_basis(
+        basis, work[DRAFTING] * share, work[ROUNDS], work[DRAWN] * share, work[FIRST_ROWS] * share,
+        work[KEPT_ROWS] * share, work[DRAFT_ATTENDED] * share,
+    )  # fmt: skip
+    total = 0.0
+    for t in range(_D):
+        total += basis[t] * coefficients[_V + t]
+    return total
+
+
+@compiled
+def _account(engine: Any, ints: Shorts, times: Floats, objectives: Floats, results: Floats) -> int:
+    """Note first tokens and ends at the clock; free what ended; return the tokens that were in time."""
+    now_s = engine.clock_s
+    good = running = preempted = 0
+    for i in range(ints.shape[1]):
+        if ints[PHASE, i] != RUNNING:
+            preempted += 1 if ints[PHASE, i] == PREEMPTED else 0
+            continue
+        running += 1
+        fresh, emitted = ints[FRESH, i], ints[EMITTED, i]
+        if fresh == 0:
+            continue
+        arrival_s = times[ARRIVED, i]
+        if ints[FIRST, i] != 0:
+            times[BEGAN, i] = now_s
+            engine.ttft_sum_s += now_s - arrival_s
+            engine.ttft_count += 1
+        first_s, service = times[BEGAN, i], ints[SERVICE, i]
+        in_time = first_s - arrival_s <= objectives[service, 0]
+        in_time = in_time and now_s - first_s <= objectives[service, 1] * (emitted - 1)
+        good += fresh if in_time else 0
+        if emitted < ints[OUTPUT, i]:
+            continue
+        running -= 1
+        ints[PHASE, i], ints[FINISHED, i] = FREE, 1
+        engine.free_blocks += ints[BLOCKS, i]
+        ints[BLOCKS, i] = ints[DRAFTS, i] = 0
+        engine.finished += 1
+        engine.finished_good += 1 if in_time else 0
+        engine.e2e_sum_s += now_s - arrival_s
+        if emitted > 1:
+            engine.tpot_sum_s += (now_s - first_s) / (emitted - 1)
+            engine.tpot_count += 1
+        number = ints[HANDLE, i] - 1
+        if number < len(results):
+            results[number, 0], results[number, 1] = arrival_s, first_s
+            results[number, 2], results[number, 3] = now_s, emitted
+    engine.running, engine.waiting = running, engine.queue_length + preempted
+    return good
+
+
+def _entry(sources: str) -> Any:
+    """Return the compiled entry; numba's cache is keyed by `sources` too, so that a change in any part renews it."""
+
+    @numba.njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
+    def step_engines(
+        first: int, last: int, until_s: float, means: Singles, named: Any, rewards: Floats,
+        engines: Any, all_ints: Any, all_traits: Any, all_keys: Any, all_times: Any, all_evidence: Any,
+        all_population: Any, all_octaves: Any, all_queue_s: Any, all_queue_row: Any, all_lengths: Any,
+        all_vectors: Any, all_rules: Any, all_chances: Any, all_cells: Any, all_coefficients: Any, all_shown: Any,
+        all_globals: Any, all_terms: Any, all_results: Any,
+        all_settings: Any, profiles: Any, all_graphs: Any, all_splits: Any, all_tables: Any, sigmoid: Any, normal: Any,
+        rows: Any, spans: Any, all_objectives: Any, priority: Any, offsets: Any, decisions: Any,
+    ) -> None:  # fmt: skip
+        if len(sources) == 0:
+            return
+        order = np.zeros(all_ints.shape[2], np.int64)
+        basis = np.zeros(max(_V, _D, _H))
+        work = np.zeros(WORK)
+        scratch = np.zeros((4, all_ints.shape[2]), np.float32)
+        counts = np.zeros((2, all_rules.shape[2]))
+        settings = all_settings[0]
+        for e in range(first, last):
+            engine = engines[e]
+            is_done = engine.exhausted != 0 and engine.running + engine.waiting + engine.queue_length == 0
+            if engine.clock_s >= until_s or is_done:
+                continue
+            profile = profiles[engine.profile]
+            ints, times, evidence, population = all_ints[e], all_times[e], all_evidence[e], all_population[e]
+            traits, keys, lengths, vectors = all_traits[e], all_keys[e], all_lengths[e], all_vectors[e]
+            queue_s, queue_row, coefficients = all_queue_s[e], all_queue_row[e], all_coefficients[e]
+            rules, terms = all_rules[e], all_terms[e]
+            place = take_action(engine, settings, ints, evidence, lengths, vectors, rules, means[e], named[e])
+            vector = vectors[place]
+            end_s, idle_s, served_s = engine.clock_s, engine.idle_s, engine.in_system_s
+            in_system = engine.running + engine.waiting
+            if in_system > 0:
+                _pause(engine, profile, settings, coefficients, normal, basis)
+            span = spans[engine.workload]
+            arrive(engine, profile, settings, rows, span[0], span[1], queue_s, queue_row)
+            engine.began_s = engine.clock_s
+            phase = 2.0 * math.pi * (engine.clock_s / engine.swing_period_s + engine.swing_phase)
+            engine.hardness_now = engine.hardness + engine.hardness_swing * math.sin(phase)
+            did_preempt, running, total = schedule(engine, profile, ints, order)
+            while not did_preempt:
+                slot = next_admission(engine, profile, ints, rows, queue_row, running, total)
+                if slot < 0:
+                    break
+                if ints[PHASE, slot] == FREE:
+                    move_in(
+                        engine, slot, ints, traits, keys, times, evidence, population, lengths, rows, queue_s,
+                        queue_row, normal,
+                    )  # fmt: skip
+                ints[PHASE, slot] = RUNNING
+                running += 1
+                total += ints[SCHEDULED, slot]
+            set_verified(ints)
+            engine.was_ruled = engine.is_ruled
+            _verify(engine, profile, settings, ints, keys, vector[PRUNE], work)
+            draft(
+                engine, profile, settings, ints, traits, keys, population, lengths[place], vector, rules,
+                all_chances[e], all_cells[e], all_tables[engine.profile], sigmoid, normal, offsets, decisions, work,
+            )  # fmt: skip
+            _hand_over(ints, work)
+            _time(
+                engine, profile, settings, vector, coefficients, all_graphs[engine.profile],
+                all_splits[engine.profile], normal, work, basis,
+            )  # fmt: skip
+            engine.clock_s += engine.step_s
+            engine.in_system_s += (in_system + engine.new_arrivals) * engine.step_s
+            good = _account(engine, ints, times, all_objectives[engine.profile], all_results[e])
+            engine.elapsed_s = engine.clock_s - end_s
+            engine.busy_s += engine.elapsed_s - (engine.idle_s - idle_s)
+            engine.steps += 1
+            observe(
+                engine, profile, settings, ints, times, evidence, population, all_octaves[e], priority, all_shown[e],
+                all_globals[e], scratch, counts,
+            )  # fmt: skip
+            terms[0], terms[1], terms[2], terms[3] = (
+                good, work[ALL_FRESH], engine.in_system_s - served_s, work[WASTED],
+            )  # fmt: skip
+            rewards[e] = reward(
+                terms[0], terms[1], terms[2], terms[3], engine.elapsed_s, settings.discount_per_s,
+                settings.good_weight, settings.token_weight, settings.request_weight, settings.waste_weight,
+            )  # fmt: skip
+
+    return step_engines
+
+
+def _sources() -> str:
+    names = ("action_vector", "acceptance", "cost_table", "engine_model", "observation", "reward", "simulator_draft",
+             "simulator_observe", "simulator_schedule", "simulator_state", "simulator_step", "state", "step_octaves",
+             "world")  # fmt: skip
+    digest = hashlib.sha256()
+    for name in names:
+        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
+    return digest.hexdigest()
+
+
+step_engines = _entry(_sources())
