@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..env.acceptance import Floats, Ints
-from ..env.confidence import EDGES
+from ..env.confidence import EDGES, Forecast
 from ..env.requests import Bools
 from ..env.spaces import Action, Capabilities
 from ..env.state import EngineState
@@ -24,6 +24,8 @@ BINS = 48  # survival thresholds, log-spaced
 LOWEST_SURVIVAL = 0.01
 HYSTERESIS = 0.01  # gain below which the cell of the step before is kept
 COMPARE_DECISIONS = 8  # confidence is weighed against history this often
+SETTLE_DECISIONS = 3  # the whole grid is searched this often; between, requests are placed at the point in force
+SIMILAR_BATCH = 8  # ... while the batch has changed by less than one in so many requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,11 @@ def survival_bins(conditional: Floats) -> tuple[Floats, Ints]:
     return survival, bins
 
 
+def least_survival(edge: int) -> float:
+    """Return the survival above which `survival_bins` gives a bin below `edge`."""
+    return LOWEST_SURVIVAL ** (edge / BINS) if edge < BINS else -1.0
+
+
 def predict(state: EngineState, survival: Floats, bins: Ints) -> Grid:
     """Return the predictions for a batch of the n requests whose survival is given."""
     n, k_max = survival.shape
@@ -69,6 +76,7 @@ class Plan:
 
     action: Action  # a probe may replace it
     rate: float  # tokens/s
+    depth: int  # deepest round
     people: Chances | None = None  # None: the population as seen without stop rules
 
 
@@ -86,6 +94,8 @@ class PricePolicy:
         self._stop_cell = (0, 0)  # (threshold to keep, deepest round) in force
         self._is_stopping = False
         self._decisions = 0
+        self._held: Plan | None = None  # last searched for
+        self._held_for: tuple[int, Forecast | None] = (0, None)  # requests, and forecast if it was followed
         self._rate = 0.0  # tokens/s expected last
         self._probes = ProbeAccount()
 
@@ -97,15 +107,36 @@ class PricePolicy:
             return uniform(state, 0, "nothing to speculate on")
         plan = self._plan(state, decoding, requests)
         self._rate = plan.rate
-        probe = self._probes.choose(state, requests, plan.rate, plan.people)
+        probe = self._probes.choose(state, requests, plan.rate, plan.depth, plan.people)
         if probe is not None:
             return uniform(state, probe, f"{requests} decoding: probing length {probe}")
         return plan.action
 
     def _plan(self, state: EngineState, decoding: Bools, requests: int) -> Plan:
-        forecast = state.confidence.forecast
+        forecast = state.confidence.forecast if self._can_stop and state.confidence.is_ready else None
         self._decisions += 1
-        if not self._can_stop or forecast is None or not state.confidence.is_ready:
+        is_due = not self._decisions % SETTLE_DECISIONS or not self._decisions % COMPARE_DECISIONS
+        before, held_forecast = self._held_for
+        is_similar = abs(requests - before) * SIMILAR_BATCH <= before and forecast is held_forecast
+        if self._held is None or is_due or not is_similar:
+            self._held = self._search(state, forecast, decoding, requests)
+            self._held_for = requests, forecast
+            return self._held
+        return self._follow(self._held, state, decoding)
+
+    def _follow(self, plan: Plan, state: EngineState, decoding: Bools) -> Plan:
+        """Return the plan for the requests as they are now, at the operating point in force."""
+        if self._is_stopping or plan.depth == 0:
+            lengths, default = np.full(state.requests.size, plan.depth, np.int64), plan.depth
+        else:
+            survival = with_stranger(state, decoding).cumprod(axis=1)
+            lengths, default = self._placed(survival > least_survival(self._cell[0]), state, decoding)
+        held = plan.action
+        action = Action(lengths, default, price=held.price, stop=held.stop, reason=held.reason)
+        return Plan(action, plan.rate, plan.depth, plan.people)
+
+    def _search(self, state: EngineState, forecast: Forecast | None, decoding: Bools, requests: int) -> Plan:
+        if forecast is None:
             self._is_stopping = False
             return self._by_history(state, decoding, requests)
         if self._decisions % COMPARE_DECISIONS:  # both take too long for every step
@@ -131,26 +162,35 @@ class PricePolicy:
         )
         lengths = np.full(state.requests.size, depth, np.int64)
         stop = grid.rule(state.confidence, keep, depth) if depth else None
-        return Plan(Action(lengths, depth, price=1.0 / now, stop=stop, reason=reason), now, all_drafts(state, forecast))
+        action = Action(lengths, depth, price=1.0 / now, stop=stop, reason=reason)
+        return Plan(action, now, depth, all_drafts(state, forecast))
 
     def _by_history(self, state: EngineState, decoding: Bools, requests: int) -> Plan:
-        # The last row is a stranger: a request that nothing is known about.
-        conditional = np.concatenate([state.acceptance()[decoding], state.population.mean[None, :]])
-        survival, bins = survival_bins(conditional)
+        survival, bins = survival_bins(with_stranger(state, decoding))
         grid = predict(state, survival[:-1], bins[:-1])
         rate = grid.rate
         self._cell = settle(self._cell, rate)
         now = float(rate[self._cell])
         edge, depth = self._cell
-        chosen = np.minimum((bins < edge).sum(axis=1), depth)
-        default = int(chosen[-1])
-        lengths = np.full(state.requests.size, default, np.int64)
-        lengths[decoding] = chosen[:-1]
+        lengths, default = self._placed(bins < edge, state, decoding)
         gain = (now / float(rate[0, 0]) - 1.0) * 100.0
         reason = (
             f"{requests} decoding: {grid.drafted[self._cell]:.0f} drafts in {depth} rounds, {gain:+.0f} % over none"
         )
-        return Plan(Action(lengths, default, price=1.0 / now, reason=reason), now)
+        return Plan(Action(lengths, default, price=1.0 / now, reason=reason), now, depth)
+
+    def _placed(self, is_worth: Bools, state: EngineState, decoding: Bools) -> tuple[Ints, int]:
+        """Return lengths and default of what is worth its row, (n + 1, k_max), in the rounds in force."""
+        chosen = np.minimum(is_worth.sum(axis=1), self._cell[1])
+        default = int(chosen[-1])
+        lengths = np.full(state.requests.size, default, np.int64)
+        lengths[decoding] = chosen[:-1]
+        return lengths, default
+
+
+def with_stranger(state: EngineState, decoding: Bools) -> Floats:
+    """Return (n + 1, k_max) acceptance; the last row is a request that nothing is known about."""
+    return np.concatenate([state.acceptance()[decoding], state.population.mean[None, :]])
 
 
 def settle(cell: tuple[int, int], rate: Floats) -> tuple[int, int]:

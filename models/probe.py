@@ -47,9 +47,12 @@ class ProbeAccount:
         self._last_record = 0
         self.probes = 0
 
-    def choose(self, state: EngineState, requests: int, rate: float, people: Chances | None = None) -> int | None:
+    def choose(
+        self, state: EngineState, requests: int, rate: float, depth: int, people: Chances | None = None
+    ) -> int | None:
         """Return the length to probe for the whole batch of `requests`, or None; `rate` is what is had now.
 
+        :param depth: the deepest draft in force: nothing new would be learnt from it.
         :param people: what is known of the requests' acceptance; None: the state's population.
         """
         self._earn(state)
@@ -61,9 +64,11 @@ class ProbeAccount:
         # Against what the same population is expected to give too: a batch of weak requests is no unknown.
         bar = max(rate, float(view.rate.max())) * (1.0 + MARGIN)
         worth = (view.best_rate > bar) & (view.loss_s <= self._credit_s)
+        worth[depth] = False
         if not worth.any():
             return None
-        length = int(np.argmin(np.where(worth, view.loss_s, np.inf)))
+        # Not the cheapest: a shallow draft that is known to be nearly as good would keep the deep ones from their turn.
+        length = int(np.argmax(np.where(worth, (view.best_rate / bar - 1.0) / view.loss_s, -np.inf)))
         self._credit_s -= float(view.loss_s[length])
         self.probes += 1
         return length
