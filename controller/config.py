@@ -144,10 +144,21 @@ class AuditConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class HttpConfig:
+    """The HTTP side: metrics, health, status and the web page."""
+
+    listen: str = _option("", "HOST:PORT, on loopback unless there is a token; empty: no HTTP")
+    token_file: str = _option(
+        "", "file of mode 0600 with the token that clients send; needed to switch modes over HTTP"
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class LogConfig:
     """What the sidecar says on stderr."""
 
     level: str = _option("info", "debug, info, warning or error", variable="FASER_LOG")
+    format: str = _option("text", "text, or json: one object per line")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +172,7 @@ class Config:
     guard: GuardConfig = GuardConfig()
     store: StoreConfig = StoreConfig()
     audit: AuditConfig = AuditConfig()
+    http: HttpConfig = HttpConfig()
     log: LogConfig = LogConfig()
 
 
@@ -331,6 +343,8 @@ def _build(values: Mapping[str, Value]) -> Config:
         built[part] = owner(**{name: values[f"{part}.{name}"] for name in names if f"{part}.{name}" in values})
     if built["log"].level not in ("debug", "info", "warning", "error"):
         raise ConfigError(f"log.level = {built['log'].level!r}", "debug, info, warning or error")
+    if built["log"].format not in ("text", "json"):
+        raise ConfigError(f"log.format = {built['log'].format!r}", "text or json")
     if built["mode"].default not in get_args(Mode):
         raise ConfigError(f"mode.default = {built['mode'].default!r}", " or ".join(get_args(Mode)))
     return Config(**built)

@@ -30,6 +30,7 @@ from .governor import Governor
 from .keys import load_keyring
 from .link import EngineRouter, Incoming
 from .modes import ModeBoard, engine_name
+from .notify import Notifier
 from .session import Session, check_policy
 from .snapshot import QUESTION, SNAPSHOT_VERSION, LinkStatus, Snapshot, StoreStatus, encode_snapshot
 from .store import EngineEntry, Entry, NoticeEntry, RunEntry, StepEntry, Store
@@ -65,6 +66,7 @@ class Daemon:
         self._asked_s: OrderedDict[bytes, float] = OrderedDict()  # unknown identities
         self._dropped: Counter[str] = Counter()
         self._next_look_s = 0.0
+        self._notifier = Notifier()
         self._board = ModeBoard(config.mode.default, config.mode.state)  # type: ignore[arg-type]
         with ExitStack() as opened:
             keyring = load_keyring(Path(config.link.keys)) if config.link.keys else None
@@ -102,6 +104,7 @@ class Daemon:
         poller = zmq.Poller()
         poller.register(self._router.socket, zmq.POLLIN)
         poller.register(self._status, zmq.POLLIN)
+        self._notifier.ready()
         while not self._is_stopping.is_set():
             poller.poll(int(TICK_S * 1e3))
             self._serve_engines(time.monotonic())
@@ -111,6 +114,7 @@ class Daemon:
     def stop(self) -> None:
         """Make `run` return soon; safe in signal handlers and from other threads."""
         self._is_stopping.set()
+        self._notifier.stopping()
 
     def close(self) -> None:
         """Give every lease back, write what waits and free all that is owned."""
@@ -225,6 +229,7 @@ class Daemon:
         if now_s < self._next_look_s:
             return
         self._next_look_s = now_s + TICK_S
+        self._notifier.beat(now_s)
         for identity, session in list(self._sessions.items()):
             before = session.presence
             presence = session.update_presence(now_s, self._config.link.silent_after_s)

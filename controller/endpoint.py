@@ -119,8 +119,8 @@ def _require_tcp(address: str, is_encrypted: bool) -> None:
         raise EndpointError(f"endpoint {address}", "tcp://127.0.0.1:PORT", "set link.endpoint")
     if is_off_host(address) and not is_encrypted:
         raise EndpointError(
-            f"endpoint {address} leaves this host without keys",
-            "tcp://127.0.0.1:PORT, since the link is not encrypted",
+            f"endpoint {address}",
+            "tcp://127.0.0.1:PORT, since the link leaves this host without keys",
             "use loopback or ipc://, or make keys with `faser keys new` and set link.keys",
         )
 

@@ -22,7 +22,7 @@ from .config import LeaseConfig
 from .decide import Decision, LeaseTerms, decide
 from .errors import PolicyError
 from .governor import Governor
-from .snapshot import EngineStatus, Presence
+from .snapshot import MAX_SHOWN, EngineStatus, LastStep, Presence
 from .window import Window
 
 logger = logging.getLogger(__name__)
@@ -188,6 +188,7 @@ class Session:
             decision_us_p99=_quantile(times_us, 0.99),
             reason=self.governor.reason or self.reason,
             steering=self.governor.status(),
+            last_step=_last_step(record) if record else None,
         )
 
     def _lease_age_s(self, now_s: float) -> float | None:
@@ -196,6 +197,18 @@ class Session:
             return None
         in_force = self.newest.lease_sequence
         return next((now_s - sent_s for sequence, sent_s in reversed(self._sent_s) if sequence <= in_force), None)
+
+
+def _last_step(record: StepRecord) -> LastStep:
+    """Return what is shown of a record; times that no clock can mean are 0."""
+    phases_s = (record.schedule_s, record.draft_s, record.verify_s, record.sample_s, record.overlap_s)
+    schedule, draft, verify, sample, overlap = (_finite(seconds * 1e3) for seconds in phases_s)
+    rows = record.rows[:MAX_SHOWN]
+    return LastStep(
+        record.step, schedule, draft, verify, sample, overlap,
+        _finite(max(record.step_s * 1e3 - schedule - draft - verify - sample + overlap, 0.0)),
+        [row.handle for row in rows], [row.draft_limit for row in rows], [row.accepted for row in rows],
+    )  # fmt: skip
 
 
 def _finite(value: float) -> float:

@@ -12,9 +12,14 @@ import os
 import signal
 import sys
 from types import FrameType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from .config import Config
+from .logs import set_up_logging
+
+if TYPE_CHECKING:
+    from .daemon import Daemon
+    from .web import WebServer
 
 THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 # The store's thread may hold the interpreter this long while a record waits; Python's default is 5 ms.
@@ -27,12 +32,11 @@ def run_sidecar(config: Config) -> int:
     """Serve until SIGTERM or SIGINT, then give the leases back, flush the store and return 0."""
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    logging.basicConfig(
-        level=config.log.level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    set_up_logging(config.log)
     from .daemon import Daemon
 
     daemon = Daemon(config)
+    http = _start_http(config, daemon)
     gc.freeze()  # the collector need not walk the imported modules while a record waits
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -44,6 +48,23 @@ def run_sidecar(config: Config) -> int:
         logger.info("sidecar listens on %s, policy %s", config.link.endpoint, config.policy.spec)
         daemon.run()
     finally:
+        if http is not None:
+            http.close()
         daemon.close()
     logger.info("sidecar ended, leases given back")
     return 0
+
+
+def _start_http(config: Config, daemon: Daemon) -> WebServer | None:
+    """Start the HTTP side where one is configured; what is wrong with it ends the start."""
+    if not config.http.listen:
+        return None
+    from .web import WebServer
+
+    try:
+        server = WebServer(config.http, config.link)
+    except BaseException:
+        daemon.close()
+        raise
+    logger.info("HTTP on port %d of %s", server.port, config.http.listen)
+    return server

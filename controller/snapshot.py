@@ -13,6 +13,7 @@ from ..engine_adapter.protocol import Mode
 from .errors import EndpointError
 
 SNAPSHOT_VERSION: Final = 1
+MAX_SHOWN: Final = 256
 QUESTION: Final = b"status"
 
 # busy: stepping; idle: nothing to do; silent: busy when last heard, too long ago; stopped: said goodbye; gone: died
@@ -30,6 +31,21 @@ class SteeringStatus(msgspec.Struct, frozen=True):
     counts: dict[str, int] = {}  # records not steered on, by stance and reason
     envelope_ratio: float | None = None  # tokens/s over those of no speculation; none: not measured yet
     lag_s: float = 0.0  # of the newest record behind the quickest ones
+
+
+class LastStep(msgspec.Struct, frozen=True):
+    """The newest record: times in ms, and one entry per request in batch order, at most MAX_SHOWN."""
+
+    step: int
+    schedule_ms: float
+    draft_ms: float
+    verify_ms: float
+    sample_ms: float
+    overlap_ms: float
+    other_ms: float
+    handles: list[int]
+    lengths: list[int]  # in force when the step drafted
+    accepted: list[int]
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
@@ -73,6 +89,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     decision_us_p99: float
     reason: str  # of the last decision, or why there is none
     steering: SteeringStatus = SteeringStatus()
+    last_step: LastStep | None = None
 
 
 class LinkStatus(msgspec.Struct, frozen=True):

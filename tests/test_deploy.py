@@ -1,0 +1,95 @@
+"""What stands under deploy/ agrees with the code: metric names, settings, paths, probes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import faser
+from faser.controller.config import OTHER_VARIABLES, load, settings
+from faser.controller.metrics import METRICS
+from faser.controller.web import OPEN_PATHS
+
+DEPLOY = Path(faser.__file__).parent / "deploy"
+OPERATIONS = DEPLOY.parent / "docs" / "operations.md"
+DASHBOARD = json.loads((DEPLOY / "grafana" / "faser.json").read_text())
+ALERTS = yaml.safe_load((DEPLOY / "kubernetes" / "alerts.yaml").read_text())
+KNOWN = {figure.name: figure for figure in METRICS}
+
+
+def expressions() -> list[str]:
+    panels = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+    variables = [entry["query"] for entry in DASHBOARD["templating"]["list"]]
+    rules = [rule["expr"] for group in ALERTS["spec"]["groups"] for rule in group["rules"]]
+    return [*panels, *variables, *rules]
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_every_expression_names_metrics_labels_and_values_that_exist(expression: str) -> None:
+    assert set(re.findall(r"faser_\w+", expression)) <= set(KNOWN)
+    for name, matchers in re.findall(r"(faser_\w+)\{([^}]*)\}", expression):
+        assert set(re.findall(r"(\w+)=~?", matchers)) <= set(KNOWN[name].labels), expression
+    for name in re.findall(r"rate\((faser_\w+)", expression):
+        assert KNOWN[name].kind == "counter", f"rate of a gauge: {expression}"
+
+
+def test_the_dashboards_legends_use_labels_that_the_metric_has() -> None:
+    for panel in DASHBOARD["panels"]:
+        for target in panel["targets"]:
+            labels = {label for name in re.findall(r"faser_\w+", target["expr"]) for label in KNOWN[name].labels}
+            assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= labels, target
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+
+
+def test_every_alert_has_a_runbook_section() -> None:
+    sections = {line[4:].strip().lower() for line in OPERATIONS.read_text().splitlines() if line.startswith("### ")}
+    for group in ALERTS["spec"]["groups"]:
+        for rule in group["rules"]:
+            assert rule["annotations"]["runbook"] == f"docs/operations.md#{rule['alert'].lower()}"
+            assert rule["alert"].lower() in sections
+
+
+def test_every_setting_that_is_named_exists_and_is_taken() -> None:
+    known = {setting.variable for setting in settings().values()} | set(OTHER_VARIABLES)
+    for path in (p for p in DEPLOY.rglob("*") if p.is_file()):
+        named = set(re.findall(r"\bFASER_[A-Z_]+\b", path.read_text())) - {"FASER_UID"}
+        assert named <= known, path
+    unit = dict(re.findall(r"^Environment=(FASER_\w+)=(.*)$", (DEPLOY / "faser.service").read_text(), re.M))
+    assert load(Path("/dev/null"), unit).config.log.format == "json"
+
+
+def documents(name: str) -> list[Any]:
+    return list(yaml.safe_load_all((DEPLOY / "kubernetes" / name).read_text()))
+
+
+def test_the_sidecar_is_native_probed_and_shares_the_socket_with_the_engine() -> None:
+    secret, deployment, service = documents("sidecar.yaml")
+    (monitor,) = documents("servicemonitor.yaml")
+    pod = deployment["spec"]["template"]["spec"]
+    (sidecar,), (engine,) = pod["initContainers"], pod["containers"]
+    assert sidecar["restartPolicy"] == "Always"
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert sidecar[probe]["httpGet"]["path"] in OPEN_PATHS
+    folder = {e["name"]: e["value"] for e in engine["env"]}["FASER_RUNTIME_DIR"]
+    for container in (sidecar, engine):
+        assert any(folder.startswith(mount["mountPath"]) for mount in container["volumeMounts"])
+    assert {m["name"] for c in (sidecar, engine) for m in c["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+    assert f"FASER_RUNTIME_DIR={folder}" in (DEPLOY / "Dockerfile").read_text()
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert monitor["spec"]["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
+    credentials = monitor["spec"]["endpoints"][0]["authorization"]["credentials"]
+    assert credentials["name"] == secret["metadata"]["name"]
+    assert credentials["key"] in secret["stringData"]
+    values = {e["name"]: e["value"] for e in sidecar["env"]}
+    assert load(Path("/dev/null"), values).config.mode.default == "advisory"
+
+
+def test_the_unit_notifies_reloads_and_is_confined() -> None:
+    unit = (DEPLOY / "faser.service").read_text()
+    for line in ("Type=notify", "WatchdogSec=10", "ExecReload=/bin/kill -HUP $MAINPID", "NoNewPrivileges=yes"):
+        assert re.search(rf"^{re.escape(line)}$", unit, re.M)
