@@ -67,22 +67,29 @@ class WaitingMeter:
         return Waiting([at for at, _ in samples], [waited for _, waited in samples])
 
     def _run(self) -> None:
-        files = [Path(f"/proc/{pid}/schedstat") for pid in descendants(self._root_pid) if _is_worker(pid)]
-        if len(files) != 1:  # one compute process is what the spans are about
-            return
-        while not self._is_stopping.wait(SAMPLE_S):
+        pid = compute_process(self._root_pid)
+        while pid is not None and not self._is_stopping.wait(SAMPLE_S):
             try:
-                _, waited_ns, _ = files[0].read_bytes().split()
+                _, waited_ns, _ = Path(f"/proc/{pid}/schedstat").read_bytes().split()
             except (OSError, ValueError):
                 return
             self._samples.append((time.monotonic(), int(waited_ns) / 1e9))
 
 
-def _is_worker(pid: int) -> bool:
+def compute_process(root_pid: int) -> int | None:
+    """Return the one process of a tree that runs the model, by the names vLLM gives its processes; None if unclear."""
+    for name in (b"VLLM::Worker", b"VLLM::EngineCore"):
+        found = [pid for pid in descendants(root_pid) if _title(pid).startswith(name)]
+        if found:
+            return found[0] if len(found) == 1 else None
+    return None
+
+
+def _title(pid: int) -> bytes:
     try:
-        return b"Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
-        return False
+        return b""
 
 
 def freed(samples: StepSamples, steps: StepTable, waiting: Waiting) -> StepSamples:

@@ -24,7 +24,7 @@ HELD_OUT_SHARE = 0.4
 REWEIGHTINGS = 12  # towards the least sum of absolute relative errors, which outliers move little
 LEAST_RESIDUAL = 0.02  # relative; below this a cell counts by squares
 RESAMPLES = 40  # for the covariance of the coefficients
-LEAST_CELLS = 8
+LEAST_CELLS: dict[Phase, int] = {"verify": 8, "draft": 8, "host": 2}
 
 
 class CalibrationError(ValueError):
@@ -93,11 +93,13 @@ def cells_of(samples: StepSamples, phase: Phase, least_repeats: int, held_out_sh
     for key, places in kept.items():
         own = times[places]
         median = float(np.median(own))
+        # Pauses scatter widely and what adds up over a run is their mean.
+        value = median if phase != "host" else float(np.minimum(own, np.quantile(own, 0.95)).mean())
         # Work varies a little within a cell: the basis is that of the repeats around the median.
         order = np.argsort(own, kind="stable")
         middle = order[len(own) // 4 : len(own) - len(own) // 4]
         rows.append(basis[np.array(places)[middle]].mean(axis=0))
-        measured.append(median)
+        measured.append(value)
         repeats.append(len(places))
         spreads.append(1.4826 * float(np.median(np.abs(own / median - 1.0))))
         half = len(own) // 2
@@ -105,10 +107,10 @@ def cells_of(samples: StepSamples, phase: Phase, least_repeats: int, held_out_sh
         halves.append(abs(float(np.median(own[:half]) / np.median(own[half:])) - 1.0) if is_split else np.nan)
         held.append(_share_of(phase, key) < held_out_share)
         counts.append(phase != "draft" or key[0] > 0)
-    if len(rows) < LEAST_CELLS:
+    if len(rows) < LEAST_CELLS[phase]:
         raise CalibrationError(
             f"{len(rows)} kinds of steps with at least {least_repeats} repeats to fit {phase} times to; "
-            f"expected {LEAST_CELLS} or more; measure longer"
+            f"expected {LEAST_CELLS[phase]} or more; measure longer"
         )
     return Cells(
         np.array(rows), np.array(measured), np.array(repeats), np.array(spreads), np.array(halves), np.array(held),
@@ -186,7 +188,7 @@ def _keys(samples: StepSamples, phase: Phase) -> Ints:
         many = np.where(is_few, 0.0, _octave(samples.first_rows, 3))
         parts = [
             samples.drafting_requests, samples.rounds, samples.draft_rows, few, many,
-            _octave(samples.draft_attended_tokens, 1),
+            _octave(samples.draft_attended_tokens, 1), np.where(many + few > 0.0, 0.0, _octave(samples.kept_rows, 2)),
         ]  # fmt: skip
     else:
         parts = [samples.requests, samples.arrivals]

@@ -28,7 +28,14 @@ WORK = Work(requests=8, decode_rows=24, draft_tokens=16, sampled_rows=24, kv_tok
 
 def test_rows_are_spread_over_their_segments() -> None:
     basis = dict(zip(VERIFY_BASIS, Work(1, 24).verify_basis(), strict=True))
-    assert [basis[f"rows {part}"] for part in ("0..2", "2..4", "4..8", "8..16", "16..32", "32..64")] == [2, 2, 4, 8, 8, 0]
+    assert [basis[f"rows {part}"] for part in ("0..2", "2..4", "4..8", "8..16", "16..32", "32..64")] == [
+        2,
+        2,
+        4,
+        8,
+        8,
+        0,
+    ]
     assert sum(value for name, value in basis.items() if name.startswith("rows")) == 24
 
 

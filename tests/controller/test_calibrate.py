@@ -1,0 +1,243 @@
+"""faser calibrate and faser fidelity on recorded telemetry: what they find, and what they refuse by file and row."""
+
+import json
+import sqlite3
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from rich.console import Console
+
+from faser.controller.calibrate import CalibrateOptions, calibrate
+from faser.controller.errors import ModelError, StoreError, UsageError
+from faser.controller.fidelity import FidelityOptions, run_fidelity
+from faser.controller.measured import read_measured
+from faser.controller.starvation import Waiting, freed, load_waiting, save_waiting
+from faser.controller.store import EngineEntry, RunEntry, StepEntry, Store
+from faser.engine_adapter.protocol import Hello, RequestEvent, RequestRow, StepRecord
+from faser.env.engine_model import Work, load_profile
+
+CONSOLE = Console(quiet=True)
+ERRORS = ("ttft_error", "tpot_error", "e2e_error", "tokens_per_s_error")
+
+
+BASE_S, ROW_S, ROUND_S, PAUSE_S = 0.02, 0.0005, 0.002, 0.001
+
+
+def make_hello(**changes: object) -> Hello:
+    """Return an introduction."""
+    fields: dict[str, object] = {
+        "boot_id": "boot-1", "pid": 1, "host": "h", "adapter_version": "0.1.0", "vllm_version": "0.32.0",
+        "model": "/cache/target", "device": "cpu", "runner": "v1", "is_async": False, "method": "eagle3",
+        "drafter": "/cache/drafter", "k_max": 4, "default_length": 0, "default_table": [], "max_requests": 64,
+        "max_batched_tokens": 512, "kv_tokens": 45_000, "graph_sizes": [], "splits": ["unsplit"], "exit_layers": [],
+        "tensor_parallel": 1, "pipeline_parallel": 1, "data_parallel": 1, "data_parallel_rank": 0, "lease_steps": 32,
+        "lease_ms": 1000, "roster": [],
+    }  # fmt: skip
+    return Hello(**(fields | changes))  # type: ignore[arg-type]
+
+
+def make_records(batches: int = 30, noise: float = 0.01, seed: int = 0) -> list[StepRecord]:
+    """Return the steps of `batches` batches: each of 1 to 8 requests with lengths 0, 2 or 4 that change every step."""
+    chance = np.random.default_rng(seed)
+    now_s, handle, records = 100.0, 0, []
+    for batch in range(batches):
+        count = (1, 2, 3, 4, 6, 8)[batch % 6]
+        handles = list(range(handle + 1, handle + count + 1))
+        handle += count
+        arrived_s, now_s = now_s, now_s + PAUSE_S
+        contexts, emitted = [20] * count, [0] * count
+        verified = 0
+        for number in range(14):
+            drafted = (4, 0, 2)[int(chance.integers(3))] if number < 12 else 0
+            is_prompt = number == 0
+            accepted = [0 if is_prompt else int(chance.binomial(verified, 0.6)) for _ in handles]
+            scheduled = [20 if is_prompt else 1 + verified] * count
+            fresh = [1 + took for took in accepted]
+            contexts = [20 if is_prompt else context + new for context, new in zip(contexts, fresh, strict=True)]
+            emitted = [done + new for done, new in zip(emitted, fresh, strict=True)]
+            verify_s = (BASE_S + ROW_S * sum(scheduled)) * float(np.exp(noise * chance.standard_normal()))
+            draft_s = (0.0005 + drafted * ROUND_S) * float(np.exp(noise * chance.standard_normal()))
+            now_s += verify_s + draft_s
+            events = [RequestEvent("arrival", one, arrived_s, 20, f"r{one}") for one in handles] if is_prompt else []
+            if is_prompt:
+                events += [RequestEvent("first_token", one, now_s, 1) for one in handles]
+            if number == 13:
+                events += [RequestEvent("finish", one, now_s, done) for one, done in zip(handles, emitted, strict=True)]
+            rows = [
+                RequestRow(one, rows_, drafted, drafted, verified, 0, took, new, context, is_prompt, (0.7,) * verified)
+                for one, rows_, took, new, context in zip(handles, scheduled, accepted, fresh, contexts, strict=True)
+            ]
+            records.append(
+                StepRecord(
+                    boot_id="boot-1", counter=len(records) + 1, step=len(records) + 1, time_s=now_s,
+                    step_s=verify_s + draft_s, schedule_s=1e-4, verify_s=0.9 * verify_s, sample_s=1e-4,
+                    draft_s=draft_s, overlap_s=0.0, adapter_s=2e-5, running=0 if number == 13 else count, waiting=0,
+                    prefill_tokens=20 * count if is_prompt else 0, decode_tokens=0 if is_prompt else count,
+                    draft_tokens=verified * count, kv_usage=0.1, split=None, frontier=None, lease_epoch=1,
+                    lease_sequence=1, dropped=0, rejected=0, events=events, rows=rows, caught_up=0,
+                    draft_rounds=drafted, drawn_tokens=drafted * count,
+                )
+            )  # fmt: skip
+            verified = drafted
+            now_s += PAUSE_S
+        now_s += 0.05
+    return records
+
+
+def write_telemetry(path: Path, records: list[StepRecord], hello: Hello | None = None) -> Path:
+    """Write them as a sidecar does."""
+    store = Store(path, RunEntry(1, 1, "test", "{}"), flush_s=0.01)
+    store.put(EngineEntry(hello or make_hello(), 1))
+    for record in records:
+        store.put(StepEntry(record, 1))
+    store.close(30.0)
+    return path
+
+
+@pytest.fixture(scope="module")
+def telemetry(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_telemetry(tmp_path_factory.mktemp("telemetry") / "run.sqlite", make_records())
+
+
+@pytest.fixture(scope="module")
+def profile(telemetry: Path) -> Path:
+    path = telemetry.with_name("profile.json")
+    assert calibrate(CalibrateOptions((telemetry,), path, held_out=False), CONSOLE) == 0
+    return path
+
+
+def test_known_costs_are_found_again_from_telemetry(profile: Path) -> None:
+    found = load_profile(profile)
+    work = Work(4, 12, 8, sampled_rows=12, kv_tokens=140, attended_tokens=420, drafting_requests=4, rounds=2,
+                draft_rows=8, first_rows=8, draft_attended_tokens=280)  # fmt: skip
+    times = found.step_time(work)
+    assert times.verify_s == pytest.approx(BASE_S + 12 * ROW_S, rel=0.05)
+    assert times.draft_s == pytest.approx(0.0005 + 2 * ROUND_S, rel=0.1)
+    assert found.card.model == "target"
+    assert found.token_budget == 512
+    assert found.acceptance.means[0] == pytest.approx(0.84, abs=0.15)
+
+
+def test_json_ends_with_the_figures(telemetry: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calibrate(CalibrateOptions((telemetry,), tmp_path / "p.json", json=True, held_out=False), CONSOLE)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {"verify", "draft", "host", "acceptance"} <= set(found)
+    assert found["verify"]["cells"] >= 15
+
+
+def test_a_base_profile_keeps_its_costs(telemetry: Path, profile: Path, tmp_path: Path) -> None:
+    calibrate(CalibrateOptions((telemetry,), tmp_path / "p.json", base=profile), CONSOLE)
+    assert load_profile(tmp_path / "p.json").verify == load_profile(profile).verify
+
+
+def test_fidelity_replays_another_run_of_the_same_engine(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = write_telemetry(tmp_path / "other.sqlite", make_records(seed=5))
+    again = write_telemetry(tmp_path / "again.sqlite", make_records(seed=6))
+    assert run_fidelity(FidelityOptions(other, profile, again, runs=4, json=True)) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(found) >= {"step_time_error", "draft_error", "verify_error", "repeat_spread", *ERRORS}
+    assert found["verify_error"]["median"] < 0.03
+    assert found["draft_error"]["p90"] < 0.1
+    assert all(found[name] < 0.25 for name in ERRORS), found
+    assert set(found["repeat_spread"]) == {"ttft", "tpot", "e2e", "tokens_per_s"}
+
+
+def test_time_spent_waiting_for_a_core_is_taken_out_of_the_steps(telemetry: Path, tmp_path: Path) -> None:
+    measured = read_measured(telemetry)
+    end_s = measured.steps.time_s
+    times = [float(end_s[0] - 1.0), *map(float, end_s)]
+    waiting = Waiting(times, [0.0] + [0.002 * (number + 1) for number in range(len(end_s))])
+    save_waiting(waiting, tmp_path / "t.sqlite")
+    assert load_waiting(tmp_path / "t.sqlite") == waiting
+    clean = freed(measured.samples, measured.steps, waiting)
+    lost = (measured.samples.verify_s - clean.verify_s) + (measured.samples.draft_s - clean.draft_s)
+    assert lost[5:].mean() == pytest.approx(0.002, rel=0.3)
+    assert (clean.verify_s > 0).all()
+    assert load_waiting(tmp_path / "none.sqlite").time_s == []
+
+
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        ({"step_s": 0.0}, "step 40: step_s is 0"),
+        ({"draft_s": -1.0}, "step 40: draft_s is -1"),
+        ({"verify_s": float("inf")}, "step 40: verify_s is inf"),
+        ({"time_s": 1.0}, "step 40: time_s goes back"),
+        ({"rows": []}, "step 40: no requests"),
+    ],
+)
+def test_times_that_cannot_be_are_refused_by_row(tmp_path: Path, change: dict[str, object], seen: str) -> None:
+    records = make_records(6)
+    records[39] = msgspec.structs.replace(records[39], **change)
+    path = write_telemetry(tmp_path / "bad.sqlite", records)
+    with pytest.raises(StoreError, match=rf"bad\.sqlite, engine 1, {seen}"):
+        calibrate(CalibrateOptions((path,), tmp_path / "p.json"), CONSOLE)
+    assert not list(tmp_path.glob("*.json"))
+
+
+def foreign(path: Path) -> None:
+    database = sqlite3.connect(path)
+    database.execute("CREATE TABLE sheep (id)")
+    database.commit()
+    database.close()
+
+
+def truncated(path: Path) -> None:
+    whole = write_telemetry(path.with_name("whole.sqlite"), make_records(12))
+    database = sqlite3.connect(whole)
+    database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    database.close()
+    path.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("make", "seen"),
+    [
+        (lambda path: None, "no telemetry file"),
+        (lambda path: path.write_bytes(b""), "another program"),
+        (lambda path: path.write_text("boot,step\n1,2\n" * 100), "cannot be read"),
+        (foreign, "another program"),
+        (truncated, "bad.sqlite"),
+        (lambda path: write_telemetry(path, []), "holds no steps"),
+    ],
+)  # fmt: skip
+def test_files_that_are_no_telemetry_are_refused_by_name_and_nothing_is_written(
+    tmp_path: Path, make: object, seen: str
+) -> None:
+    path = tmp_path / "bad.sqlite"
+    make(path)  # type: ignore[operator]
+    for refused in (
+        lambda: calibrate(CalibrateOptions((path,), tmp_path / "p.json"), CONSOLE),
+        lambda: run_fidelity(FidelityOptions(path, tmp_path / "p.json")),
+    ):
+        with pytest.raises(StoreError, match=seen):
+            refused()
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_another_model_or_version_is_refused(telemetry: Path, profile: Path, tmp_path: Path) -> None:
+    for change, seen in (({"model": "/cache/sheep"}, "model sheep|sheep"), ({"vllm_version": "0.33.0"}, "0.33.0")):
+        other = write_telemetry(tmp_path / f"{seen[:4]}.sqlite", make_records(12), make_hello(**change))
+        with pytest.raises(ModelError, match=seen):
+            run_fidelity(FidelityOptions(other, profile))
+        with pytest.raises(StoreError, match=seen):
+            calibrate(CalibrateOptions((telemetry, other), tmp_path / "p.json"), CONSOLE)
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_too_little_telemetry_is_refused_with_what_is_missing(tmp_path: Path) -> None:
+    path = write_telemetry(tmp_path / "short.sqlite", make_records(1))
+    with pytest.raises(ModelError, match=r"short\.sqlite: .* kinds of steps"):
+        calibrate(CalibrateOptions((path,), tmp_path / "p.json"), CONSOLE)
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_the_telemetry_is_never_overwritten(telemetry: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="telemetry file itself"):
+        CalibrateOptions((telemetry,), telemetry)
+    with pytest.raises(UsageError, match="is a folder"):
+        CalibrateOptions((telemetry,), tmp_path)
