@@ -75,7 +75,7 @@ def measure(endpoint: str, requests: int, steps: int, flush: np.ndarray | None) 
     drafts = {request_id: [1, 2, 3, 4] for request_id in ids}
     row_of = {request_id: row for row, request_id in enumerate(ids)}
     sampled = [[1, 2]] * requests
-    report = StepReport(0.01, 0.001, 0.003, 0.0, 0.015, [4] * requests, [], [])
+    report = StepReport(0.01, 0.001, 0.003, 0.0, 0.015, drafted=[4] * requests)
     costs, under_lease = [], 0
     for _ in range(steps):
         if flush is not None:

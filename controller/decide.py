@@ -31,6 +31,8 @@ class LeaseTerms:
 
     def granted(self, capabilities: Capabilities) -> LeaseTerms:
         """Return these terms cut to what the engine grants."""
+        if self.steps <= capabilities.lease_steps and self.ms <= capabilities.lease_ms:
+            return self
         return replace(self, steps=min(self.steps, capabilities.lease_steps), ms=min(self.ms, capabilities.lease_ms))
 
 
@@ -99,4 +101,6 @@ def guard(action: Action, state: EngineState) -> Action:
 def pack(state: EngineState, action: Action) -> tuple[list[int], list[int]]:
     """Return handles and lengths of the requests whose length differs from the default."""
     named = np.flatnonzero(action.lengths != action.default_length)[:MAX_REQUESTS]
+    if not len(named):
+        return [], []
     return state.requests.column("handle")[named].tolist(), action.lengths[named].tolist()

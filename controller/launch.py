@@ -23,6 +23,8 @@ WORKER_CLASS: Final = "faser.engine_adapter.worker.FaserWorker"
 # vLLM's own binding leaves one core free and knows NUMA; on a small machine it would pin the engine
 # to cores that the API server, the sidecar and the clients use as well.
 _SMALL_MACHINE_CORES: Final = 8
+# With vLLM's own 0 the API server kills its engine core right after SIGTERM: no goodbye, and requests are cut off.
+_SHUTDOWN_S: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class EngineLaunch:
             command += ["--host", self.host]
         if self.has_faser:
             command += ["--scheduler-cls", SCHEDULER_CLASS, "--worker-cls", WORKER_CLASS]
+            command += ["--shutdown-timeout", str(_SHUTDOWN_S)]
         if self.speculative is not None:
             command += ["--speculative-config", json.dumps(dict(self.speculative))]
         return [*command, *self.arguments]

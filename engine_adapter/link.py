@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Final
 
 import zmq
@@ -24,7 +25,8 @@ logger = logging.getLogger(__name__)
 MAX_INCOMING_BYTES: Final = 1 << 16
 HIGH_WATER_MARK: Final = 64  # messages each way; a stopped sidecar costs at most this many stale records
 INBOX_LIMIT: Final = 8  # messages the engine looks at per step; of a flood only the newest stay
-CLOSE_S: Final = 0.5
+CLOSE_S: Final = 0.1
+LINGER_MS: Final = 80  # at the end only: what was sent last, the goodbye, is still on its way to the socket
 
 
 class EngineLink:
@@ -36,7 +38,7 @@ class EngineLink:
     def __init__(self, endpoint: str, boot_id: str, keys: EngineKeys | None = None) -> None:
         self.dropped = 0
         self.refused: Counter[str] = Counter()
-        self._outbox: deque[FromEngine] = deque()
+        self._outbox: deque[FromEngine | Callable[[], FromEngine]] = deque()
         self._inbox: deque[FromController] = deque(maxlen=INBOX_LIMIT)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
@@ -66,6 +68,13 @@ class EngineLink:
 
     def send(self, message: FromEngine) -> None:
         """Hand a message over to be sent; drop and count it if too many wait already."""
+        self._hand_over(message)
+
+    def send_later(self, make: Callable[[], FromEngine]) -> None:
+        """Have the link's thread make a message and send it, as `send` does; what is dropped is not made."""
+        self._hand_over(make)
+
+    def _hand_over(self, message: FromEngine | Callable[[], FromEngine]) -> None:
         if self._closing or len(self._outbox) >= HIGH_WATER_MARK:
             self.dropped += 1
             return
@@ -80,7 +89,7 @@ class EngineLink:
         return messages
 
     def close(self, wait_s: float = CLOSE_S) -> None:
-        """Send what waits, as far as that needs no waiting, and give the socket back within `wait_s`."""
+        """Send what waits and give the socket back; the caller waits `wait_s` at most, whatever the peer does."""
         if self._closing:
             return
         self._closing = True
@@ -101,13 +110,14 @@ class EngineLink:
             if self._socket in ready:
                 self._take_arrived()
         self._send_waiting()
-        self._socket.close()
+        self._socket.close(linger=LINGER_MS)
         self._context.term()
 
     def _send_waiting(self) -> None:
         while self._outbox:
             try:
-                self._socket.send(encode(self._outbox.popleft()), zmq.NOBLOCK)
+                message = self._outbox.popleft()
+                self._socket.send(encode(message() if callable(message) else message), zmq.NOBLOCK)
             except zmq.Again:
                 self.dropped += 1
             except Exception:

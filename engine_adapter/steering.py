@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -26,9 +28,9 @@ from .protocol import (
     HelloRequest,
     Prune,
     RequestEvent,
-    RequestRow,
     StepRecord,
 )
+from .recording import Entry, LiveRequest, RecordBuilder, StepTrace
 from .steps import StepOrder, StepReport
 
 logger = logging.getLogger(__name__)
@@ -44,41 +46,11 @@ class Link(Protocol):
 
     def send(self, message: FromEngine) -> None: ...
 
+    def send_later(self, make: Callable[[], StepRecord]) -> None: ...
+
     def receive(self) -> list[FromController]: ...
 
     def close(self, wait_s: float = ...) -> None: ...
-
-
-class LiveRequest(Protocol):
-    """What is read of vLLM's Request (0.32, v1/request.py)."""
-
-    num_computed_tokens: int
-    max_tokens: int
-    priority: int
-    is_prefill_chunk: bool
-    num_prompt_tokens: int
-
-    @property
-    def num_output_tokens(self) -> int: ...
-
-
-@dataclass(slots=True)
-class Entry:
-    """One live request as the adapter sees it."""
-
-    handle: int
-    request_id: str
-    request: LiveRequest
-    arrived_s: float
-    emitted: int = 0
-    confidences: tuple[float, ...] = ()  # of the draft tokens that wait for verification, and of a dropped one
-
-    def arrival(self) -> RequestEvent:
-        """Return the event that tells a controller which id the handle stands for."""
-        request = self.request
-        return RequestEvent(
-            "arrival", self.handle, self.arrived_s, request.num_prompt_tokens, self.request_id, request.priority
-        )
 
 
 @dataclass(slots=True)
@@ -124,8 +96,13 @@ class Steering:
     cost_s: float = 0.0  # thread CPU time spent here since the last record
     _handles: int = 0
     _departed: list[Entry] = field(default_factory=list)
+    _preempted: list[Entry] = field(default_factory=list)  # since the last record
+    _builder: RecordBuilder = field(init=False)
     _last_end_s: float = 0.0
     _prune: Prune | None = None  # what was in force when the drafts of the step under way were drawn
+
+    def __post_init__(self) -> None:
+        self._builder = RecordBuilder(self.hello.boot_id, self.link)
 
     def introduce(self) -> None:
         """Send HELLO with every live request."""
@@ -135,7 +112,7 @@ class Steering:
     def arrive(self, request_id: str, request: LiveRequest) -> None:
         """Count a new request in."""
         self._handles += 1
-        entry = Entry(self._handles, request_id[:512], request, time.monotonic())
+        entry = Entry(self._handles, request_id[:512], request, time.monotonic() - waited_s(request))
         self.entries[request_id] = entry
         if len(self.events) < MAX_REQUESTS:
             self.events.append(entry.arrival())
@@ -150,7 +127,7 @@ class Steering:
     def preempt(self, request_id: str) -> None:
         """Note that a request lost its KV cache."""
         if (entry := self.entries.get(request_id)) is not None:
-            entry.confidences = ()
+            self._preempted.append(entry)
             self._note("preempt", entry, entry.request.num_output_tokens)
 
     def _note(self, kind: EventKind, entry: Entry, tokens: int) -> None:
@@ -182,113 +159,68 @@ class Steering:
         return StepOrder(lengths, self.step, started_s, now_s - started_s, epoch, sequence, stop, prune)
 
     def _lengths(self, scheduled: dict[str, int], named: dict[int, int], default: int) -> dict[str, int]:
-        lengths: dict[str, int] = {}
+        lengths = dict.fromkeys(scheduled, default)
+        if not default and not named:
+            return lengths
         entries = self.entries
         for request_id, rows in scheduled.items():
             entry = entries.get(request_id)
             if entry is None:
-                lengths[request_id] = default
                 continue
             length = named.get(entry.handle, default) if named else default
-            if length and not entry.emitted and _is_mid_prompt(entry.request, rows):
-                length = 0  # nothing is sampled, so nothing is drafted; it must not deepen the others' rounds
             if length:
+                request = entry.request
+                emitted = request.num_output_tokens
+                if not emitted and request.num_computed_tokens + rows < request.num_prompt_tokens:
+                    length = 0  # nothing is sampled, so nothing is drafted; it must not deepen the others' rounds
                 # This step emits one token at least and the next one ends with a token of its own, so a longer
                 # draft than what then remains could never be emitted.
-                room = entry.request.max_tokens - entry.request.num_output_tokens - 2
-                if length > room:
+                elif length > (room := request.max_tokens - emitted - 2):
                     length = room if room > 0 else 0
             lengths[request_id] = length
         return lengths
 
     def record(self, order: StepOrder, outcome: BatchOutcome) -> None:
-        """Send what the step did."""
+        """Gather what the step did; the link's thread makes a record of it."""
         now_s = time.monotonic()
-        report = outcome.report or _NO_REPORT
-        rows, prefill, decode, drafts = self._rows(order, outcome, report)
+        scheduled, drafts = outcome.scheduled, outcome.drafts
+        known = self.entries
+        try:
+            entries = [known[request_id] for request_id in scheduled]
+        except KeyError:  # it came before FASER, or left before its last step was reported
+            scheduled = {request_id: rows for request_id, rows in scheduled.items() if request_id in known}
+            entries = [known[request_id] for request_id in scheduled]
+        requests = [entry.request for entry in entries]
         self.records += 1
-        record = StepRecord(
-            boot_id=self.hello.boot_id,
-            counter=self.records,
-            step=order.step,
-            time_s=now_s,
+        trace = StepTrace(
+            order,
+            outcome.report or _NO_REPORT,
+            scheduled,
+            entries,
+            list(map(outcome.row_of.get, scheduled)),
+            [request.num_computed_tokens for request in requests],
+            [request.num_output_tokens for request in requests],
+            drafts,
+            list(map(len, drafts.values())),
+            outcome.sampled,
+            list(map(len, outcome.sampled)),
+            self.events,
+            self._preempted,
+            self.records,
+            now_s,
             # With batches in flight a step begins before the last one ended: count each second once.
-            step_s=now_s - max(order.started_s, self._last_end_s),
-            schedule_s=order.schedule_s,
-            verify_s=report.verify_s,
-            sample_s=report.sample_s,
-            draft_s=report.draft_s,
-            overlap_s=report.overlap_s,
-            adapter_s=self.cost_s,
-            running=outcome.running,
-            waiting=outcome.waiting,
-            prefill_tokens=prefill,
-            decode_tokens=decode,
-            draft_tokens=drafts,
-            kv_usage=outcome.kv_usage,
-            split=None,
-            frontier=None,
-            lease_epoch=order.lease_epoch,
-            lease_sequence=order.lease_sequence,
-            dropped=self.link.dropped,
-            rejected=self.link.refused.total(),
-            events=self.events,
-            rows=rows,
-            caught_up=report.caught_up,
-            draft_rounds=None if report.rounds is None else len(report.rounds),
-            drawn_tokens=None if report.rounds is None else sum(report.rounds),
+            now_s - max(order.started_s, self._last_end_s),
+            self.cost_s,
+            outcome.running,
+            outcome.waiting,
+            outcome.kv_usage,
         )
         self._last_end_s = now_s
         self.cost_s = 0.0
-        self.events = []
-        self.link.send(record)
-        self._forget_departed()
-
-    def _rows(
-        self, order: StepOrder, outcome: BatchOutcome, report: StepReport
-    ) -> tuple[list[RequestRow], int, int, int]:
-        rows: list[RequestRow] = []
-        prefill = decode = drafts = 0
-        entries, lengths, draft_of, row_of = self.entries, order.lengths, outcome.drafts, outcome.row_of
-        sampled, drafted, confidences, pruned = outcome.sampled, report.drafted, report.confidences, report.pruned
-        for request_id, scheduled in outcome.scheduled.items():
-            entry = entries.get(request_id)
-            row = row_of.get(request_id)
-            if entry is None or row is None:
-                continue
-            request = entry.request
-            generated = len(sampled[row]) if sampled else 0
-            draft = draft_of.get(request_id)
-            verified = len(draft) if draft else 0
-            emitted = request.num_output_tokens
-            fresh = emitted - entry.emitted
-            # An emitting step with one row per token decodes; anything else computes prompt.
-            is_prefill = scheduled > verified + 1 or not generated
-            if is_prefill:
-                prefill += scheduled
-            else:
-                decode += 1
-                drafts += verified
-            if fresh and not entry.emitted:
-                self._note("first_token", entry, emitted)
-            entry.emitted = emitted
-            rows.append(
-                RequestRow(
-                    entry.handle,
-                    scheduled,
-                    lengths.get(request_id, 0),
-                    drafted[row] if drafted else 0,
-                    verified,
-                    pruned[row] if pruned else 0,
-                    _accepted(draft, sampled[row], pruned[row] if pruned else 0) if draft and generated else 0,
-                    fresh if fresh > 0 else 0,
-                    request.num_computed_tokens,
-                    is_prefill,
-                    entry.confidences[: verified + 1],  # scheduler and grammar only ever cut a draft's end
-                )
-            )
-            entry.confidences = confidences[row] if confidences else ()
-        return rows[:MAX_REQUESTS], prefill, decode, drafts
+        self.events, self._preempted = [], []
+        self.link.send_later(partial(self._builder.build, trace))
+        if self._departed:
+            self._forget_departed()
 
     def _forget_departed(self) -> None:
         for entry in self._departed:
@@ -323,15 +255,10 @@ class Steering:
         self.link.close(wait_s=0.0)
 
 
-def _is_mid_prompt(request: LiveRequest, rows: int) -> bool:
-    return request.num_computed_tokens + rows < request.num_prompt_tokens
+def waited_s(request: LiveRequest) -> float:
+    """Return the time since the server took a request in: the engine looks at new ones between two steps only.
 
-
-def _accepted(draft: list[int], sampled: list[int], pruned: int) -> int:
-    """Return how many draft tokens were accepted; a pruned draft ends without a token of the target's own.
-
-    A token that replaces a rejected one is never the rejected one, so the last token tells which it was.
+    By the wall clock, as vLLM notes it; a clock that was set meanwhile is limited to a minute.
     """
-    tests = len(draft) + 1 - pruned
-    is_all = pruned > 0 and len(sampled) == tests and sampled[-1] == draft[tests - 1]
-    return tests if is_all else len(sampled) - 1
+    arrived_s: float | None = getattr(request, "arrival_time", None)
+    return 0.0 if arrived_s is None else min(max(time.time() - arrived_s, 0.0), 60.0)

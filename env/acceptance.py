@@ -7,6 +7,7 @@ tested. Counts are Beta counts with forgetting; nothing here reads a clock or a 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -29,11 +30,16 @@ def count_trials(verified: Ints, pruned: Ints, accepted: Ints, k_max: int) -> tu
 
     The first pruned draft token is still tested by the row before it, the ones behind it are not.
     """
-    tested = verified - np.maximum(pruned - 1, 0)
-    hits = np.minimum(accepted, tested)[:, None]
-    positions = np.arange(k_max)
-    trials = positions < np.minimum(tested[:, None], hits + 1)
-    return trials.astype(np.float64), (positions < hits).astype(np.float64)
+    tested = verified - np.maximum(pruned - 1, 0) if pruned.any() else verified
+    hits = np.minimum(accepted, tested)
+    first = _first_positions(k_max)
+    return first.take(np.minimum(tested, hits + 1), axis=0, mode="clip"), first.take(hits, axis=0, mode="clip")
+
+
+@cache
+def _first_positions(k_max: int) -> Floats:
+    """Return (k_max + 1, k_max): row m has 1 at the first m positions. Looking rows up beats comparing positions."""
+    return np.tri(k_max + 1, k_max, -1)
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import astuple
 
 from ..engine_adapter.protocol import MAX_REQUESTS, RequestEvent, RequestRow
 from .acceptance import REQUEST_MEMORY_STEPS, UNTRIED_RECORDS, Floats, Ints
@@ -25,7 +26,7 @@ FORGOTTEN_RECORDS = 4096  # its finish event was lost
 class StepRows:
     """One record's rows as (n,) int64 arrays; names and units as in RequestRow."""
 
-    handle: Ints
+    handle: tuple[int, ...]
     draft_limit: Ints
     drafted: Ints
     verified: Ints
@@ -38,20 +39,21 @@ class StepRows:
 
     @classmethod
     def from_rows(cls, rows: list[RequestRow]) -> StepRows:
-        """Unfold the rows; one comprehension per column is the fastest way (1.6 us per 64 rows)."""
+        """Unfold the rows; columns of equal small numbers, which is most of them, cost next to nothing."""
         n = len(rows)
-        return cls(
-            np.fromiter([row.handle for row in rows], np.int64, n),
-            np.fromiter([row.draft_limit for row in rows], np.int64, n),
-            np.fromiter([row.drafted for row in rows], np.int64, n),
-            np.fromiter([row.verified for row in rows], np.int64, n),
-            np.fromiter([row.pruned for row in rows], np.int64, n),
-            np.fromiter([row.accepted for row in rows], np.int64, n),
-            np.fromiter([row.emitted for row in rows], np.int64, n),
-            np.fromiter([row.context for row in rows], np.int64, n),
-            np.fromiter([row.is_prefill for row in rows], np.bool_, n),
-            [row.confidences for row in rows],
-        )
+        if not n:
+            none = np.zeros(0, np.int64)
+            return cls((), none, none, none, none, none, none, none, none.astype(np.bool_), [])
+        columns = tuple(zip(*map(astuple, rows), strict=True))
+        handle, _, limit, drafted, verified, pruned, accepted, emitted, context, is_prefill, confidences = columns
+        try:  # bytes make the fastest arrays; only prompts emit or draft beyond 255
+            small = np.frombuffer(bytes(limit + drafted + verified + pruned + accepted + emitted), np.uint8)
+            told = small.reshape(6, n).astype(np.int64)
+        except ValueError:
+            told = np.array((limit, drafted, verified, pruned, accepted, emitted), np.int64)
+        prompts = np.frombuffer(bytes(is_prefill), np.bool_)
+        seen = np.fromiter(context, np.int64, n)
+        return cls(handle, told[0], told[1], told[2], told[3], told[4], told[5], seen, prompts, list(confidences))
 
 
 @dataclass(slots=True)
@@ -63,7 +65,7 @@ class RequestTable:
     _rows: npt.NDArray[Any] = field(init=False)
     _evidence: Floats = field(init=False)  # (trials, successes), (2, capacity, k_max)
     _place: dict[int, int] = field(default_factory=dict)  # handle -> row
-    _last_order: list[int] = field(default_factory=list)
+    _last_order: tuple[int, ...] = ()
     _last_places: Ints | slice = field(default_factory=lambda: slice(0, 0))
 
     def __post_init__(self) -> None:
@@ -124,19 +126,24 @@ class RequestTable:
 
         Return (n,) draft lengths that were in force when the verified drafts were made, 0 where not known.
         """
-        where = self._locate(rows.handle.tolist(), record_number)
-        table = self._rows[: self.size]
-        table["seen"][where] = record_number
-        table["context"][where] = rows.context
-        table["emitted"][where] += np.minimum(rows.emitted, 1 << 32)
-        limit: Ints = table["limit"][where].copy()
+        where = self._locate(rows.handle, record_number)
+        is_slice = isinstance(where, slice)
+        table = self._rows[where]  # a view of a slice, else a copy
+        table["seen"] = record_number
+        table["context"] = rows.context
+        table["emitted"] += np.minimum(rows.emitted, 1 << 32)
+        limit: Ints = table["limit"].copy()
         # A step in the middle of the prompt drafts nothing.
-        table["limit"][where] = np.where(rows.is_prefill & (rows.drafted == 0), 0, rows.draft_limit)
-        table["is_prefill"][where] = rows.is_prefill
-        table["is_preempted"][where] = False
-        keep = np.where(trials[:, :1] > 0.0, 1.0 - 1.0 / REQUEST_MEMORY_STEPS, 1.0 - 1.0 / UNTRIED_RECORDS)
-        self.trials[where] = self.trials[where] * keep + trials
-        self.successes[where] = self.successes[where] * keep + successes
+        is_idle = rows.is_prefill & (rows.drafted == 0)
+        table["limit"] = np.where(is_idle, 0, rows.draft_limit) if is_idle.any() else rows.draft_limit
+        table["is_prefill"] = rows.is_prefill
+        table["is_preempted"] = False
+        evidence = self._evidence[:, where]
+        evidence *= np.where(trials[:, :1] > 0.0, 1.0 - 1.0 / REQUEST_MEMORY_STEPS, 1.0 - 1.0 / UNTRIED_RECORDS)
+        evidence[0] += trials
+        evidence[1] += successes
+        if not is_slice:
+            self._rows[where], self._evidence[:, where] = table, evidence
         return limit
 
     def evict(self, record_number: int) -> int:
@@ -150,7 +157,7 @@ class RequestTable:
             self._remove(stale)
         return len(stale)
 
-    def _locate(self, handles: list[int], record_number: int) -> Ints | slice:
+    def _locate(self, handles: tuple[int, ...], record_number: int) -> Ints | slice:
         if handles == self._last_order:  # the common case: the same batch as in the step before
             return self._last_places
         places = [self._place.get(handle, -1) for handle in handles]
@@ -187,4 +194,4 @@ class RequestTable:
         self._evidence[:, : self.size] = evidence
         self._rows[: self.size] = left
         self._place = dict(zip(left["handle"].tolist(), range(self.size), strict=True))
-        self._last_order, self._last_places = [], slice(0, 0)
+        self._last_order, self._last_places = (), slice(0, 0)

@@ -7,7 +7,7 @@ nothing here reads a clock, a file or a random source.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -74,17 +74,18 @@ class Action:
 
 def clamp(action: Action, capabilities: Capabilities) -> Action:
     """Return the nearest action that the engine can run; what cannot be had becomes "no opinion"."""
-    default = int(clamp_lengths(np.array([action.default_length]), capabilities.k_max)[0])
-    lengths = fit_rows(clamp_lengths(action.lengths, capabilities.k_max), capabilities.max_batched_tokens)
-    return replace(
-        action,
-        lengths=lengths,
-        default_length=default,
+    default = action.default_length
+    if not isinstance(default, int):
+        default = int(clamp_lengths(np.array([default]), capabilities.k_max)[0])
+    return Action(
+        lengths=fit_rows(clamp_lengths(action.lengths, capabilities.k_max), capabilities.max_batched_tokens),
+        default_length=min(max(default, 0), capabilities.k_max),
         price=_finite_or_none(action.price),
         split=_index_or_none(action.split, len(capabilities.splits) - 1),
         frontier=_index_or_none(action.frontier, capabilities.k_max),
         prune=_prune_or_none(action.prune, capabilities.exit_layers),
         stop=_stop_or_none(action.stop, capabilities),
+        reason=action.reason,
     )
 
 
@@ -93,7 +94,7 @@ def clamp_lengths(lengths: npt.ArrayLike | None, k_max: int) -> Lengths:
     raw = np.asarray([] if lengths is None else lengths)
     if raw.dtype.kind not in "iub":
         raw = np.rint(np.nan_to_num(raw.astype(np.float64), nan=0.0, posinf=k_max, neginf=0.0))
-    whole: Lengths = np.minimum(np.maximum(raw, 0), k_max).astype(np.int64).reshape(-1)
+    whole: Lengths = np.minimum(np.maximum(raw, 0), k_max).astype(np.int64, copy=False).reshape(-1)
     return whole
 
 

@@ -56,11 +56,13 @@ class LinkCounters:
 class Lesson:
     """What one record teaches and was not learnt yet."""
 
+    record: StepRecord
     rows: StepRows
     trials: Floats  # (n, k_max)
     successes: Floats  # (n, k_max)
     drafts: DraftRows
-    cost: StepCost
+    elapsed_s: float  # what the step cost in throughput
+    rule: StopRule | None  # in force when this step drafted
 
 
 class EngineState:
@@ -143,13 +145,15 @@ def look(state: EngineState, record: StepRecord) -> None:
     state.drafting_stop = state.asked_stops.get(record.lease_sequence) if record.lease_epoch else None
     trials, successes = acceptance.count_trials(rows.verified, rows.pruned, rows.accepted, state.capabilities.k_max)
     # Under a stop rule only confident tokens are verified: their acceptance says nothing about drafts without one.
-    fair = 0.0 if rule is not None else 1.0
-    limit = state.requests.update(rows, trials * fair, successes * fair, state.link.records)
+    fair = np.zeros_like(trials) if rule is not None else None
+    limit = state.requests.update(
+        rows, trials if fair is None else fair, successes if fair is None else fair, state.link.records
+    )
     drafts = DraftRows(rows.confidences, limit, trials, successes, rule, state.link.records)
     state.requests.depart(record.events)
     _update_load(state, record, rows)
     state.counter, state.step, state.time_s = record.counter, record.step, record.time_s
-    state.lesson = Lesson(rows, trials, successes, drafts, _step_cost(record, rows, elapsed_s, state.drafting_stop))
+    state.lesson = Lesson(record, rows, trials, successes, drafts, elapsed_s, state.drafting_stop)
 
 
 def learn(state: EngineState) -> None:
@@ -165,8 +169,9 @@ def learn(state: EngineState) -> None:
         if allowed.any():
             state.population.learn_delivery(rows.draft_limit[allowed], rows.drafted[allowed])
     state.confidence.learn(lesson.drafts)
-    state.cost.learn(lesson.cost)
-    state.octaves.learn(lesson.cost)
+    cost = _step_cost(lesson)
+    state.cost.learn(cost)
+    state.octaves.learn(cost)
     if state.link.records % 64 == 0 or state.requests.size > 2 * MAX_REQUESTS:
         state.link.evicted += state.requests.evict(state.link.records)
 
@@ -195,10 +200,11 @@ def _elapsed_s(state: EngineState, record: StepRecord) -> float:
     return min(record.step_s, since_last) if is_next and since_last > 0.0 else record.step_s
 
 
-def _step_cost(record: StepRecord, rows: StepRows, elapsed_s: float, rule: StopRule | None) -> StepCost:
+def _step_cost(lesson: Lesson) -> StepCost:
+    record, rows = lesson.record, lesson.rows
     # Under a stop rule more is drafted than handed over; not every engine says how much.
     rounds, drawn = record.draft_rounds, record.drawn_tokens
-    is_known = rule is None or rounds is not None or bool((rows.drafted >= rows.draft_limit).all())
+    is_known = lesson.rule is None or rounds is not None or bool((rows.drafted >= rows.draft_limit).all())
     return StepCost(
         rows=record.prefill_tokens + record.decode_tokens + record.draft_tokens,
         prefill_rows=record.prefill_tokens,
@@ -206,7 +212,7 @@ def _step_cost(record: StepRecord, rows: StepRows, elapsed_s: float, rule: StopR
         context_tokens=int(np.minimum(rows.context, 1 << 32).sum()),
         rounds=int(rows.drafted.max(initial=0)) if rounds is None else min(rounds, MAX_ROWS),
         drafted=int(rows.drafted.sum()) if drawn is None else min(drawn, MAX_ROWS),
-        total_s=elapsed_s,
+        total_s=lesson.elapsed_s,
         draft_s=record.draft_s,
         overlap_s=record.overlap_s,
         is_draft_known=is_known,
@@ -221,10 +227,10 @@ def _update_load(state: EngineState, record: StepRecord, rows: StepRows) -> None
     load.prefill_rows += share * (min(record.prefill_tokens, MAX_ROWS) - load.prefill_rows)
     load.prefill_share += share * (record.prefill_tokens / max(total, 1) - load.prefill_share)
     load.step_s += share * (record.step_s - load.step_s)
-    emitted = float(np.minimum(rows.emitted, 1 << 32).sum())
     if record.step_s > 0.0:
+        emitted = float(rows.emitted.sum(dtype=np.float64))
         load.tokens_per_s += share * (emitted / record.step_s - load.tokens_per_s)
-    arrivals = sum(event.kind == "arrival" for event in record.events)
+    arrivals = sum(event.kind == "arrival" for event in record.events) if record.events else 0
     passed_s = max(record.time_s - state.time_s, 0.0) if state.counter >= 0 else 0.0
     fade = math.exp(-min(passed_s / ARRIVAL_WINDOW_S, 50.0))
     load.arrival_rate_per_s = load.arrival_rate_per_s * fade + arrivals / ARRIVAL_WINDOW_S

@@ -23,8 +23,8 @@ from .stopping import all_drafts, predict_stops
 BINS = 48  # survival thresholds, log-spaced
 LOWEST_SURVIVAL = 0.01
 HYSTERESIS = 0.01  # gain below which the cell of the step before is kept
-COMPARE_DECISIONS = 8  # confidence is weighed against history this often
 SETTLE_DECISIONS = 3  # the whole grid is searched this often; between, requests are placed at the point in force
+COMPARE_DECISIONS = 3 * SETTLE_DECISIONS  # confidence is weighed against history this often
 SIMILAR_BATCH = 8  # ... while the batch has changed by less than one in so many requests
 
 
@@ -115,7 +115,7 @@ class PricePolicy:
     def _plan(self, state: EngineState, decoding: Bools, requests: int) -> Plan:
         forecast = state.confidence.forecast if self._can_stop and state.confidence.is_ready else None
         self._decisions += 1
-        is_due = not self._decisions % SETTLE_DECISIONS or not self._decisions % COMPARE_DECISIONS
+        is_due = self._decisions % SETTLE_DECISIONS == 0
         before, held_forecast = self._held_for
         is_similar = abs(requests - before) * SIMILAR_BATCH <= before and forecast is held_forecast
         if self._held is None or is_due or not is_similar:

@@ -11,7 +11,7 @@ import random
 import warnings
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +59,9 @@ class Wire:
 
     def send(self, message: object) -> None:
         self.sent.append(message)
+
+    def send_later(self, make: Callable[[], StepRecord]) -> None:
+        self.send(make())
 
     def receive(self) -> list[Any]:
         arrived, self.waiting = self.waiting, []

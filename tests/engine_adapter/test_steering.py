@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,9 @@ class MemoryLink:
 
     def send(self, message: wire.FromEngine) -> None:
         self.sent.append(message)
+
+    def send_later(self, make: Callable[[], wire.StepRecord]) -> None:
+        self.send(make())
 
     def receive(self) -> list[wire.FromController]:
         messages, self.arrived = self.arrived, []
@@ -261,3 +264,44 @@ def test_without_a_sidecar_sending_never_waits_and_drops_are_counted(endpoint: s
     wait_for(lambda: link.dropped > 0)
     link.close()
     assert slowest < 0.005
+
+
+def test_what_was_sent_before_the_end_arrives_the_goodbye_included(endpoint: str) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.bind(endpoint)
+        link = EngineLink(endpoint, "boot")
+        link.send(hello())
+        assert router.poll(5000)
+        router.recv_multipart()
+        adapter = Steering(hello(), link, Lease("boot", 6, 32, 1.0), Default(0))
+        for name in "abcdefgh":
+            adapter.arrive(name, Request())
+            adapter.record(adapter.order({name: 1}, 0.0), outcome({name: 1}, {}, [[7]]))
+        adapter.close()
+        arrived: list[wire.FromEngine] = []
+        while router.poll(5000 if len(arrived) < 9 else 0):
+            arrived.append(wire.decode_from_engine(router.recv_multipart()[1]))
+        assert [message.counter for message in arrived[:-1] if isinstance(message, wire.StepRecord)] == [*range(1, 9)]
+        assert arrived[-1] == wire.Goodbye("boot")
+
+
+def test_after_a_record_that_was_never_made_confidences_are_not_taken_for_those_of_other_drafts() -> None:
+    adapter, link = steering(Default(3))
+    adapter.arrive("a", Request(num_output_tokens=1))
+
+    def step(confidence: float) -> None:
+        told = outcome({"a": 3}, {"a": [5, 6]}, [[5]])
+        assert told.report is not None
+        told.report.confidences = [(confidence, confidence)]
+        adapter.record(adapter.order({"a": 3}, 0.0), told)
+
+    step(0.1)
+    step(0.2)
+    keep = link.send_later
+    link.send_later = lambda make: None  # type: ignore[method-assign]  # the link's queue is full
+    step(0.3)
+    link.send_later = keep  # type: ignore[method-assign]
+    step(0.4)
+    step(0.5)
+    seen = [record.rows[0].confidences for record in link.sent if isinstance(record, wire.StepRecord)]
+    assert seen == [(), (0.1, 0.1), (), (0.4, 0.4)]

@@ -1,0 +1,184 @@
+"""What a step left behind, and how its record is made of it.
+
+`StepTrace` is filled on the engine thread, with as little as can be; `RecordBuilder` unfolds it on the link's thread
+while the engine thread is in the next forward pass. Neither knows vLLM. What vLLM may change later is copied.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Protocol
+
+from .protocol import MAX_REQUESTS, RequestEvent, RequestRow, StepRecord
+from .steps import StepOrder, StepReport
+
+
+class LiveRequest(Protocol):
+    """What is read of vLLM's Request (0.32, v1/request.py)."""
+
+    num_computed_tokens: int
+    max_tokens: int
+    priority: int
+    is_prefill_chunk: bool
+    num_prompt_tokens: int
+
+    @property
+    def num_output_tokens(self) -> int: ...
+
+
+@dataclass(slots=True)
+class Entry:
+    """One live request as the adapter sees it; `emitted` and `confidences` belong to the builder."""
+
+    handle: int
+    request_id: str
+    request: LiveRequest
+    arrived_s: float
+    emitted: int = 0
+    confidences: tuple[float, ...] = ()  # of the draft tokens that wait for verification, and of a dropped one
+
+    def arrival(self) -> RequestEvent:
+        """Return the event that tells a controller which id the handle stands for."""
+        request = self.request
+        return RequestEvent(
+            "arrival", self.handle, self.arrived_s, request.num_prompt_tokens, self.request_id, request.priority
+        )
+
+
+@dataclass(slots=True)
+class StepTrace:
+    """One step's traces on vLLM's objects. Lists of numbers are aligned with `scheduled`, which vLLM leaves alone."""
+
+    order: StepOrder
+    report: StepReport
+    scheduled: dict[str, int]  # rows given to the target, by request
+    entries: list[Entry]
+    batch_rows: list[int | None]
+    computed: list[int]  # tokens of each request after the step
+    emitted: list[int]  # tokens
+    drafts: dict[str, list[int]]
+    draft_lengths: list[int]  # aligned with `drafts`
+    sampled: list[list[int]]  # by batch row
+    sampled_lengths: list[int]  # aligned with `sampled`
+    events: list[RequestEvent]
+    preempted: list[Entry]
+    counter: int
+    time_s: float
+    step_s: float
+    adapter_s: float
+    running: int
+    waiting: int
+    kv_usage: float
+
+
+class Counters(Protocol):
+    """What a record says about the link."""
+
+    dropped: int
+    refused: Counter[str]
+
+
+@dataclass(slots=True)
+class RecordBuilder:
+    """Makes records of traces, in the order of the steps; owned by whichever thread sends them."""
+
+    boot_id: str
+    link: Counters
+    _last: int = 0  # counter of the last record
+
+    def build(self, trace: StepTrace) -> StepRecord:
+        """Return the record of a step."""
+        order, report = trace.order, trace.report
+        for entry in trace.preempted:
+            entry.confidences = ()
+        rows, prefill, decode, drafts = self._rows(trace)
+        self._last = trace.counter
+        return StepRecord(
+            boot_id=self.boot_id,
+            counter=trace.counter,
+            step=order.step,
+            time_s=trace.time_s,
+            step_s=trace.step_s,
+            schedule_s=order.schedule_s,
+            verify_s=report.verify_s,
+            sample_s=report.sample_s,
+            draft_s=report.draft_s,
+            overlap_s=report.overlap_s,
+            adapter_s=trace.adapter_s,
+            running=trace.running,
+            waiting=trace.waiting,
+            prefill_tokens=prefill,
+            decode_tokens=decode,
+            draft_tokens=drafts,
+            kv_usage=trace.kv_usage,
+            split=None,
+            frontier=None,
+            lease_epoch=order.lease_epoch,
+            lease_sequence=order.lease_sequence,
+            dropped=self.link.dropped,
+            rejected=self.link.refused.total(),
+            events=trace.events,
+            rows=rows,
+            caught_up=report.caught_up,
+            draft_rounds=None if report.rounds is None else len(report.rounds),
+            drawn_tokens=None if report.rounds is None else sum(report.rounds),
+        )
+
+    def _rows(self, trace: StepTrace) -> tuple[list[RequestRow], int, int, int]:
+        rows: list[RequestRow] = []
+        prefill = decode = drafts = 0
+        report, lengths, draft_of, sampled = trace.report, trace.order.lengths, trace.drafts, trace.sampled
+        drafted, confidences, pruned = report.drafted, report.confidences, report.pruned
+        verified_of = dict(zip(draft_of, trace.draft_lengths, strict=True))
+        is_next = trace.counter == self._last + 1  # else what is known of the drafts is that of an earlier step
+        for (request_id, scheduled), entry, row, context, emitted in zip(
+            trace.scheduled.items(), trace.entries, trace.batch_rows, trace.computed, trace.emitted, strict=True
+        ):
+            if row is None:
+                continue
+            generated = trace.sampled_lengths[row] if sampled else 0
+            verified = verified_of.get(request_id, 0)
+            left = pruned[row] if pruned else 0
+            accepted = 0
+            if verified and generated:
+                accepted = _accepted(draft_of[request_id], sampled[row], left) if left else generated - 1
+            fresh = emitted - entry.emitted
+            # An emitting step with one row per token decodes; anything else computes prompt.
+            is_prefill = scheduled > verified + 1 or not generated
+            if is_prefill:
+                prefill += scheduled
+            else:
+                decode += 1
+                drafts += verified
+            if fresh and not entry.emitted and len(trace.events) < MAX_REQUESTS:
+                trace.events.append(RequestEvent("first_token", entry.handle, trace.time_s, emitted))
+            entry.emitted = emitted
+            known = entry.confidences if is_next else ()
+            rows.append(
+                RequestRow(
+                    entry.handle,
+                    scheduled,
+                    lengths.get(request_id, 0),
+                    drafted[row] if drafted else 0,
+                    verified,
+                    left,
+                    accepted,
+                    fresh if fresh > 0 else 0,
+                    context,
+                    is_prefill,
+                    known[: verified + 1],  # scheduler and grammar only ever cut a draft's end
+                )
+            )
+            entry.confidences = confidences[row] if confidences else ()
+        return rows[:MAX_REQUESTS], prefill, decode, drafts
+
+
+def _accepted(draft: list[int], sampled: list[int], pruned: int) -> int:
+    """Return how many draft tokens were accepted; a pruned draft ends without a token of the target's own.
+
+    A token that replaces a rejected one is never the rejected one, so the last token tells which it was.
+    """
+    tests = len(draft) + 1 - pruned
+    is_all = pruned > 0 and len(sampled) == tests and sampled[-1] == draft[tests - 1]
+    return tests if is_all else len(sampled) - 1
