@@ -18,6 +18,9 @@ from .. import __version__
 from .config import Effective, Value, as_json, as_toml, load
 from .drafter import app as drafter_app
 from .errors import FaserError, UsageError
+from .evaluate import register as register_evaluate
+from .exits import app as exits_app
+from .simulation import register as register_simulation
 
 app = typer.Typer(
     name="faser",
@@ -36,6 +39,9 @@ keys_app = typer.Typer(
 )
 app.add_typer(keys_app, name="keys")
 app.add_typer(drafter_app, name="drafter")
+app.add_typer(exits_app, name="exits")
+register_simulation(app)
+register_evaluate(app)
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file; see `faser config`.")]
 Endpoint = Annotated[
