@@ -105,7 +105,7 @@ def child(drafter: str) -> None:
 class Remote:
     """In the parent: an engine in a process of its own."""
 
-    def __init__(self, drafter: str, folder: str) -> None:
+    def __init__(self, drafter: str, folder: str, script: str = __file__, threads: int = 1) -> None:
         environment = os.environ | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -113,14 +113,14 @@ class Remote:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": str(threads),
             "LD_PRELOAD": str(openmp_library() or ""),
             "FASER_ENDPOINT": f"ipc://{folder}/nobody.sock",
             "FASER_CATCH_UP_TOKENS": "100000",
         }
         reading, writing = os.pipe()
         self.process = subprocess.Popen(
-            ["bash", "-c", f'exec 3>&{writing}; exec "$@"', "-", sys.executable, __file__, "--child", drafter],
+            ["bash", "-c", f'exec 3>&{writing}; exec "$@"', "-", sys.executable, script, "--child", drafter],
             stdin=subprocess.PIPE,
             stdout=sys.stderr,
             env=environment,
@@ -131,6 +131,11 @@ class Remote:
         os.close(writing)
         self.answers = os.fdopen(reading)
         self.answers.readline()
+
+    def end(self) -> None:
+        """End the process and wait for it."""
+        self.process.terminate()
+        self.process.wait()
 
     def ask(self, *order: Any) -> Any:
         """Return the engine's answer."""
@@ -179,7 +184,7 @@ def main() -> None:
             if not options.json:
                 print({name: round(value, 3) for name, value in rows[-1].items()}, flush=True)
         for remote in (plain, drafting):
-            remote.process.terminate()
+            remote.end()
     if options.json:
         print(json.dumps(rows))
 

@@ -348,4 +348,5 @@ def test_confidences_are_read_back_row_by_row() -> None:
     assert book.read([0, 2]) == [(), ()]
     book.note([0, 1, 3], torch.tensor([0.5, 0.25, 0.75]))
     book.note([0, 3], torch.tensor([0.125, 0.0625]))
-    assert book.read([1, 1, 0, 2]) == [(0.5,), (0.25,), (), (0.75, 0.0625)]
+    # The first row lost its second token to a stop rule: its confidence is told all the same.
+    assert book.read([1, 1, 0, 2]) == [(0.5, 0.125), (0.25,), (), (0.75, 0.0625)]

@@ -139,6 +139,41 @@ def test_a_dropped_token_counts_as_drafted_but_not_as_tried() -> None:
     assert confidence.forecast.reach[1, 10] == pytest.approx(0.5, abs=0.02)
 
 
+def test_a_verified_token_without_a_confidence_teaches_nothing() -> None:
+    confidence = Confidence(K_MAX)
+    tried = np.tile([1.0, 1.0, 0.0, 0.0], (8, 1))
+    for record in range(64):
+        confidence.learn(DraftRows([(0.7,)] * 8, np.full(8, K_MAX), tried, tried, None, record))
+    assert confidence.trials[0] > 0.0
+    assert confidence.trials[1] == 0.0
+
+
+def test_a_confidence_that_tells_nothing_is_not_acted_upon() -> None:
+    random = np.random.default_rng(8)
+    told, untold = Confidence(K_MAX), Confidence(K_MAX)
+    for record in range(200):
+        hits = random.random((8, K_MAX)) < 0.7
+        tried, hit = np.ones((8, K_MAX)), hits * 1.0
+        for confidence, sure in ((told, np.where(hits, 0.8, 0.4)), (untold, np.full((8, K_MAX), 0.7))):
+            rows = list(map(tuple, sure.tolist()))
+            confidence.learn(DraftRows(rows, np.full(8, K_MAX), tried, hit, None, record))
+    assert untold.forecast is not None
+    assert told.is_ready
+    assert not untold.is_ready
+
+
+def test_a_forecast_forgets_drafts_by_age_though_the_ring_still_holds_them() -> None:
+    confidence = Confidence(K_MAX)
+    limit, tried = np.full(8, K_MAX), np.ones((8, K_MAX))
+    for first, sure, hit in ((0, 0.9, 1.0), (4000, 0.2, 0.0)):  # as many of either kind
+        for record in range(first, first + 32):
+            confidence.learn(DraftRows([(sure,) * K_MAX] * 8, limit, tried, tried * hit, None, record))
+    assert confidence.forecast is not None
+    sure, doubtful = confidence.probability(np.array([[2.2] * K_MAX, [-1.4] * K_MAX]))[:, 0]
+    between = int(np.flatnonzero((sure > EDGES) & (doubtful < EDGES))[0])
+    assert confidence.forecast.reach[1, between] < 0.05
+
+
 def test_unseen_continuations_are_taken_from_drafts_that_survived_alike() -> None:
     chance = np.column_stack([np.linspace(0.1, 0.9, 200), np.linspace(0.1, 0.9, 200)])
     depth = np.where(np.arange(200) % 2 == 0, 2, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -114,9 +116,14 @@ def test_chains_count_only_drafts_whose_first_tokens_all_hit() -> None:
     drafter, one = head(), example(40, 5, 4)
     vocabulary = torch.arange(VOCABULARY)
     batch = packed(one)
-    drafted = [
-        (states.float() @ drafter.embedding.float().T).argmax(-1) == batch.labels for states in drafter.unroll(batch, 3)
-    ]
+    rows = torch.arange(batch.rows)
+    tokens = torch.stack(
+        [(states.float() @ drafter.embedding.float().T).argmax(-1) for states in drafter.unroll(batch, 3)]
+    )
+    # Every third chain is right throughout, but every other one of these has its first token spoiled.
+    labels = (tokens[rows % 3, rows] + (rows % 6 == 0)) % VOCABULARY
+    batch = dataclasses.replace(batch, labels=labels)
+    drafted = [level == labels for level in tokens]
     levels = draft_chains(drafter, drafter.embedding, vocabulary, batch, 3)
     hits = [int(level.hit.sum()) for level in levels]
     expected = [0, 0, 0]
@@ -128,6 +135,7 @@ def test_chains_count_only_drafts_whose_first_tokens_all_hit() -> None:
     assert [len(level.hit) for level in levels] == [batch.rows - 2] * 3
     assert torch.equal(levels[1].was_alive, levels[0].hit)
     assert hits == pytest.approx(expected, abs=1)  # bfloat16 may break a tie
+    assert 3 <= expected[2] <= batch.rows // 4, "the chains are not as they were laid out"
 
 
 def test_confidence_is_judged_by_order_and_by_size() -> None:
