@@ -25,12 +25,13 @@ from rich.table import Table
 from ..engine_adapter.protocol import Hello
 from ..env.acceptance_fit import Description, DraftTrial, describe, fit_acceptance
 from ..env.acceptance_model import AcceptanceModel
-from ..env.calibration import HELD_OUT_SHARE, CalibrationError, Fit, domain_of, fit_phase
+from ..env.calibration import HELD_OUT_SHARE, CalibrationError, Fit, domain_of, fit_phase, phase_level
 from ..env.engine_model import (
     PROFILE_VERSION,
     Card,
     EngineProfile,
     Phase,
+    PhaseModel,
     ProfileError,
     load_profile,
     save_profile,
@@ -55,7 +56,7 @@ class CalibrateOptions:
     telemetry: tuple[Path, ...]
     output: Path
     name: str = ""
-    base: Path | None = None  # a profile whose step costs are kept: only acceptance is fitted
+    base: Path | None = None  # a profile whose step costs keep their shape: their level and acceptance are fitted
     command: str = ""
     json: bool = False
     least_repeats: int = 3
@@ -78,11 +79,11 @@ def calibrate(options: CalibrateOptions, console: Console) -> int:
     drafts = [draft for one in measured for draft in trials(one)]
     acceptance = fit_acceptance(drafts, hello.k_max, source=", ".join(path.name for path in options.telemetry))
     fits: dict[Phase, Fit] = {}
+    samples = StepSamples.joined([freed(one.samples, one.steps, load_waiting(one.path)) for one in measured])
     if options.base is not None:
-        profile = require_fitting(load_profile_or_fail(options.base), hello, options.base)
-        profile = rebuilt(profile, acceptance=acceptance)
+        base = require_fitting(load_profile_or_fail(options.base), hello, options.base)
+        profile = levelled(base, samples, acceptance)
     else:
-        samples = StepSamples.joined([freed(one.samples, one.steps, load_waiting(one.path)) for one in measured])
         fits = fit_all(samples, options, tuple(hello.graph_sizes))
         profile = profile_of(hello, fits, samples, acceptance, options)
     try:
@@ -198,9 +199,15 @@ def profile_of(
     )
 
 
-def rebuilt(profile: EngineProfile, *, acceptance: AcceptanceModel) -> EngineProfile:
-    """Return the profile with another acceptance model."""
-    return msgspec.structs.replace(profile, acceptance=acceptance)
+def levelled(base: EngineProfile, samples: StepSamples, acceptance: AcceptanceModel) -> EngineProfile:
+    """Return the profile with each phase as much slower or faster as these steps are in all, and other acceptance."""
+    phases = {}
+    for phase in PHASES:
+        model: PhaseModel = getattr(base, phase)
+        level = phase_level(samples, phase, np.array(model.coefficients), base.graph_sizes)
+        scaled = tuple(value * level for value in model.coefficients)
+        phases[phase] = msgspec.structs.replace(model, coefficients=scaled)
+    return msgspec.structs.replace(base, acceptance=acceptance, **phases)
 
 
 def machine() -> str:

@@ -49,7 +49,7 @@ def calibrate(
     telemetry: Files,
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.")],
     base: Annotated[
-        Path | None, typer.Option(help="Keep the step costs of this profile; fit acceptance alone.")
+        Path | None, typer.Option(help="Keep the shape of this profile's step costs; fit level and acceptance.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Steps a kind must have been seen to be fitted.")] = 3,
     json: Json = False,

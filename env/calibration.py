@@ -159,6 +159,14 @@ def solve(basis: Floats, measured_s: Floats, weight: Floats | None = None) -> Fl
     return coefficients
 
 
+def phase_level(samples: StepSamples, phase: Phase, coefficients: Floats, graph_sizes: tuple[int, ...] = ()) -> float:
+    """Return measured over predicted time, in all; 1 where nothing was measured or predicted."""
+    times = samples.times(phase)
+    known = np.isfinite(times)
+    predicted = float((samples.basis(phase, graph_sizes)[known] @ coefficients).sum())
+    return float(times[known].sum()) / predicted if known.any() and predicted > 0.0 else 1.0
+
+
 def domain_of(samples: StepSamples) -> dict[str, Range]:
     """Return the measured range of each quantity of Work.quantities."""
     values = {

@@ -127,9 +127,21 @@ def test_json_ends_with_the_figures(telemetry: Path, tmp_path: Path, capsys: pyt
     assert found["verify"]["cells"] >= 15
 
 
-def test_a_base_profile_keeps_its_costs(telemetry: Path, profile: Path, tmp_path: Path) -> None:
-    calibrate(CalibrateOptions((telemetry,), tmp_path / "p.json", base=profile), CONSOLE)
-    assert load_profile(tmp_path / "p.json").verify == load_profile(profile).verify
+def test_a_base_profile_keeps_its_shape_and_takes_on_the_level_of_the_telemetry(profile: Path, tmp_path: Path) -> None:
+    records = [
+        msgspec.structs.replace(record, step_s=1.3 * (record.step_s - record.draft_s) + record.draft_s)
+        for record in make_records(12)
+    ]
+    slower = write_telemetry(tmp_path / "slower.sqlite", records)
+    calibrate(CalibrateOptions((slower,), tmp_path / "p.json", base=profile), CONSOLE)
+    before, after = (load_profile(path) for path in (profile, tmp_path / "p.json"))
+    assert np.divide(
+        after.verify.coefficients,
+        before.verify.coefficients,
+        where=np.array(before.verify.coefficients) > 0,
+        out=np.full(len(before.verify.coefficients), 1.3),
+    ) == pytest.approx(1.3, rel=0.03)
+    assert sum(after.draft.coefficients) == pytest.approx(sum(before.draft.coefficients), rel=0.03)
 
 
 def test_fidelity_replays_another_run_of_the_same_engine(
