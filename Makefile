@@ -10,6 +10,8 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(if $(shell command -v $(name)),$(name))) python3)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) --constraint constraints.txt
 TESTS ?=
+MARK ?=
+WORKERS ?= 2# test files at a time; an engine test takes up to 4 GiB and a core
 
 help:  ## List the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,8 +34,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install  ## Serve the embedded model to a replayed production load and steer it (DURATION=60)
 	$(BIN)/faser demo $(if $(DURATION),--duration $(DURATION))
 
-test: install  ## Run the tests (TESTS='tests/controller -k guard' for some)
-	$(BIN)/python -m pytest -m 'not slow' $(TESTS)
+test: install  ## Run the tests (TESTS='tests/controller -k guard' or MARK='not engine' for some)
+	$(BIN)/python -m pytest -m 'not slow and not alone$(if $(MARK), and ($(MARK)))' -n $(WORKERS) --dist loadfile $(TESTS) || test $$? = 5
+	$(BIN)/python -m pytest -m 'alone and not slow$(if $(MARK), and ($(MARK)))' $(TESTS) || test $$? = 5
 
 lint: install  ## Check style and format
 	$(BIN)/ruff check .

@@ -25,6 +25,8 @@ from faser.controller.telemetry import read_lengths, read_steps
 from faser.env.prompt import KINDS
 from faser.env.split import is_held_out_prompt
 
+pytestmark = pytest.mark.alone
+
 FASER = [sys.executable, "-P", "-c", "from faser.controller.cli import main; main()"]
 PROMISED = {
     "engine", "requests", "tokens_per_s", "ttft_ms", "tpot_ms", "e2e_ms", "steps", "decisions", "steps_under_lease",

@@ -29,6 +29,8 @@ from faser.engine_adapter import protocol as wire
 from faser.engine_adapter.lease import Lease
 from faser.engine_adapter.link import EngineLink
 
+pytestmark = pytest.mark.alone
+
 FRAMES = 100_000
 TRACED = 4_000  # of them with every allocation traced, which takes ten times as long
 THROUGH_SOCKETS = 4_000

@@ -14,6 +14,8 @@ from faser.controller.loadgen import LoadGenerator, LoadOptions
 from faser.controller.loadstats import LoadSummary, RequestResult
 from faser.env.workload import TimedRequest
 
+pytestmark = pytest.mark.alone
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 

@@ -101,6 +101,8 @@ import os, sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from faser.controller.processes import ProcessTree
+
+pytestmark = pytest.mark.alone
 tree = ProcessTree([sys.executable, "-S", "-c", sys.argv[1], sys.argv[2]], os.environ, Path(sys.argv[2]) / "log")
 print(tree.pid, flush=True)
 sys.stdin.read()

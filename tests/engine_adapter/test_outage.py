@@ -18,7 +18,7 @@ import pytest
 from faser.controller.launch import openmp_library
 from faser.models.embedded import ensure_embedded_target
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.alone, pytest.mark.timeout(900)]
 
 LEASE_STEPS, LEASE_S = 32, 1.0
 
