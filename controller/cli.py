@@ -234,6 +234,25 @@ def export(
     raise typer.Exit(run_export(file, format.value, table.value, output))
 
 
+TelemetryFile = Annotated[Path, typer.Argument(help="A telemetry file.")]
+
+
+@store_app.command(name="check")
+def store_check(file: TelemetryFile, json: Json = False) -> None:
+    """Read everything in a telemetry file and say whether it is sound."""
+    from .care import run_check
+
+    raise typer.Exit(run_check(file, json))
+
+
+@store_app.command(name="vacuum")
+def store_vacuum(file: TelemetryFile) -> None:
+    """Give the space of deleted steps back to the disk; the sidecar must be stopped."""
+    from .care import run_vacuum
+
+    raise typer.Exit(run_vacuum(file))
+
+
 @keys_app.command(name="new")
 def keys_new(
     folder: KeyFolder,

@@ -73,7 +73,9 @@ class LinkConfig:
 class PolicyConfig:
     """Who chooses the draft lengths."""
 
-    spec: str = _option("price", "price, off, fixed:K or table:FIRST-LAST=K,...", variable="FASER_POLICY")
+    spec: str = _option(
+        "price", "price, price:history, off, fixed:K or table:FIRST-LAST=K,...", variable="FASER_POLICY"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,10 @@ class StoreConfig:
     path: Path = _option(DEFAULT_STORE, "the SQLite file", variable="FASER_STORE")  # noqa: RUF009 - a Path is immutable
     queue_records: int = _option(20_000, "records that may wait for the disk before they are dropped", low=1)
     flush_s: float = _option(0.5, "time between two commits", low=0.01, high=60.0)
+    max_mb: int = _option(
+        4096, "size of the file beyond which the oldest steps are deleted, MiB; 0: no limit", low=0, high=1 << 30
+    )
+    max_age_h: float = _option(0.0, "age beyond which steps are deleted, hours; 0: no limit", low=0.0, high=1e6)
 
 
 @dataclass(frozen=True, slots=True)

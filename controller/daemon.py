@@ -31,6 +31,7 @@ from .keys import load_keyring
 from .link import EngineRouter, Incoming
 from .modes import ModeBoard, engine_name
 from .notify import Notifier
+from .retention import Retention
 from .session import Session, check_policy
 from .snapshot import QUESTION, SNAPSHOT_VERSION, LinkStatus, Snapshot, StoreStatus, encode_snapshot
 from .store import EngineEntry, Entry, NoticeEntry, RunEntry, StepEntry, Store
@@ -93,7 +94,7 @@ class Daemon:
             return None
         effective = msgspec.json.encode(self._config, enc_hook=str).decode()
         run = RunEntry(self.epoch, time.time_ns(), __version__, effective)
-        return Store(store.path, run, store.queue_records, store.flush_s)
+        return Store(store.path, run, store.queue_records, store.flush_s, Retention.of(store))
 
     def _open_audit(self) -> AuditFile | None:
         audit = self._config.audit
@@ -205,8 +206,9 @@ class Daemon:
             if session.governor.is_sending:
                 session.note_sent(is_sent, time.monotonic())
             entry = StepEntry(
-                newest, received_ns, decision.action_set, decision.reason, session.decision_s[-1], is_sent
-            )
+                newest, received_ns, decision.action_set, decision.reason, session.decision_s[-1], is_sent,
+                self._config.policy.spec, session.governor.draws,
+            )  # fmt: skip
             if self._audit is not None:
                 policy = self._config.policy.spec
                 self._audit.put(

@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from ..engine_adapter.protocol import RequestRow
+from .canary import Draws
 from .errors import StoreError
 
 PACKING_VERSION: Final = 1
@@ -47,6 +48,7 @@ class _Columns(msgspec.Struct, array_like=True, gc=False):
 
 _encoder = msgspec.msgpack.Encoder()
 _columns_decoder = msgspec.msgpack.Decoder(_Columns)
+_draws_decoder = msgspec.msgpack.Decoder(tuple[list[int], list[int], list[int], list[float]])
 _pair_decoder = msgspec.msgpack.Decoder(tuple[list[int], list[int]])
 
 
@@ -106,6 +108,19 @@ def unpack_lengths(blob: bytes) -> dict[int, int]:
         return dict(zip(_sums(handles), lengths, strict=True))
     except (msgspec.MsgspecError, zlib.error, ValueError) as error:
         raise StoreError(f"packed lengths cannot be read: {error}", remedy="the file may be damaged") from None
+
+
+def pack_draws(draws: Draws) -> bytes:
+    """Return the blob of a canary decision's draws."""
+    return _seal(_encoder.encode((draws.handles, draws.lengths, draws.preferred, draws.propensities)))
+
+
+def unpack_draws(blob: bytes) -> Draws:
+    """Return the draws of a blob; raise StoreError for anything else."""
+    try:
+        return Draws(*_draws_decoder.decode(_open(blob)))
+    except (msgspec.MsgspecError, zlib.error, ValueError) as error:
+        raise StoreError(f"packed draws cannot be read: {error}", remedy="the file may be damaged") from None
 
 
 def _seal(content: bytes) -> bytes:

@@ -6,6 +6,7 @@ and a test holds it to that. Engines are a key of every table: one file carries 
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -14,10 +15,14 @@ import msgspec
 from sqlite_utils import Database
 
 from ..engine_adapter.protocol import ActionSet, Hello, RequestEvent, StepRecord
+from .audit import digest
+from .canary import Draws
 from .errors import StoreError
-from .packing import pack_lengths, pack_rows
+from .packing import pack_draws, pack_lengths, pack_rows
 
-SCHEMA_VERSION: Final = 2
+logger = logging.getLogger(__name__)
+
+SCHEMA_VERSION: Final = 3
 APPLICATION_ID: Final = 0x46415345  # "FASE": tells our files from other SQLite files
 
 LARGEST: Final = (1 << 63) - 1  # SQLite's; a client may give its request any priority
@@ -44,12 +49,19 @@ TABLES: Final[dict[str, dict[str, type]]] = {
         "decision_split": int, "decision_frontier": int, "decision_prune_layer": int,
         "decision_prune_threshold": float, "decision_mode": str, "decision_valid_until_step": int,
         "decision_valid_until_s": float, "decision_s": float, "decision_reason": str, "decision_lengths": bytes,
+        "decision_policy": str, "decision_digest": str, "decision_draws": bytes,
     },
     "events": {
         "id": int, "engine": int, "run": int, "received_ns": int, "counter": int, "time_s": float, "kind": str,
         "handle": int, "request_id": str, "tokens": int, "priority": int, "detail": str,
     },
 }  # fmt: skip
+
+# What each version added to the table steps: (column, type, value in older rows). Columns are only ever added.
+ADDED: Final[dict[int, tuple[tuple[str, str, str], ...]]] = {
+    2: (("caught_up", "INTEGER", "0"), ("draft_rounds", "INTEGER", "NULL"), ("drawn_tokens", "INTEGER", "NULL")),
+    3: (("decision_policy", "TEXT", "NULL"), ("decision_digest", "TEXT", "NULL"), ("decision_draws", "BLOB", "NULL")),
+}
 
 VIEWS: Final = {
     "step_summary": """
@@ -75,12 +87,16 @@ VIEWS: Final = {
 
 
 def create(database: Database) -> None:
-    """Make the tables and views in an empty file; raise StoreError if it holds something else."""
+    """Make the tables and views in an empty file, or bring an older one of ours up to date.
+
+    Raise StoreError if it holds something else, or was written by a newer FASER.
+    """
     application, version = (
         database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
     )
     if database.table_names():
         _require_ours(application, version)
+        _migrate(database, version)
         return
     with database.atomic():
         for name, columns in TABLES.items():
@@ -94,11 +110,27 @@ def create(database: Database) -> None:
         database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
+def _migrate(database: Database, version: int) -> None:
+    """Add the columns that came since `version`, all or none of them; rows that are there keep every value."""
+    if version == SCHEMA_VERSION:
+        return
+    with database.atomic():
+        for name, kind, value in _added_since(version):
+            default = f" DEFAULT {value}" if value != "NULL" else ""
+            database.execute(f"ALTER TABLE steps ADD COLUMN {name} {kind}{default}")
+        database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    logger.info("telemetry: the file's schema %d was brought to %d", version, SCHEMA_VERSION)
+
+
+def _added_since(version: int) -> list[tuple[str, str, str]]:
+    return [column for since in range(version + 1, SCHEMA_VERSION + 1) for column in ADDED[since]]
+
+
 def _require_ours(application: int, version: int) -> None:
     if application != APPLICATION_ID:
         raise StoreError("the file is a SQLite database of another program", "a FASER telemetry file or a new path")
-    if version != SCHEMA_VERSION:
-        raise StoreError(f"telemetry schema {version}", f"schema {SCHEMA_VERSION}", "use a new file")
+    if not 1 <= version <= SCHEMA_VERSION:
+        raise StoreError(f"telemetry schema {version}", f"schema {SCHEMA_VERSION} or older", "use a new file")
 
 
 def open_for_reading(path: Path) -> Database:
@@ -111,6 +143,10 @@ def open_for_reading(path: Path) -> Database:
             connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
         )
         _require_ours(application, version)
+        if version != SCHEMA_VERSION:  # a view of this connection alone stands before the table
+            columns = ", ".join(f"{value} AS {name}" for name, _, value in _added_since(version))
+            connection.execute("PRAGMA temp_store = MEMORY")
+            connection.execute(f"CREATE TEMP VIEW steps AS SELECT *, {columns} FROM main.steps")
     except sqlite3.Error as error:
         raise StoreError(f"{path} cannot be read: {error}", "a telemetry file") from None
     return Database(connection)
@@ -130,7 +166,14 @@ def engine_row(hello: Hello, received_ns: int) -> Row:
 
 
 def step_row(
-    record: StepRecord, received_ns: int, action: ActionSet | None, reason: str, decision_s: float, is_sent: bool
+    record: StepRecord,
+    received_ns: int,
+    action: ActionSet | None,
+    reason: str,
+    decision_s: float,
+    is_sent: bool,
+    policy: str = "",
+    draws: Draws | None = None,
 ) -> Row:
     """Return the row of table steps without its keys `engine` and `run`."""
     row: Row = {"received_ns": received_ns}
@@ -138,9 +181,12 @@ def step_row(
         row[name] = getattr(record, name)
     row["requests"] = len(record.rows)
     for name in _SUMMED:
-        row[name] = sum([getattr(entry, name) for entry in record.rows])
+        row[name] = min(sum([getattr(entry, name) for entry in record.rows]), LARGEST)
     row["rows"] = pack_rows(record.rows)
     row.update(_decision_cells(action, reason, decision_s, is_sent))
+    if action is not None:
+        row["decision_policy"] = policy
+        row["decision_draws"] = pack_draws(draws) if draws is not None else None
     return row
 
 
@@ -162,6 +208,7 @@ def _decision_cells(action: ActionSet | None, reason: str, decision_s: float, is
         "decision_s": decision_s,
         "decision_reason": reason,
         "decision_lengths": pack_lengths(action.handles, action.lengths),
+        "decision_digest": digest(action),
     }
 
 

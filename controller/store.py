@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,13 +19,17 @@ from typing import Final, TypeAlias
 from sqlite_utils import Database
 
 from ..engine_adapter.protocol import ActionSet, Hello, StepRecord
+from .canary import Draws
 from .endpoint import FileLock
 from .errors import StoreError
+from .retention import Retention, prune
 from .schema import Row, create, engine_row, event_row, notice_row, step_row
 
 logger = logging.getLogger(__name__)
 
 ENTRIES_PER_COMMIT: Final = 512
+LOOK_S: Final = 10.0  # between two looks at the file's size while it is within its limits
+BITES_PER_LOOK: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,8 @@ class StepEntry:
     reason: str = ""
     decision_s: float = 0.0
     is_sent: bool = False
+    policy: str = ""
+    draws: Draws | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +91,14 @@ class StoreHealth:
 class Store:
     """A telemetry file open for writing; raises StoreError when it cannot be written at start."""
 
-    def __init__(self, path: Path, run: RunEntry, queue_entries: int = 20_000, flush_s: float = 0.5) -> None:
+    def __init__(
+        self,
+        path: Path,
+        run: RunEntry,
+        queue_entries: int = 20_000,
+        flush_s: float = 0.5,
+        retention: Retention | None = None,
+    ) -> None:
         self._path = path
         self._queue: deque[Entry] = deque()
         self._queue_entries = queue_entries
@@ -93,6 +107,8 @@ class Store:
         self._has_waited = False
         self._error = ""
         self._engine_keys: dict[str, int] = {}
+        self._retention = retention or Retention()
+        self._next_look_s = 0.0
         self._lock, self._database, self._run_key = _open(path, run)
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._write_until_closed, name="faser-store", daemon=True)
@@ -127,6 +143,8 @@ class Store:
             try:
                 while self._queue and not self._error:
                     self._write_batch()
+                if not self._error and not is_last:
+                    self._look_after_size()
             except (sqlite3.Error, OSError) as error:
                 if _is_busy(error) and not is_last:
                     self._note_busy()  # what waits is written when the other one lets go
@@ -136,6 +154,19 @@ class Store:
                 logger.exception("telemetry writer failed")
                 self._stop_recording(repr(error))
             if is_last:
+                return
+
+    def retain(self, retention: Retention) -> None:
+        """Take other limits from the next look on."""
+        self._retention = retention
+
+    def _look_after_size(self) -> None:
+        """Delete the oldest steps where the file is over its limits; in small bites, so that records need not wait."""
+        if time.monotonic() < self._next_look_s:
+            return
+        for _ in range(BITES_PER_LOOK):
+            if not prune(self._database, self._retention, time.time_ns()):
+                self._next_look_s = time.monotonic() + LOOK_S
                 return
 
     def _write_batch(self) -> None:
@@ -225,7 +256,10 @@ def _is_busy(error: BaseException) -> bool:
 
 
 def _step_row(entry: StepEntry) -> Row:
-    return step_row(entry.record, entry.received_ns, entry.action, entry.reason, entry.decision_s, entry.is_sent)
+    return step_row(
+        entry.record, entry.received_ns, entry.action, entry.reason, entry.decision_s, entry.is_sent,
+        entry.policy, entry.draws,
+    )  # fmt: skip
 
 
 def _open(path: Path, run: RunEntry) -> tuple[FileLock, Database, int]:
