@@ -48,7 +48,8 @@ class ConfidenceBook:
         """Return the confidences of each row's first `kept[row]` tokens and of one dropped behind them, as noted."""
         import torch
 
-        values = iter(torch.cat(self._columns).tolist() if self._columns else ())
+        # Rounding may go past 1; broken logits give no number at all.
+        values = iter(torch.cat(self._columns).nan_to_num(0.0).clamp(0.0, 1.0).tolist() if self._columns else ())
         found: list[list[float]] = [[] for _ in kept]
         for rows in self._rows:
             for row in range(len(kept)) if rows is None else rows:

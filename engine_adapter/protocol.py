@@ -10,7 +10,6 @@ and the arrival event (or the roster in `Hello`) says once which id a handle sta
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
@@ -22,6 +21,8 @@ HEADER: Final = bytes((MAGIC, VERSION))
 MAX_FRAME_BYTES: Final = 1 << 20
 MAX_REQUESTS: Final = 4096
 MAX_DRAFT_LENGTH: Final = 64
+LARGEST_PRIORITY: Final = 1 << 62
+LARGEST_NUMBER: Final = 1e18  # of seconds, and of what a fit gives
 
 Mode = Literal["active", "advisory", "canary", "off"]
 EventKind = Literal["arrival", "first_token", "finish", "abort", "preempt"]
@@ -33,8 +34,15 @@ Text = Annotated[str, Meta(max_length=512)]
 Name = Annotated[str, Meta(max_length=128)]
 Handles = Annotated[list[Handle], Meta(max_length=MAX_REQUESTS)]
 DraftLengths = Annotated[list[DraftLength], Meta(max_length=MAX_REQUESTS)]
-Confidences = Annotated[tuple[float, ...], Meta(max_length=MAX_DRAFT_LENGTH)]
-PerPosition = Annotated[list[float], Meta(min_length=1, max_length=MAX_DRAFT_LENGTH)]
+# Bounds keep out what is not finite, while decoding.
+Number = Annotated[float, Meta(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)]
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+Priority = Annotated[int, Meta(ge=-LARGEST_PRIORITY, le=LARGEST_PRIORITY)]
+Confidences = Annotated[tuple[Share, ...], Meta(max_length=MAX_DRAFT_LENGTH)]
+PerPosition = Annotated[list[Number], Meta(min_length=1, max_length=MAX_DRAFT_LENGTH)]
+Split = Annotated[int, Meta(ge=0, le=64)]
+TableRow = tuple[Count, Count, DraftLength]
+Frontier = Annotated[int, Meta(ge=0, le=MAX_DRAFT_LENGTH)]
 
 
 class ProtocolError(ValueError):
@@ -57,10 +65,10 @@ class RequestEvent(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     kind: EventKind
     handle: Handle
-    time_s: float
+    time_s: Number
     tokens: Count
     request_id: Text = ""
-    priority: int = 0
+    priority: Priority = 0
 
 
 class RequestRow(msgspec.Struct, array_like=True, gc=False):
@@ -85,22 +93,22 @@ class StepRecord(msgspec.Struct, array_like=True, tag="step", gc=False):
     boot_id: Name
     counter: Count  # counts records, not steps: a hole is a lost record
     step: Count
-    time_s: float  # end of the step
-    step_s: float  # schedule() to the end of update_from_output()
-    schedule_s: float
-    verify_s: float  # the target's forward pass
-    sample_s: float
-    draft_s: float
-    overlap_s: float  # time in which drafting and verification both ran
-    adapter_s: float  # thread CPU time of this plugin in the previous step
+    time_s: Number  # end of the step
+    step_s: Number  # schedule() to the end of update_from_output()
+    schedule_s: Number
+    verify_s: Number  # the target's forward pass
+    sample_s: Number
+    draft_s: Number
+    overlap_s: Number  # time in which drafting and verification both ran
+    adapter_s: Number  # thread CPU time of this plugin in the previous step
     running: Count
     waiting: Count
     prefill_tokens: Count
     decode_tokens: Count  # one per decoding request
     draft_tokens: Count  # rows on top of decode_tokens
-    kv_usage: float  # 0..1
-    split: int | None
-    frontier: int | None
+    kv_usage: Number  # 0..1
+    split: Split | None
+    frontier: Frontier | None
     lease_epoch: Count  # 0: no lease, the engine's default was in force
     lease_sequence: Count
     dropped: Count  # records this engine could not send since boot
@@ -128,13 +136,13 @@ class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):
     drafter: Text
     k_max: DraftLength
     default_length: DraftLength
-    default_table: Annotated[list[tuple[int, int, int]], Meta(max_length=64)]  # [first, last, length] by batch size
+    default_table: Annotated[list[TableRow], Meta(max_length=64)]  # [first, last, length] by batch size
     max_requests: Count
     max_batched_tokens: Count
     kv_tokens: Count  # KV-cache capacity
-    graph_sizes: Annotated[list[int], Meta(max_length=512)]  # captured token counts; empty: eager, any size
+    graph_sizes: Annotated[list[Count], Meta(max_length=512)]  # captured token counts; empty: eager, any size
     splits: Annotated[list[Name], Meta(max_length=64)]  # names of the ready-made partitions; index 0 is unsplit
-    exit_layers: Annotated[list[int], Meta(max_length=512)]  # layers with an exit head; empty: no pruning
+    exit_layers: Annotated[list[Count], Meta(max_length=512)]  # layers with an exit head; empty: no pruning
     tensor_parallel: Count
     pipeline_parallel: Count
     data_parallel: Count
@@ -142,7 +150,7 @@ class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):
     lease_steps: Count  # the longest lease this engine grants
     lease_ms: Count
     roster: Annotated[list[RequestEvent], Meta(max_length=MAX_REQUESTS)]  # live requests, as arrivals
-    graph_lengths: Annotated[list[int], Meta(max_length=64)] = []  # lengths with a full graph; empty: all cost alike
+    graph_lengths: Annotated[list[Count], Meta(max_length=64)] = []  # lengths with a full graph; empty: all cost alike
 
 
 class Goodbye(msgspec.Struct, array_like=True, tag="goodbye", frozen=True):
@@ -155,7 +163,7 @@ class Prune(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Leave the forward pass after `layer` where predicted acceptance is below `threshold` (0..1)."""
 
     layer: Annotated[int, Meta(ge=0, le=1024)]
-    threshold: float
+    threshold: Share
 
 
 class StopRule(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -187,13 +195,13 @@ class ActionSet(msgspec.Struct, array_like=True, tag="act", gc=False):
     epoch: Annotated[int, Meta(ge=1, le=1 << 62)]
     sequence: Count
     valid_until_step: Count
-    valid_until_s: float
+    valid_until_s: Number
     default_length: DraftLength  # for requests that are not named
     handles: Handles
     lengths: DraftLengths
-    price: float | None = None  # seconds of step time one more row may cost, for the record
-    split: Annotated[int, Meta(ge=0, le=64)] | None = None
-    frontier: Annotated[int, Meta(ge=0, le=MAX_DRAFT_LENGTH)] | None = None
+    price: Number | None = None  # seconds of step time one more row may cost, for the record
+    split: Split | None = None
+    frontier: Frontier | None = None
     prune: Prune | None = None
     mode: Mode = "active"
     stop: StopRule | None = None  # ends drafts on confidence, within `lengths`
@@ -231,24 +239,14 @@ def encode(message: FromEngine | FromController) -> bytearray:
 
 def decode_from_engine(frame: bytes | memoryview) -> FromEngine:
     """Return the message an engine sent; raise ProtocolError for anything else."""
-    message = _decode(_engine_decoder, frame)
-    if isinstance(message, StepRecord):
-        _require_finite(
-            message.time_s, message.step_s, message.schedule_s, message.verify_s, message.sample_s,
-            message.draft_s, message.overlap_s, message.adapter_s, message.kv_usage,
-        )  # fmt: skip
-    return message
+    return _decode(_engine_decoder, frame)
 
 
 def decode_from_controller(frame: bytes | memoryview) -> FromController:
     """Return the message a controller sent; raise ProtocolError for anything else."""
     message = _decode(_controller_decoder, frame)
-    if isinstance(message, ActionSet):
-        if len(message.handles) != len(message.lengths):
-            raise ProtocolError("out_of_bounds", f"{len(message.handles)} handles, {len(message.lengths)} lengths")
-        _require_finite(message.valid_until_s, message.price or 0.0, message.prune.threshold if message.prune else 0.0)
-        if message.stop is not None:
-            _require_finite(*message.stop.numbers())
+    if isinstance(message, ActionSet) and len(message.handles) != len(message.lengths):
+        raise ProtocolError("out_of_bounds", f"{len(message.handles)} handles, {len(message.lengths)} lengths")
     return message
 
 
@@ -265,8 +263,3 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes | memoryview) -> T
         raise ProtocolError("out_of_bounds", str(error)) from None
     except (msgspec.DecodeError, MemoryError, OverflowError, RecursionError, UnicodeDecodeError) as error:
         raise ProtocolError("malformed", str(error)) from None
-
-
-def _require_finite(*values: float) -> None:
-    if not all(map(math.isfinite, values)):
-        raise ProtocolError("out_of_bounds", f"non-finite number among {values}")

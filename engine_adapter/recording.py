@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
-from .protocol import MAX_REQUESTS, RequestEvent, RequestRow, StepRecord
+from .protocol import LARGEST_PRIORITY, MAX_REQUESTS, RequestEvent, RequestRow, StepRecord
 from .steps import StepOrder, StepReport
 
 
@@ -41,8 +41,9 @@ class Entry:
     def arrival(self) -> RequestEvent:
         """Return the event that tells a controller which id the handle stands for."""
         request = self.request
+        priority = min(max(request.priority, -LARGEST_PRIORITY), LARGEST_PRIORITY)  # clients may ask for any
         return RequestEvent(
-            "arrival", self.handle, self.arrived_s, request.num_prompt_tokens, self.request_id, request.priority
+            "arrival", self.handle, self.arrived_s, request.num_prompt_tokens, self.request_id, priority
         )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..engine_adapter.protocol import Hello, Prune, StopRule
+from ..engine_adapter.protocol import LARGEST_NUMBER, Hello, Prune, StopRule
 from ..engine_adapter.stop_rule import fitted
 
 Lengths = npt.NDArray[np.int64]
@@ -115,7 +115,7 @@ def fit_rows(lengths: Lengths, max_rows: int) -> Lengths:
 
 
 def _finite_or_none(value: float | None) -> float | None:
-    return float(value) if value is not None and math.isfinite(value) else None
+    return float(value) if value is not None and abs(value) <= LARGEST_NUMBER else None
 
 
 def _index_or_none(value: int | None, highest: int) -> int | None:
@@ -133,7 +133,7 @@ def _stop_or_none(stop: StopRule | None, capabilities: Capabilities) -> StopRule
     if stop is None or capabilities.k_max == 0 or capabilities.is_async:
         return None
     lists = (stop.slopes, stop.intercepts, stop.keep, stop.go_on)
-    if not all(lists) or not all(map(math.isfinite, stop.numbers())):
+    if not all(lists) or not all(abs(value) <= LARGEST_NUMBER for value in stop.numbers()):
         return None
     keep, go_on = ([min(max(value, 0.0), 1.0) for value in values] for values in (stop.keep, stop.go_on))
     return fitted(StopRule(stop.slopes, stop.intercepts, keep, go_on), capabilities.k_max)

@@ -74,6 +74,10 @@ def test_a_foreign_frame_is_refused_with_its_reason(frame: bytes, reason: str) -
         {"handles": [0]},
         {"valid_until_s": float("nan")},
         {"price": float("inf")},
+        {"prune": wire.Prune(3, float("nan"))},
+        {"prune": wire.Prune(3, 1.5)},
+        {"split": 65},
+        {"frontier": wire.MAX_DRAFT_LENGTH + 1},
         {"epoch": 0},
         {"mode": "loud"},
         {"stop": wire.StopRule([], [0.0], [0.1], [0.1])},
@@ -86,6 +90,37 @@ def test_a_foreign_frame_is_refused_with_its_reason(frame: bytes, reason: str) -
 def test_an_action_out_of_bounds_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(wire.ProtocolError) as caught:
         wire.decode_from_controller(bytes(wire.encode(msgspec.structs.replace(ACTION, **changes))))
+    assert caught.value.reason == "out_of_bounds"
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf"), 1e300])
+@pytest.mark.parametrize("name", ["time_s", "step_s", "verify_s", "draft_s", "overlap_s", "adapter_s", "kv_usage"])
+def test_a_record_with_a_time_that_no_clock_shows_is_refused(name: str, broken: float) -> None:
+    check_refused(msgspec.structs.replace(RECORD, **{name: broken}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"split": -1},
+        {"split": 65},
+        {"frontier": wire.MAX_DRAFT_LENGTH + 1},
+        {"counter": -1},
+        {"counter": (1 << 62) + 1},
+        {"events": [msgspec.structs.replace(EVENT, time_s=float("nan"))]},
+        {"events": [msgspec.structs.replace(EVENT, priority=(1 << 62) + 1)]},
+        {"events": [msgspec.structs.replace(EVENT, priority=-(1 << 63))]},
+        {"rows": [msgspec.structs.replace(ROW, confidences=(0.5, float("nan")))]},
+        {"rows": [msgspec.structs.replace(ROW, confidences=(1.5,))]},
+    ],
+)
+def test_a_record_out_of_bounds_is_refused(changes: dict[str, object]) -> None:
+    check_refused(msgspec.structs.replace(RECORD, **changes))
+
+
+def check_refused(record: wire.StepRecord) -> None:
+    with pytest.raises(wire.ProtocolError) as caught:
+        wire.decode_from_engine(bytes(wire.encode(record)))
     assert caught.value.reason == "out_of_bounds"
 
 
