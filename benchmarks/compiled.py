@@ -23,8 +23,8 @@ from skip import Remote
 from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
 
 LENGTHS = (0, 2)
-STEPS = 24
-WARM_UP = 6
+STEPS = 16
+WARM_UP = 4
 
 
 class Engine:
@@ -103,7 +103,7 @@ def child(mode: str) -> None:
         answers.write(json.dumps(getattr(engine, name)(*arguments)) + "\n")
 
 
-def measure(loads: list[int], rounds: int, threads: int) -> dict[str, Any]:
+def measure(loads: list[int], rounds: int, threads: int, minutes: float) -> dict[str, Any]:
     """Return start times and, for each load and length, both medians and the paired ratio with its range."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -111,10 +111,14 @@ def measure(loads: list[int], rounds: int, threads: int) -> dict[str, Any]:
         starts = {mode: engine.ask("started") for mode, engine in engines.items()}
         print("start, s:", {mode: round(value, 1) for mode, value in starts.items()}, flush=True)
         pairs: dict[tuple[int, int], list[tuple[float, float]]] = {(n, k): [] for n in loads for k in LENGTHS}
+        ends = time.monotonic() + 60.0 * minutes
         for round_ in range(rounds + 1):
+            if round_ > 1 and time.monotonic() > ends:
+                break
             for (requests, length), seen in pairs.items():
                 order = list(engines) if round_ % 2 else list(engines)[::-1]
                 rates = {mode: engines[mode].ask("speed", requests, length) for mode in order}
+                print(f"round {round_}, {requests} requests, length {length}: {rates}", flush=True)
                 if round_:  # the first turn is for warming up
                     seen.append((rates["eager"], rates["compiled"]))
         for engine in engines.values():
@@ -136,7 +140,7 @@ def measure(loads: list[int], rounds: int, threads: int) -> dict[str, Any]:
             f"({ratios[0]:.3f} to {ratios[-1]:.3f})",
             flush=True,
         )
-    return {"start_s": starts, "rounds": rounds, "threads": threads, "rows": rows}
+    return {"start_s": starts, "rounds": len(seen), "threads": threads, "rows": rows}
 
 
 def main() -> None:
@@ -144,6 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loads", default="1,8")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--minutes", type=float, default=10.0, help="begin no further round after these")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -151,7 +156,7 @@ def main() -> None:
     if options.child is not None:
         child(options.child)
         return
-    found = measure([int(load) for load in options.loads.split(",")], options.rounds, options.threads)
+    found = measure([int(load) for load in options.loads.split(",")], options.rounds, options.threads, options.minutes)
     if options.json is not None:
         options.json.write_text(json.dumps(conditions() | found, indent=1) + "\n")
 

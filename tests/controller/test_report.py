@@ -6,6 +6,7 @@ import sqlite3
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from faser.controller.errors import StoreError
@@ -55,6 +56,18 @@ def telemetry(tmp_path: Path) -> Path:
     records = [step(n, [row(1, 2, 2, emitted=3), row(2, 2, 2)], lease=0 if n < 5 else 7) for n in range(30)]
     records += [step(n, [row(1, 4, 1), row(2, 1, 1), row(3, 0, 0, emitted=0)]) for n in range(33, 43)]
     return write(tmp_path / "telemetry.sqlite", records)
+
+
+def test_what_the_drafter_did_is_read_back_and_silence_is_not_zero(tmp_path: Path) -> None:
+    rows = [row(1, 2, 2, emitted=3)]
+    rows[0].confidences = (0.5, 0.25, 0.125)  # one more than verified: the next token was dropped
+    told = msgspec.structs.replace(step(1, rows), caught_up=40, draft_rounds=3, drawn_tokens=7)
+    path = write(tmp_path / "telemetry.sqlite", [told, step(2, rows)])
+    steps = read_steps(path)
+    assert steps.caught_up.tolist() == [40, 0]
+    assert (steps.draft_rounds[0], steps.drawn_tokens[0]) == (3.0, 7.0)
+    assert np.isnan([steps.draft_rounds[1], steps.drawn_tokens[1]]).all()
+    assert next(read_request_rows(path)) == rows
 
 
 def test_the_figures_of_a_file_are_what_the_records_say(telemetry: Path) -> None:
