@@ -164,7 +164,7 @@ def sidecar(
     flags: dict[str, Value | None] = {
         "link.endpoint": endpoint, "policy.spec": policy, "store.path": store, "store.enabled": record,
     }  # fmt: skip
-    raise typer.Exit(run_sidecar(_load(config, flags).config))
+    raise typer.Exit(run_sidecar(_load(config, flags).config, lambda: _load(config, flags).config))
 
 
 @app.command()

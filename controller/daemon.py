@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,13 +25,16 @@ from ..engine_adapter.protocol import Goodbye, Hello, HelloRequest, Release, Ste
 from .audit import AuditFile, DecisionNote, audit_event
 from .config import Config
 from .control import MAX_ORDER_BYTES, Refusal, carry_out, decode_order
+from .decide import LeaseTerms
 from .endpoint import IPC, Endpoint, status_address
+from .errors import FaserError
 from .gatekeeper import Gatekeeper
 from .governor import Governor
 from .keys import load_keyring
 from .link import EngineRouter, Incoming
 from .modes import ModeBoard, engine_name
 from .notify import Notifier
+from .reload import Prepared, prepare
 from .retention import Retention
 from .session import Session, check_policy
 from .snapshot import QUESTION, SNAPSHOT_VERSION, LinkStatus, Snapshot, StoreStatus, encode_snapshot
@@ -56,18 +60,21 @@ class _Batch:
 class Daemon:
     """One life of the sidecar: owns its endpoint and its telemetry file from construction to close."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, reload: Callable[[], Config] | None = None) -> None:
         check_policy(config.policy.spec)
         # Time since the host booted: engines take rising epochs only, and this clock cannot be set back.
         self.epoch = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         self._config = config
         self._started_s = time.monotonic()
         self._is_stopping = threading.Event()
+        self._read_config = reload
+        self._is_to_reload = threading.Event()
         self._sessions: dict[bytes, Session] = {}
         self._asked_s: OrderedDict[bytes, float] = OrderedDict()  # unknown identities
         self._dropped: Counter[str] = Counter()
         self._next_look_s = 0.0
         self._notifier = Notifier()
+        self._poller = zmq.Poller()
         self._board = ModeBoard(config.mode.default, config.mode.state)  # type: ignore[arg-type]
         with ExitStack() as opened:
             keyring = load_keyring(Path(config.link.keys)) if config.link.keys else None
@@ -92,8 +99,7 @@ class Daemon:
         store = self._config.store
         if not store.enabled:
             return None
-        effective = msgspec.json.encode(self._config, enc_hook=str).decode()
-        run = RunEntry(self.epoch, time.time_ns(), __version__, effective)
+        run = RunEntry(self.epoch, time.time_ns(), __version__, _effective(self._config))
         return Store(store.path, run, store.queue_records, store.flush_s, Retention.of(store))
 
     def _open_audit(self) -> AuditFile | None:
@@ -102,7 +108,7 @@ class Daemon:
 
     def run(self) -> None:
         """Serve until `stop` is called."""
-        poller = zmq.Poller()
+        poller = self._poller
         poller.register(self._router.socket, zmq.POLLIN)
         poller.register(self._status, zmq.POLLIN)
         self._notifier.ready()
@@ -116,6 +122,40 @@ class Daemon:
         """Make `run` return soon; safe in signal handlers and from other threads."""
         self._is_stopping.set()
         self._notifier.stopping()
+
+    def reload(self) -> None:
+        """Have the loop read its configuration again soon; safe in signal handlers and from other threads."""
+        self._is_to_reload.set()
+
+    def _reload_if_asked(self) -> None:
+        if self._read_config is None or not self._is_to_reload.is_set():
+            return
+        self._is_to_reload.clear()
+        try:
+            prepared = prepare(self._config, self._read_config(), self._sessions)
+        except FaserError as error:
+            logger.error("the changed configuration is rejected, the one in force stays: %s", error)
+            audit_event("reload", is_taken=False, detail=str(error))
+            return
+        self._put_in_force(prepared)
+
+    def _put_in_force(self, prepared: Prepared) -> None:
+        config = self._config = prepared.config
+        self._board.set_default(config.mode.default)  # type: ignore[arg-type]
+        self._router.limit(config.link.frames_per_s)
+        for identity, session in self._sessions.items():
+            session.policy = prepared.policies.get(identity, session.policy)
+            session.governor.configure(LeaseTerms(config.lease.steps, config.lease.ms), config.mode, config.guard)
+        if self._store is not None:
+            self._store.retain(Retention.of(config.store))
+        if self._gatekeeper is not None and prepared.keyring is not None and self._gatekeeper.renew(prepared.keyring):
+            self._poller.unregister(self._router.socket)
+            self._router.reopen()
+            self._poller.register(self._router.socket, zmq.POLLIN)
+        changed = ", ".join(prepared.changed) or "nothing"
+        logger.info("configuration read again: %s changed", changed)
+        audit_event("reload", is_taken=True, detail=changed)
+        self._record(NoticeEntry("", "reload", _effective(config), time.time_ns()))
 
     def close(self) -> None:
         """Give every lease back, write what waits and free all that is owned."""
@@ -232,6 +272,7 @@ class Daemon:
             return
         self._next_look_s = now_s + TICK_S
         self._notifier.beat(now_s)
+        self._reload_if_asked()
         for identity, session in list(self._sessions.items()):
             before = session.presence
             presence = session.update_presence(now_s, self._config.link.silent_after_s)
@@ -313,6 +354,10 @@ class Daemon:
             return StoreStatus("", 0, 0, 0, "")
         health = self._store.health()
         return StoreStatus(health.path, health.written, health.queued, health.dropped, health.error)
+
+
+def _effective(config: Config) -> str:
+    return msgspec.json.encode(config, enc_hook=str).decode()
 
 
 def _status_socket(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:

@@ -89,9 +89,13 @@ class RateLimit:
     """
 
     def __init__(self, per_s: float) -> None:
+        self._buckets: OrderedDict[bytes, list[float]] = OrderedDict()  # [frames left, when]
+        self.set(per_s)
+
+    def set(self, per_s: float) -> None:
+        """Take another limit."""
         self._per_s = per_s
         self._burst = 4.0 * per_s
-        self._buckets: OrderedDict[bytes, list[float]] = OrderedDict()  # [frames left, when]
 
     def admits(self, identity: bytes, now_s: float) -> bool:
         """Count a frame; return whether it is to be read."""

@@ -101,6 +101,10 @@ class EngineRouter:
                     raise
                 time.sleep(0.005)
 
+    def limit(self, frames_per_s: float) -> None:
+        """Read so many frames of one engine per second from now on."""
+        self._rate.set(frames_per_s)
+
     def reopen(self) -> None:
         """End every connection and listen anew: engines come back by themselves, if their keys still open the door."""
         self.socket.unbind(self._endpoint.address)

@@ -80,6 +80,11 @@ class ModeBoard:
         self.revision += 1
         self._write_soon()
 
+    def set_default(self, mode: Mode) -> None:
+        """Take another mode for engines that nobody switched."""
+        self.default = mode
+        self.revision += 1
+
     def switched(self) -> dict[str, Mode]:
         """Return a copy of what was switched, by target."""
         return dict(self._modes)

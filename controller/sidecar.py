@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Final
 
@@ -28,20 +29,27 @@ SWITCH_INTERVAL_S: Final = 0.0005
 logger = logging.getLogger(__name__)
 
 
-def run_sidecar(config: Config) -> int:
-    """Serve until SIGTERM or SIGINT, then give the leases back, flush the store and return 0."""
+def run_sidecar(config: Config, reload: Callable[[], Config] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT, then give the leases back, flush the store and return 0.
+
+    :param reload: reads the configuration again, for SIGHUP; what it raises rejects the change.
+    """
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     set_up_logging(config.log)
     from .daemon import Daemon
 
-    daemon = Daemon(config)
+    daemon = Daemon(config, reload)
     http = _start_http(config, daemon)
     gc.freeze()  # the collector need not walk the imported modules while a record waits
 
     def stop(number: int, frame: FrameType | None) -> None:
         daemon.stop()
 
+    def read_again(number: int, frame: FrameType | None) -> None:
+        daemon.reload()
+
+    signal.signal(signal.SIGHUP, read_again)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     try:
