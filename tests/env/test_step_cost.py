@@ -1,0 +1,73 @@
+"""What a record says of its drafting reaches the cost table, and what a stop rule chose does not count as history."""
+
+from __future__ import annotations
+
+import pytest
+
+from faser.engine_adapter.protocol import RequestRow, StepRecord, StopRule
+from faser.env.cost_table import CostTable, StepCost
+from faser.env.spaces import Capabilities
+from faser.env.state import EngineState, observe
+
+RULE = StopRule([1.0], [0.0], [0.4], [0.5])
+
+
+class Recorder(CostTable):
+    """Keeps what it is taught."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[StepCost] = []
+
+    def learn(self, cost: StepCost) -> None:
+        self.seen.append(cost)
+
+
+def cost_of(rule: StopRule | None, caught_up: int = 0, rounds: int | None = None, drawn: int | None = None) -> StepCost:
+    """Return what is learnt from a step in which two requests may draft four tokens and hand over two and one."""
+    state, learnt = EngineState(Capabilities(k_max=4)), Recorder()
+    state.cost = learnt
+    state.ask(5, rule)
+    rows = [RequestRow(handle, 1, 4, drafted, 0, 0, 0, 1, 50, False) for handle, drafted in ((1, 2), (2, 1))]
+    record = StepRecord(
+        "boot", 1, 1, 1.0, 0.02, 0.0, 0.015, 0.0, 0.004, 0.0, 0.0, 2, 0, 0, 2, 0, 0.1, None, None, 1, 5, 0, 0, [], rows,
+        caught_up, rounds, drawn,
+    )  # fmt: skip
+    observe(state, record)
+    (cost,) = learnt.seen
+    return cost
+
+
+@pytest.mark.parametrize("rule", [None, RULE])
+def test_what_the_engine_says_of_its_drafting_is_believed(rule: StopRule | None) -> None:
+    cost = cost_of(rule, 40, 3, 5)
+    assert (cost.rounds, cost.drafted, cost.caught_up) == (3, 5, 40)
+    assert cost.is_draft_known
+
+
+def test_of_a_silent_engine_the_drafts_handed_over_count() -> None:
+    cost = cost_of(None)
+    assert (cost.rounds, cost.drafted, cost.caught_up) == (2, 3, 0)
+    assert cost.is_draft_known
+
+
+def test_of_a_silent_engine_under_a_stop_rule_nothing_is_known() -> None:
+    assert not cost_of(RULE).is_draft_known
+
+
+@pytest.mark.parametrize(("rule", "is_history"), [(None, True), (RULE, False)])
+def test_tokens_that_a_stop_rule_chose_tell_nothing_about_drafts_without_one(
+    rule: StopRule | None, is_history: bool
+) -> None:
+    state = EngineState(Capabilities(k_max=4))
+    state.ask(5, rule)
+    for counter, verified in ((1, 0), (2, 1)):
+        rows = [RequestRow(1, 1 + verified, 4, 1, verified, 0, verified, 1 + verified, 50, False, (0.9,) * verified)]
+        observe(
+            state,
+            StepRecord(
+                "boot", counter, counter, float(counter), 0.02, 0.0, 0.015, 0.0, 0.004, 0.0, 0.0, 1, 0, 0, 1, verified,
+                0.1, None, None, 1, 5, 0, 0, [], rows,
+            ),
+        )  # fmt: skip
+    assert (state.requests.trials.sum() > 0.0) == is_history
