@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 FEATURES: Final = ("log_share", "margin", "rank", "entropy", "confidence_logit", "position", "probe")
 LEAST: Final = 1e-6  # confidences are kept this far from 0 and 1 before their logit is taken
 EPSILON: Final = 1e-5
+NOWHERE: Final = -1e4  # score of a candidate that does not count: finite, so that gradients are
 
 
 @dataclass(slots=True)
@@ -64,9 +65,9 @@ def features(scores: Tensor, is_draft: Tensor, confidences: Tensor, positions: T
     """
     import torch
 
-    own, others = scores[:, :1], scores[:, 1:].masked_fill(is_draft, -torch.inf)
+    own, others = scores[:, :1], scores[:, 1:].masked_fill(is_draft, NOWHERE)
     shares = torch.log_softmax(torch.cat([own, others], dim=1), dim=1)
-    entropy = -torch.where(shares.isinf(), shares.new_zeros(()), shares * shares.exp()).sum(1)
+    entropy = -(shares * shares.exp()).sum(1)
     margin = (own[:, 0] - others.max(dim=1).values).clamp(-30.0, 30.0)
     sure = confidences.float().clamp(LEAST, 1.0 - LEAST)
     columns = (

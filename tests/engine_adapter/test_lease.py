@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from faser.engine_adapter.lease import Lease
-from faser.engine_adapter.protocol import ActionSet, Release, StopRule
+from faser.engine_adapter.protocol import ActionSet, Prune, Release, StopRule
 
 BOOT = "boot"
 
@@ -129,3 +129,14 @@ def test_a_stop_rule_is_fitted_to_the_longest_draft() -> None:
     in_force = held.in_force(1, 0.1)
     assert in_force is not None
     assert in_force.stop == StopRule([1.0] * 6, [0.1] + [0.2] * 5, [0.3] * 6, [0.4] * 6)
+
+
+@pytest.mark.parametrize(("layer", "expected"), [(10, Prune(10, 0.2)), (11, None)])
+def test_pruning_is_dropped_where_there_is_no_exit_head(layer: int, expected: Prune | None) -> None:
+    held = Lease(BOOT, k_max=6, max_steps=32, max_s=1.0, exit_layers=(5, 10))
+    asked = action()
+    asked.prune = Prune(layer, 0.2)
+    assert held.offer(asked, step=0, now_s=0.0) is None
+    granted = held.in_force(1, 0.1)
+    assert granted is not None
+    assert granted.prune == expected

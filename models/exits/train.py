@@ -1,0 +1,164 @@
+"""Train exit heads on a recording: one affine map, one probe and one logistic curve per layer, all at once.
+
+The forward pass is that of engine_adapter/exit_heads.py. The label of a draft token is whether the target's own
+choice in the row that tests it is that token. Tokens behind a rejection teach the map too, with less weight; the
+curve is fitted anew at the end, on drafts that the map has not seen and on tokens whose draft was accepted so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as functional
+
+from ...engine_adapter.exit_heads import FEATURES, Head, candidate_scores, features, moved, normed
+from .record import Recording
+
+Tensor = torch.Tensor
+Progress = Callable[[int, int], None]
+RANK: Final = 48
+BATCH: Final = 512
+EPOCHS: Final = 3
+RATE: Final = 1e-3
+DECAY: Final = 0.1
+BEHIND_WEIGHT: Final = 0.3  # of tokens behind a rejection
+CURVE_SHARE: Final = 0.25  # of the drafts, kept from the map for the curve
+CURVE_RIDGE: Final = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How well a head tells accepted from rejected draft tokens, on tokens whose draft was accepted so far."""
+
+    layer: int
+    auc: float
+    tokens: int
+
+
+def train_heads(recording: Recording, seed: int, progress: Progress) -> dict[int, Head]:
+    """Return a trained head per recorded layer; every map starts as the target's own last norm."""
+    heads = {}
+    for done, layer in enumerate(recording.states):
+        progress(done, len(recording.states))
+        heads[layer] = _train(recording, layer, seed)
+    progress(len(recording.states), len(recording.states))
+    return heads
+
+
+def _train(recording: Recording, layer: int, seed: int) -> Head:
+    draw = torch.Generator().manual_seed(seed)
+    hidden = recording.norm.shape[0]
+    head = Head(
+        scale=recording.norm.float().clone(),
+        down=torch.randn(RANK, hidden, generator=draw) * hidden**-0.5,
+        up=torch.zeros(hidden, RANK),
+        bias=torch.zeros(hidden),
+        probe=torch.zeros(hidden),
+        weights=torch.zeros(len(FEATURES) + 1),
+    )
+    reached = recording.is_reached()
+    for_map, for_curve = _split(recording)
+    mean, spread = _moments(recording, layer, head, for_map[torch.randperm(len(for_map), generator=draw)[:4096]])
+    weights = torch.where(reached, 1.0, BEHIND_WEIGHT)
+    head.weights[-2] = 1.0  # the probe, whose own direction starts at zero
+    learned = [head.scale, head.down, head.up, head.bias, head.probe, head.weights]
+    for tensor in learned:
+        tensor.requires_grad_(True)
+    # Decay pulls the map towards where it began, not towards zero.
+    began = [tensor.detach().clone() for tensor in learned[:5]]
+    optimiser = torch.optim.AdamW(learned, lr=RATE, weight_decay=0.0)
+    steps = EPOCHS * -(-len(for_map) // BATCH)
+    falling = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: max(0.02, 1.0 - step / steps))
+    for _ in range(EPOCHS):
+        for rows in for_map[torch.randperm(len(for_map), generator=draw)].split(BATCH):
+            logits = ((_features(recording, layer, head, rows) - mean) / spread) @ head.weights[:-1] + head.weights[-1]
+            labels = recording.is_accepted[rows].float()
+            loss = functional.binary_cross_entropy_with_logits(logits, labels, weights[rows])
+            optimiser.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+            with torch.no_grad():
+                for tensor, start in zip(learned, began, strict=False):
+                    tensor.lerp_(start, DECAY * falling.get_last_lr()[0])
+            falling.step()
+    plain = {name: getattr(head, name).detach() for name in ("scale", "down", "up", "bias", "probe")}
+    fixed = Head(**plain, weights=head.weights.detach())
+    return Head(**plain, weights=_curve(recording, layer, fixed, for_curve[reached[for_curve]]))
+
+
+def _split(recording: Recording) -> tuple[Tensor, Tensor]:
+    """Return the tokens of the first drafts and of the last ones."""
+    kept = max(1, int(CURVE_SHARE * len(recording.drafts)))
+    start = int(recording.drafts[:-kept].sum())
+    everything = torch.arange(len(recording.tokens))
+    return everything[:start], everything[start:]
+
+
+def _moments(recording: Recording, layer: int, head: Head, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and spread of the features; the probe's are left as they are while it is zero."""
+    with torch.no_grad():
+        seen = torch.cat([_features(recording, layer, head, part) for part in rows.split(4 * BATCH)])
+    mean, spread = seen.mean(0), seen.std(0)
+    is_flat = spread < 1e-3
+    return torch.where(is_flat, 0.0, mean), torch.where(is_flat, 1.0, spread)
+
+
+def _curve(recording: Recording, layer: int, head: Head, rows: Tensor) -> Tensor:
+    """Fit the logistic curve alone, and fold the features' scale into it."""
+    mean, spread = _moments(recording, layer, head, rows)
+    with torch.no_grad():
+        seen = torch.cat([_features(recording, layer, head, part) for part in rows.split(4 * BATCH)])
+        scaled = torch.cat([(seen - mean) / spread, torch.ones(len(seen), 1)], dim=1)
+    labels = recording.is_accepted[rows].float()
+    weights = torch.zeros(scaled.shape[1], requires_grad=True)
+    optimiser = torch.optim.LBFGS([weights], max_iter=200, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimiser.zero_grad()
+        value = functional.binary_cross_entropy_with_logits(scaled @ weights, labels)
+        value = value + CURVE_RIDGE * weights[:-1].square().sum()
+        value.backward()  # type: ignore[no-untyped-call]
+        return value
+
+    optimiser.step(loss)  # type: ignore[no-untyped-call]
+    fitted = weights.detach()
+    slopes = fitted[:-1] / spread
+    return torch.cat([slopes, (fitted[-1] - (slopes * mean).sum())[None]])
+
+
+def _features(recording: Recording, layer: int, head: Head, rows: Tensor) -> Tensor:
+    states = normed(recording.states[layer][rows].float())
+    tokens = recording.tokens[rows][:, None].long()
+    candidates = recording.candidates[rows].long()
+    lm_rows = recording.lm_head[torch.cat([tokens, candidates], dim=1)].float()
+    scores = candidate_scores(moved(head, states), lm_rows)
+    return features(
+        scores, candidates == tokens, recording.confidences[rows], recording.positions[rows], states @ head.probe
+    )
+
+
+def predictions(recording: Recording, layer: int, head: Head) -> npt.NDArray[np.float64]:
+    """Return the predicted acceptance of every recorded token."""
+    with torch.no_grad():
+        parts = [
+            torch.sigmoid(_features(recording, layer, head, rows) @ head.weights[:-1] + head.weights[-1])
+            for rows in torch.arange(len(recording.tokens)).split(4 * BATCH)
+        ]
+    return torch.cat(parts).double().numpy()
+
+
+def area(score: npt.NDArray[np.float64], is_accepted: npt.NDArray[np.bool_]) -> float:
+    """Return the ROC-AUC: how often an accepted token scores above a rejected one, ties half."""
+    order = np.argsort(score, kind="stable")
+    _, group, sizes = np.unique(score[order], return_inverse=True, return_counts=True)
+    ranks = np.empty(len(score))
+    ranks[order] = (np.cumsum(sizes) - (sizes - 1) / 2.0)[group]
+    hits = int(is_accepted.sum())
+    if not 0 < hits < len(score):
+        return float("nan")
+    return float((ranks[is_accepted].sum() - hits * (hits + 1) / 2) / (hits * (len(score) - hits)))
