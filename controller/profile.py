@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -47,6 +47,7 @@ from .telemetry import read_engines
 _EMBEDDED_ARGUMENTS: Final = ("--max-num-batched-tokens", "512")
 _SMOKE_GRID: Final = Grid(requests=(1, 3), contexts=(32,), steps=30)
 _START_LIMIT_S: Final = 900.0
+_LEASE_MS: Final = 60_000  # a slow step must not let the lengths run out
 _INTRODUCTION_S: Final = 20.0
 
 
@@ -97,7 +98,7 @@ def measure(options: ProfileOptions, telemetry: Path, console: Console) -> None:
     try:
         with ExitStack() as stack, progress_bar(console) as show:
             config = _configure(options, sockets, telemetry)
-            launch = _launch(options, config)
+            launch = replace(_launch(options, config), environment_extra={"FASER_LEASE_MS": str(_LEASE_MS)})
             with deferred_interrupts():
                 sidecar = start_sidecar(config, telemetry.with_suffix(".sidecar.log"))
                 if sidecar is None:
@@ -149,6 +150,10 @@ def _configure(options: ProfileOptions, sockets: Path, telemetry: Path) -> Confi
         "link.endpoint": f"ipc://{sockets / 'engine.sock'}",
         "link.status_endpoint": f"ipc://{sockets / 'status.sock'}",
         "policy.spec": f"survey:{options.seed}",
+        "lease.ms": _LEASE_MS,
+        # The survey steers badly on purpose and on the busiest of machines: no guard may step in.
+        "guard.stale_ms": 600_000,
+        "guard.envelope_margin": 1.0,
         "store.enabled": True,
         "store.path": telemetry.absolute(),
     }

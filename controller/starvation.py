@@ -22,10 +22,11 @@ from .reaper import descendants
 from .telemetry import StepTable
 
 Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 
 SAMPLE_S: Final = 0.004
 TAIL_S: Final = 0.001  # from the end of drafting to the end of the step
-MOST: Final = 0.9  # of a phase's time that can have been waiting
+MOST: Final = 0.5  # of a phase's time; a step that waited longer says little
 
 
 class Waiting(msgspec.Struct, frozen=True):
@@ -93,15 +94,27 @@ def _title(pid: int) -> bytes:
 
 
 def freed(samples: StepSamples, steps: StepTable, waiting: Waiting) -> StepSamples:
-    """Return the samples with what the worker waited for a core taken out of both phases."""
+    """Return the samples with what the compute thread waited for a core taken out of both phases.
+
+    A phase that waited for most of its time is left out, and so is one that nobody watched; without any noted waiting
+    the samples are as they were.
+    """
+    if not waiting.time_s:
+        return samples
     end_s = steps.time_s - TAIL_S
     draft_s = np.nan_to_num(samples.draft_s)
     between_s = end_s - draft_s
-    lost_draft_s = waiting.between(between_s, end_s)
-    lost_verify_s = waiting.between(between_s - np.nan_to_num(samples.verify_s) + 2.0 * TAIL_S, between_s)
+    start_s = between_s - np.nan_to_num(samples.verify_s) + 2.0 * TAIL_S
+    is_watched = (start_s > waiting.time_s[0]) & (end_s < waiting.time_s[-1])
     return samples.shortened(
-        np.minimum(lost_verify_s, MOST * samples.verify_s), np.minimum(lost_draft_s, MOST * samples.draft_s)
+        _lost(waiting, start_s, between_s, samples.verify_s, is_watched),
+        _lost(waiting, between_s, end_s, samples.draft_s, is_watched),
     )
+
+
+def _lost(waiting: Waiting, start_s: Floats, end_s: Floats, phase_s: Floats, is_watched: Bools) -> Floats:
+    lost_s = waiting.between(start_s, end_s)
+    return np.where(is_watched & (lost_s < MOST * phase_s), lost_s, np.nan)
 
 
 def waiting_path(telemetry: Path) -> Path:
