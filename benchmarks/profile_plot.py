@@ -1,4 +1,4 @@
-"""Draw predicted against measured step times, per phase: `python benchmarks/profile_plot.py TELEMETRY`.
+"""Draw predicted against measured step times, per phase: `python benchmarks/profile_plot.py TELEMETRY...`.
 
 TELEMETRY is what `faser profile --telemetry FILE` kept; the fit is repeated as `faser calibrate` does it, and cells
 that were never fitted are drawn apart. docs/simulator.md shows the result.
@@ -18,11 +18,13 @@ import numpy as np
 from faser.controller.measured import read_measured
 from faser.controller.starvation import freed, load_waiting
 from faser.env.calibration import Fit, fit_phase
+from faser.env.engine_model import Phase
+from faser.env.step_samples import StepSamples
 
 DEFAULT_OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "simulator_steps.svg"
 
 
-def draw(fits: dict[str, Fit], output: Path) -> None:
+def draw(fits: dict[Phase, Fit], output: Path) -> None:
     """Write the picture: one panel per phase, logarithmic, with lines 12 % off."""
     matplotlib.rcParams["svg.hashsalt"] = "faser"
     figure, panels = plt.subplots(1, len(fits), figsize=(4.6 * len(fits), 4.4))
@@ -51,13 +53,13 @@ def draw(fits: dict[str, Fit], output: Path) -> None:
 def main() -> None:
     """Read, fit, draw."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("telemetry", type=Path)
+    parser.add_argument("telemetry", type=Path, nargs="+")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT)
-    parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
-    measured = read_measured(options.telemetry)
-    samples = freed(measured.samples, measured.steps, load_waiting(options.telemetry))
-    draw({phase: fit_phase(samples, phase, options.repeats) for phase in ("verify", "draft")}, options.output)
+    measured = [read_measured(path) for path in options.telemetry]
+    samples = StepSamples.joined([freed(one.samples, one.steps, load_waiting(one.path)) for one in measured])
+    phases: tuple[Phase, ...] = ("verify", "draft")
+    draw({phase: fit_phase(samples, phase) for phase in phases}, options.output)
 
 
 if __name__ == "__main__":

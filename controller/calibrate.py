@@ -25,7 +25,7 @@ from rich.table import Table
 from ..engine_adapter.protocol import Hello
 from ..env.acceptance_fit import Description, DraftTrial, describe, fit_acceptance
 from ..env.acceptance_model import AcceptanceModel
-from ..env.calibration import HELD_OUT_SHARE, CalibrationError, Fit, domain_of, fit_phase, phase_level
+from ..env.calibration import COUNTED_REPEATS, HELD_OUT_SHARE, CalibrationError, Fit, domain_of, fit_phase, phase_level
 from ..env.engine_model import (
     PROFILE_VERSION,
     Card,
@@ -248,8 +248,9 @@ def error_table(fits: dict[Phase, Fit]) -> Table:
             _percent(model.held_out_p90), _percent(fit.spread()), _percent(float(np.median(cells.step_spread))),
         )  # fmt: skip
     table.caption = (
-        f"bars: median {BAR_MEDIAN:.0%}, p90 {BAR_P90:.0%}; draft: cells in which something was drafted; spread: by "
-        "how much a cell's median is off, from its earlier and later repeats; single step: one step around its median"
+        f"bars: median {BAR_MEDIAN:.0%}, p90 {BAR_P90:.0%}; held out: cells of {COUNTED_REPEATS} repeats or more, for "
+        "draft with something drafted; spread: by how much a cell's median is off, from its earlier and later repeats; "
+        "single step: one step around its median"
     )
     return table
 

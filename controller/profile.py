@@ -87,7 +87,7 @@ def run_profile(options: ProfileOptions) -> int:
             return 143 if isinstance(interrupt, Terminated) else 130
         calibrate_options = CalibrateOptions(
             (telemetry,), output, name=Path(options.model).name, command=options.command, json=options.json,
-            least_repeats=3 if options.smoke else 7, held_out=not options.smoke,
+            held_out=not options.smoke,
         )  # fmt: skip
         return calibrate(calibrate_options, console)
 

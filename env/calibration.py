@@ -21,6 +21,7 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 HELD_OUT_SHARE = 0.4
+COUNTED_REPEATS = 7  # a cell of fewer may be fitted, but is no point to judge a model by
 REWEIGHTINGS = 12  # towards the least sum of absolute relative errors, which outliers move little
 LEAST_RESIDUAL = 0.02  # relative; below this a cell counts by squares
 RESAMPLES = 40  # for the covariance of the coefficients
@@ -41,7 +42,7 @@ class Cells:
     :param step_spread: (m,) relative standard deviation of one repeat, robust
     :param halves: (m,) relative difference of the medians of the earlier and the later half of the repeats
     :param held_out: (m,) never fitted
-    :param counts: (m,) whether the cell counts in error figures
+    :param counts: (m,) whether the cell counts in error figures: enough repeats, and for draft that anything is drafted
     """
 
     basis: Floats
@@ -106,7 +107,7 @@ def cells_of(samples: StepSamples, phase: Phase, least_repeats: int, held_out_sh
         is_split = half >= 2
         halves.append(abs(float(np.median(own[:half]) / np.median(own[half:])) - 1.0) if is_split else np.nan)
         held.append(_share_of(phase, key) < held_out_share)
-        counts.append(phase != "draft" or key[0] > 0)
+        counts.append(len(own) >= COUNTED_REPEATS and (phase != "draft" or key[0] > 0))
     if len(rows) < LEAST_CELLS[phase]:
         raise CalibrationError(
             f"{len(rows)} kinds of steps with at least {least_repeats} repeats to fit {phase} times to; "
@@ -118,7 +119,7 @@ def cells_of(samples: StepSamples, phase: Phase, least_repeats: int, held_out_sh
     )  # fmt: skip
 
 
-def fit_phase(samples: StepSamples, phase: Phase, least_repeats: int = 7, held_out_share: float = HELD_OUT_SHARE,
+def fit_phase(samples: StepSamples, phase: Phase, least_repeats: int = 3, held_out_share: float = HELD_OUT_SHARE,
               graph_sizes: tuple[int, ...] = ()) -> Fit:  # fmt: skip
     """Fit one phase to the cells that are not held out."""
     cells = cells_of(samples, phase, least_repeats, held_out_share, graph_sizes)
