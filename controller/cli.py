@@ -205,6 +205,22 @@ def top(
 
 
 @app.command()
+def replay(
+    file: Annotated[Path, typer.Argument(help="A telemetry file.")],
+    policy: Annotated[str | None, typer.Option(help="Also ask this policy, and estimate what it would earn.")] = None,
+    counterfactual: Annotated[
+        bool, typer.Option("--counterfactual", help="Says where speed can be estimated.")
+    ] = False,
+    floor: Annotated[float, typer.Option(min=10.0, help="Effective samples below which no estimate is given.")] = 100.0,
+    json: Json = False,
+) -> None:
+    """Make every recorded decision again and compare it byte for byte."""
+    from .replay import run_replay
+
+    raise typer.Exit(run_replay(file, policy, counterfactual, json, floor))
+
+
+@app.command()
 def doctor(json: Json = False) -> None:
     """Name what is wrong with this installation and how to mend it."""
     from .doctor import run_doctor

@@ -17,7 +17,7 @@ from typing import TypeVar
 import pytest
 import zmq
 
-from faser.controller.config import Config, LinkConfig, ModeConfig, PolicyConfig, StoreConfig
+from faser.controller.config import Config, GuardConfig, LinkConfig, ModeConfig, PolicyConfig, StoreConfig
 from faser.controller.daemon import Daemon
 from faser.engine_adapter.keys import EngineKeys
 from faser.engine_adapter.protocol import (
@@ -171,6 +171,7 @@ def config(sockets: Path, tmp_path: Path) -> Config:
         link=LinkConfig(endpoint=f"ipc://{sockets / 'engine.sock'}"),
         policy=PolicyConfig(spec="fixed:3"),
         mode=ModeConfig(state=tmp_path / "modes.json"),
+        guard=GuardConfig(stale_ms=600_000, envelope_margin=1.0),  # a fake engine's clock and costs are nobody's
         store=StoreConfig(path=tmp_path / "telemetry.sqlite", flush_s=0.02),
     )
 

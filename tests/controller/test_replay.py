@@ -1,0 +1,218 @@
+"""Replay: a recorded run decides the same bytes again; estimates for another policy are right, or refused."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from faser.controller.config import Config, PolicyConfig
+from faser.controller.control import Switch
+from faser.controller.daemon import Daemon
+from faser.controller.errors import PolicyError, UsageError
+from faser.controller.offpolicy import Sample, estimate
+from faser.controller.recorded import read_sessions
+from faser.controller.replay import replay, run_replay
+from faser.controller.schema import open_for_reading
+from faser.controller.status import ask, order
+from faser.engine_adapter.protocol import ActionSet, RequestEvent, RequestRow, StepRecord
+
+REQUESTS = 12
+
+
+class Engine:
+    """A fake engine that does what it is asked: drafts the lengths of its lease, accepts by chance."""
+
+    def __init__(self, fake: Any, make_record: Any, seed: int = 1) -> None:
+        self.fake, self._make, self._mix = fake, make_record, random.Random(seed)
+        self.waiting: dict[int, int] = {}  # handle -> draft that waits for verification
+        self.lease: ActionSet | None = None
+        self.start = 1
+
+    def step(self, counter: int) -> StepRecord:
+        asked = dict(zip(self.lease.handles, self.lease.lengths, strict=True)) if self.lease else {}
+        default = self.lease.default_length if self.lease else 0
+        events = [] if counter > 1 else [
+            RequestEvent("arrival", handle, 0.0, 50, f"req-{handle}") for handle in range(1, REQUESTS + 1)
+        ]  # fmt: skip
+        if counter % 40 == 0:  # one leaves, one comes
+            events += [RequestEvent("finish", self.start, counter * 0.01, 30)]
+            self.start += 1
+            events += [RequestEvent("arrival", self.start + REQUESTS - 1, 0.0, 50, f"req-{self.start + REQUESTS - 1}")]
+        rows = []
+        for handle in range(self.start, self.start + REQUESTS):
+            draft, length = self.waiting.get(handle, 0), asked.get(handle, default)
+            accepted = next((k for k in range(draft) if self._mix.random() > 0.7), draft)
+            confidences = tuple(self._mix.random() for _ in range(draft))
+            rows.append(RequestRow(handle, 1 + draft, length, length, draft, 0, accepted, accepted + 1, 60 + counter,
+                                   False, confidences))  # fmt: skip
+            self.waiting[handle] = length
+        record: StepRecord = msgspec.structs.replace(
+            self._make("boot-1", counter, 1, self.lease),
+            events=events, rows=rows, decode_tokens=REQUESTS, draft_tokens=sum(row.verified for row in rows),
+            step_s=0.01 + self._mix.random() * 1e-3,
+        )  # fmt: skip
+        return record
+
+    def run(self, steps: range) -> None:
+        for counter in steps:
+            self.fake.send(self.step(counter))
+            self.lease = self.fake.action()
+
+
+@pytest.fixture
+def run(start_daemon: Any, make_engine: Any, make_record: Any, config: Config) -> Callable[..., Path]:
+    """Return a function that records a run: 150 steps active, then as many in the mode that is given."""
+
+    def record(spec: str = "price", mode: str = "active", steps: int = 300, epsilon: float = 0.5) -> Path:
+        settings = replace(config.mode, canary_share=0.8, canary_epsilon=epsilon)
+        daemon = start_daemon(policy=PolicyConfig(spec), mode=settings)
+        fake = make_engine()
+        fake.hello()
+        engine = Engine(fake, make_record)
+        engine.run(range(1, steps // 2))
+        order(config.link, Switch("*", mode))  # type: ignore[arg-type]
+        if mode == "advisory":
+            for counter in range(steps // 2, steps):
+                fake.send(engine.step(counter))
+                while ask(config.link).engines[0].records < counter:  # one at a time: each is decided on
+                    pass
+        else:
+            engine.run(range(steps // 2, steps))
+        daemon.stop()
+        return config.store.path
+
+    return record
+
+
+@pytest.mark.parametrize(("spec", "mode"), [("price", "active"), ("price", "canary"), ("price", "advisory"),
+                                            ("price:history", "canary"), ("fixed:2", "active")])  # fmt: skip
+def test_every_decision_comes_out_as_the_same_bytes_again(run: Any, spec: str, mode: str) -> None:
+    report = replay(run(spec, mode))
+    assert report.differing == []
+    assert (report.records, report.sessions, report.unrecorded) == (299, 1, 0)
+    assert report.identical == report.decisions > (150 if mode == "advisory" else 290)
+
+
+def test_a_run_that_was_reloaded_is_replayed_with_what_was_in_force(
+    make_record: Any, make_engine: Any, config: Config
+) -> None:
+    changed = replace(config, policy=PolicyConfig("price"), lease=replace(config.lease, steps=7))
+    daemon = Daemon(config, lambda: changed)
+    loop = threading.Thread(target=daemon.run)
+    loop.start()
+    fake = make_engine()
+    fake.hello()
+    engine = Engine(fake, make_record)
+    engine.run(range(1, 50))
+    daemon.reload()
+    while ask(config.link).policy != "price":
+        pass
+    engine.run(range(50, 100))
+    daemon.stop()
+    loop.join()
+    daemon.close()
+    report = replay(config.store.path)
+    assert (report.identical, report.decisions, report.differing) == (99, 99, [])
+    with closing(open_for_reading(config.store.path)) as database:
+        (session,) = read_sessions(database)
+    assert [step.settings.lease_steps for step in session.steps[:1] + session.steps[-1:]] == [32, 7]
+
+
+def test_a_record_that_was_changed_is_noticed(run: Any) -> None:
+    path = run("price")
+    with closing(sqlite3.connect(path)) as raw:
+        raw.execute("UPDATE steps SET step = step + 1 WHERE counter = 100")
+        raw.commit()
+    report = replay(path)
+    assert report.differing == ["boot-1 record 100, decision 100"]
+    assert not report.is_exact()
+    assert report.identical == 298
+
+
+def test_what_retention_left_is_replayed_but_not_compared(run: Any) -> None:
+    path = run("price")
+    with closing(sqlite3.connect(path)) as raw:
+        raw.execute("DELETE FROM steps WHERE counter < 50")
+        raw.commit()
+    report = replay(path)
+    assert (report.partial_sessions, report.partial, report.identical) == (1, report.decisions, 0)
+    assert report.is_exact()
+
+
+def test_another_policy_is_asked_on_the_same_states(run: Any) -> None:
+    path = run("fixed:2")
+    report = replay(path, "fixed:5")
+    assert report.identical == report.decisions
+    assert (report.agreement, set(report.alternative_lengths)) == (0.0, {5})
+    assert replay(path, "fixed:2").agreement == 1.0
+    assert report.off_policy is not None
+    assert (report.off_policy.samples, report.off_policy.accepted) == (0, None)
+    with pytest.raises(PolicyError):
+        replay(path, "nonsense")
+    with pytest.raises(UsageError, match="faser fidelity"):
+        run_replay(path, None, True, False, 100.0)
+
+
+def test_an_estimate_from_a_canary_is_near_what_the_policy_earns(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run("fixed:2", "canary", 700, 0.6)
+    report = replay(path, "fixed:4")
+    off = report.off_policy
+    assert off is not None
+    assert off.refusal == ""
+    truth = sum(0.7**k for k in range(1, 5))  # tokens accepted of a draft of 4
+    assert off.accepted is not None
+    assert off.rows is not None
+    assert abs(off.accepted.mean - truth) < 2.5 * off.accepted.half_width < 1.0
+    assert off.rows.mean == pytest.approx(4.0, abs=0.05)
+    assert off.rows_logged is not None
+    assert off.rows_logged.mean < 3.5
+    refused = replay(path, "fixed:4", floor=1e5).off_policy
+    assert refused is not None
+    assert refused.accepted is None
+    assert "effective samples" in refused.refusal
+    assert run_replay(path, "fixed:4", False, False, 100.0) == 0
+    assert "tokens accepted per request and step" in capsys.readouterr().out
+
+
+def test_the_estimator_is_right_on_average_and_its_interval_covers() -> None:
+    truth, covered, means = 2.0, 0, []
+    for seed in range(100):
+        mix = random.Random(seed)
+        samples = []
+        for request in range(60):
+            quality = mix.gauss(0.0, 0.5)
+            for _ in range(20):
+                is_match = mix.random() < 0.2
+                earned = truth + quality + mix.gauss(0.0, 1.0) if is_match else 9.0
+                samples.append(Sample(request, 0.2 if is_match else 0.8, is_match, earned, 4))  # type: ignore[arg-type]
+        result = estimate(samples)
+        assert result.accepted is not None
+        means.append(result.accepted.mean)
+        covered += abs(result.accepted.mean - truth) < result.accepted.half_width
+    assert sum(means) / 100 == pytest.approx(truth, abs=0.03)
+    assert covered >= 88
+
+
+@pytest.mark.parametrize(
+    ("samples", "reason"),
+    [
+        ([], "0 effective samples"),
+        ([Sample(n, 0.5, False, 1, 1) for n in range(500)], "0 effective samples"),
+        ([Sample(n, 0.5, True, 1, 1) for n in range(99)], "99 effective samples"),
+        ([Sample(n, 0.9, True, 1, 1) for n in range(99)] + [Sample(1, 1e-4, True, 1, 1)], "1 effective samples"),
+        ([Sample(n % 3, 0.5, True, 1, 1) for n in range(300)], "3 requests"),
+    ],
+)
+def test_too_little_is_refused_not_shown(samples: list[Sample], reason: str) -> None:
+    result = estimate(samples)
+    assert reason in result.refusal
+    assert result.accepted is None
