@@ -93,7 +93,7 @@ def fit_acceptance(drafts: Iterable[DraftTrial], k_max: int, source: str = "") -
     chance = _sigmoid(intercepts[tokens.position] + slopes[tokens.position] * np.nan_to_num(tokens.logit))
     hidden = _hidden_spread(tokens.request[known], tokens.is_accepted[known], chance[known])
     widened = math.sqrt(1.0 + 0.346 * hidden * hidden)  # a logistic curve averaged over a normal shift is flatter
-    return AcceptanceModel(
+    model = AcceptanceModel(
         intercepts=tuple((intercepts * widened).tolist()),
         slopes=tuple((slopes * widened).tolist()),
         quantiles=tuple(tuple(row) for row in quantiles.tolist()),
@@ -104,6 +104,7 @@ def fit_acceptance(drafts: Iterable[DraftTrial], k_max: int, source: str = "") -
         means=tuple(_means(tokens, k_max)),
         source=source,
     )
+    return _matched(model, drafts)
 
 
 def _fit_blind(tokens: Tokens, k_max: int, share: float, carry: float, source: str) -> AcceptanceModel:

@@ -430,6 +430,7 @@ def save_profile(profile: EngineProfile, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
+        os.fchmod(handle, 0o644)  # mkstemp's file is the owner's alone
         with os.fdopen(handle, "wb") as file:
             file.write(content + b"\n")
             file.flush()
