@@ -2,7 +2,7 @@
 
 Runs vLLM itself, without the sidecar, at one fixed draft length: which share of drafts was accepted up to each position
 and how many tokens a step gave, greedy and at T = 0.7, over all prompts and for each kind. Only prompts of the held-out
-side of env/split.py are used. vLLM 0.32's sampling at T > 0 is mended first (engine_adapter/patches_v1.py). Acceptance
+side of env/split.py are used. vLLM 0.32's sampling at T > 0 is mended first (engine_adapter/patches/v1.py). Acceptance
 depends on weights, prompts and sampling noise, not on load or machine.
 """
 
@@ -60,7 +60,7 @@ def start_engine(target: Path, drafter: Path, k: int, seed: int) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
-    from faser.engine_adapter.patches_v1 import mend_expand
+    from faser.engine_adapter.patches.v1 import mend_expand
 
     engine = LLM(
         str(target),

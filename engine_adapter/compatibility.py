@@ -15,9 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from .patches import SCHEDULER_NAMES
-from .patches_v1 import WORKER_ATTRIBUTES, WORKER_NAMES
-from .patches_v2 import V2_ATTRIBUTES, V2_NAMES
+from .patches.names import SCHEDULER_NAMES, V2_ATTRIBUTES, V2_NAMES, WORKER_ATTRIBUTES, WORKER_NAMES
 
 _SCHEDULER: Final = "vllm.v1.core.sched.scheduler"
 _OUTPUT: Final = "vllm.v1.core.sched.output"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from .cut import Bools, Cut, Ints, after_first_failure
-from .patches_v1 import (
+from .patches.pruning import (
     attention_layer,
     cut_attention,
     cut_common,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from .candidates import CandidateBook
 from .catch_up import CatchUp, FirstRows
 from .confidence import ConfidenceBook, top_probability
-from .patches_v1 import (
+from .patches.v1 import (
     DrafterHooks,
     advance_positions,
     draft_context,

@@ -12,7 +12,7 @@ from typing import Any
 
 from .exit_heads import load_heads
 from .exits import pruning_refusal
-from .patches_v1 import PruningHooks
+from .patches.pruning import PruningHooks
 from .pruning import Notes, Pruning
 from .settings import load_settings
 

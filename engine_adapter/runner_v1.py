@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from .catch_up import CacheShape, CatchUp, Limits
-from .patches_v1 import RunnerHooks, inner_output, shared_cache
+from .patches.v1 import RunnerHooks, inner_output, shared_cache
 from .phases import DevicePhases, HostPhases, Phases
 from .ragged import RaggedModelDrafter, adopt
 from .runner_pruning import PruningRunner

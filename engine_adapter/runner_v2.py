@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from .limits_v2 import DraftingFacts, limits_for
-from .patches_v2 import (
+from .patches.v2 import (
     RunnerV2Hooks,
     around_propose,
     before_forward,

@@ -16,7 +16,7 @@ from .engine_facts import describe_engine, refusal
 from .keys import engine_keys
 from .lease import Lease
 from .link import EngineLink
-from .patches import SchedulerHooks
+from .patches.scheduler import SchedulerHooks
 from .settings import SettingError, ensure_private_folder, load_settings
 from .steering import BatchOutcome, Default, Steering
 from .versions import unsupported_reason, vllm_version

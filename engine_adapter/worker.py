@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from .patches_v1 import GpuWorkerHooks, mend_expand, substituted
+from .patches.v1 import GpuWorkerHooks, mend_expand, substituted
 from .settings import SettingError, load_settings
 from .versions import unsupported_reason, vllm_version
 

@@ -250,7 +250,7 @@ def test_the_self_check_sees_the_defect_of_vllm_0_32_and_its_mending() -> None:
     """Fails when vLLM has mended its kernel: then FASER's own can go."""
     code = (
         "from vllm.platforms import current_platform as p; p.register_triton_kernel_overrides();"
-        "from faser.engine_adapter.patches_v1 import is_expand_broken as b, mend_expand as m;"
+        "from faser.engine_adapter.patches.v1 import is_expand_broken as b, mend_expand as m;"
         "print(b(), m(), b(), m())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/", check=True)

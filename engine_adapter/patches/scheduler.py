@@ -1,24 +1,15 @@
-"""The only place that overrides vLLM's private scheduler methods; every name is listed in NAMES.
+"""Private names of vLLM's scheduler: private calls become the public hooks of `SchedulerHooks`.
 
-Known for vLLM 0.32 and 0.33. The overrides translate private calls into the public hooks of `SchedulerHooks`,
-which do nothing by themselves; `python -m faser.engine_adapter.compatibility` checks the names against a vLLM tree.
+The hooks do nothing by themselves.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-# (module, class, attribute, parameters after self)
-SCHEDULER_NAMES: Final = (
-    ("vllm.v1.core.sched.scheduler", "Scheduler", "_update_after_schedule", ("scheduler_output",)),
-    ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler", "_update_after_schedule", ("scheduler_output",)),
-    ("vllm.v1.core.sched.scheduler", "Scheduler", "_free_request", ("request", "delay_free_blocks")),
-    ("vllm.v1.core.sched.scheduler", "Scheduler", "_preempt_request", ("request", "timestamp", "drop_stale_output")),
-)
 
 
 class SchedulerHooks:

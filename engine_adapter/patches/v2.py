@@ -1,79 +1,12 @@
-"""The only place that touches private names of vLLM's V2 model runner; every name is listed below.
+"""Private names of vLLM's V2 model runner.
 
-Known for vLLM 0.32 and 0.33. The hooks translate private calls into the public hooks of FASER's mixin and do nothing
-by themselves; `python -m faser.engine_adapter.compatibility` checks the names against a vLLM tree.
+The hooks translate private calls into the public hooks of FASER's mixin and do nothing by themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
-
-_RUNNER: Final = "vllm.v1.worker.gpu.model_runner"
-_OUTPUT: Final = "vllm.v1.worker.gpu.async_utils"
-_BATCH: Final = "vllm.v1.worker.gpu.input_batch"
-_SPECULATOR: Final = "vllm.v1.worker.gpu.spec_decode.speculator"
-
-# (module, class or "" for the module itself, attribute, parameters after self; None for what is not a function)
-V2_NAMES: Final[tuple[tuple[str, str, str, tuple[str, ...] | None], ...]] = (
-    (_RUNNER, "", "GPUModelRunner", None),
-    (
-        _RUNNER,
-        "GPUModelRunner",
-        "execute_model",
-        (
-            "scheduler_output",
-            "intermediate_tensors",
-            "dummy_run",
-            "skip_attn_for_dummy_run",
-            "is_profile",
-            "context_len",
-            "valid_dummy_state_slots",
-            "randomize_inputs",
-        ),
-    ),
-    (_RUNNER, "GPUModelRunner", "sample_tokens", ("grammar_output",)),
-    (_RUNNER, "GPUModelRunner", "sample", ("hidden_states", "input_batch", "grammar_output")),
-    (_OUTPUT, "AsyncOutput", "get_output", ()),
-    (_OUTPUT, "StepTimingCollector", "forward_start", ()),
-    (
-        _SPECULATOR,
-        "BaseSpeculator",
-        "propose",
-        (
-            "input_batch",
-            "attn_metadata",
-            "slot_mappings",
-            "last_hidden_states",
-            "aux_hidden_states",
-            "num_sampled",
-            "num_rejected",
-            "last_sampled",
-            "next_prefill_tokens",
-            "temperature",
-            "seeds",
-            "dp_sync_state",
-            "dummy_run",
-            "skip_attn_for_dummy_run",
-            "mm_inputs",
-            "is_profile",
-            "num_speculative_tokens",
-        ),
-    ),
-)
-
-# Instance attributes, which no signature shows: (module, class, attribute).
-V2_ATTRIBUTES: Final = (
-    (_RUNNER, "GPUModelRunner", "speculator"),
-    (_RUNNER, "GPUModelRunner", "step_timing"),
-    (_RUNNER, "GPUModelRunner", "num_speculative_steps"),
-    (_RUNNER, "GPUModelRunner", "device"),
-    (_OUTPUT, "AsyncOutput", "model_runner_output"),
-    (_BATCH, "InputBatch", "req_ids"),
-    (_BATCH, "InputBatch", "num_scheduled_tokens"),
-    (_BATCH, "InputBatch", "prefill_len_np"),
-    (_BATCH, "InputBatch", "num_computed_prefill_tokens_np"),
-)
+from typing import Any
 
 
 class RunnerV2Hooks:

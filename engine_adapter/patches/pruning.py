@@ -1,0 +1,195 @@
+"""Private names of vLLM's V1 runner, models and samplers that pruning of the verification touches.
+
+Nothing here decides anything. Imports of vLLM are lazy.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(f"vllm.{__name__}")  # below "vllm", whose handler shows the operator INFO lines too
+
+# --- pruned verification (pruning.py) ---
+
+# Decoders whose forward pass is layer(positions, hidden_states, residual) for each layer, then the norm; read in
+# vLLM 0.32. A class that only inherits from them may do more, so the exact names are asked for.
+PRUNABLE_DECODERS: Final = frozenset(
+    {
+        ("vllm.model_executor.models.llama", "LlamaModel"),
+        ("vllm.model_executor.models.mistral", "MistralModel"),
+        ("vllm.model_executor.models.qwen2", "Qwen2Model"),
+        ("vllm.model_executor.models.qwen3", "Qwen3Model"),
+    }
+)
+
+
+class PruningHooks:
+    """Mixin in front of vLLM's V1 runners: what a step will verify, as it is prepared."""
+
+    verified: Any = None  # SpecDecodeMetadata of the step under way, None without drafts
+    common: Any = None  # its CommonAttentionMetadata
+
+    def prune_forward(self, forward: Callable[[], Any]) -> Any:
+        """Run the target's forward pass."""
+        return forward()
+
+    def prune_sample(self, sample: Callable[[Any, Any], Any], logits: Any, metadata: Any) -> Any:
+        """Run the (rejection) sampler over `logits`."""
+        return sample(logits, metadata)
+
+    def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        prepared = super()._prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+        self.verified = prepared[1]
+        return prepared
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        built = super()._build_attention_metadata(*args, **kwargs)  # type: ignore[misc]
+        self.common = built[1]
+        return built
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        inherited = super()._model_forward  # type: ignore[misc]
+        return self.prune_forward(lambda: inherited(*args, **kwargs))
+
+    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+        return self.prune_sample(super()._sample, logits, spec_decode_metadata)  # type: ignore[misc]
+
+
+def decoder_of(model: Any) -> Any:
+    """Return the decoder inside a causal language model; raise ValueError if pruning does not know it."""
+    decoder = getattr(model, "model", None)
+    seen = type(decoder).__module__, type(decoder).__name__
+    if seen not in PRUNABLE_DECODERS:
+        known = ", ".join(sorted(name for _, name in PRUNABLE_DECODERS))
+        raise ValueError(f"{type(model).__name__} with {seen[1]} cannot be pruned; known are {known}")
+    return decoder
+
+
+def attention_layer(layer: Any) -> str:
+    """Return the name under which vLLM keeps a decoder layer's attention."""
+    name: str = layer.self_attn.attn.layer_name
+    return name
+
+
+def cut_common(common: Any, index: Tensor, removed: Any) -> Any:
+    """Return a copy of CommonAttentionMetadata for the rows `index`, without the last `removed[i]` of request i.
+
+    `seq_lens` shrink too: behind the cut nothing writes the KV slots of the rows that left, so nothing may read them.
+    """
+    import torch
+
+    count = len(removed)
+    gone = torch.from_numpy(removed)
+    starts = common.query_start_loc_cpu[: count + 1].clone()
+    starts[1:] -= gone.cumsum(0).to(starts.dtype)
+    lengths = starts[1:] - starts[:-1]
+
+    def shorter(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[:count] - gone.to(values)
+
+    return common.replace(
+        query_start_loc_cpu=starts,
+        query_start_loc=starts.to(common.query_start_loc.device),
+        seq_lens=shorter(common.seq_lens),
+        seq_lens_cpu_upper_bound=shorter(common.seq_lens_cpu_upper_bound),
+        num_actual_tokens=len(index),
+        max_query_len=int(lengths.max()),
+        slot_mapping=common.slot_mapping[index],
+        positions=None if common.positions is None else common.positions[index],
+        _num_computed_tokens_cache=None,
+        _token_to_req_indices_cache=None,
+    )
+
+
+def cut_attention(runner: Any, common: Any, names: set[str]) -> None:
+    """Let the attention layers `names` of the forward pass under way see `common`; the others keep what they have."""
+    from vllm.forward_context import get_forward_context
+
+    context: Any = get_forward_context()
+    metadata, slots = dict(context.attn_metadata), dict(context.slot_mapping)
+    for groups in runner.attn_groups:
+        for group in groups:
+            found = names.intersection(group.layer_names)
+            built = group.build_metadata(common) if found else None
+            metadata.update(dict.fromkeys(found, built))
+            slots.update(dict.fromkeys(found, common.slot_mapping))
+    context.attn_metadata, context.slot_mapping = metadata, slots
+
+
+def narrowed_logits(model: Any, rows: Tensor) -> None:
+    """Let the next call of `compute_logits` work on `rows` of its input only."""
+    whole = model.compute_logits
+
+    def compute_logits(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        del model.compute_logits
+        return whole(hidden[rows], *args, **kwargs)
+
+    model.compute_logits = compute_logits
+
+
+def spread_logits(runner: Any, rows: Tensor, count: int) -> None:
+    """Put the logits that wait for the sampler back to their `rows` among `count`; the others are zero."""
+    state = runner.execute_model_state
+    whole = state.logits.new_zeros((count, state.logits.shape[1]))
+    whole[rows] = state.logits
+    runner.execute_model_state = state._replace(logits=whole)
+
+
+def shortened_speculation(metadata: Any, tests: Any, places: Any) -> Any:
+    """Return SpecDecodeMetadata as if only `tests[i]` draft tokens of request i had been scheduled.
+
+    :param places: which of all draft tokens those are.
+    """
+    import torch
+
+    def tensor(values: Any) -> Tensor:
+        return torch.from_numpy(values.astype("int32")).to(metadata.cu_num_draft_tokens.device)
+
+    ends = (tests + 1).cumsum()
+    within_all = torch.ones(int(ends[-1]), dtype=torch.bool)
+    within_all[ends - 1] = False
+    device = metadata.target_logits_indices.device
+    return type(metadata)(
+        draft_token_ids=metadata.draft_token_ids[torch.from_numpy(places).to(device)],
+        num_draft_tokens=tests.tolist(),
+        cu_num_draft_tokens=tensor(tests.cumsum()),
+        cu_num_sampled_tokens=tensor(ends),
+        target_logits_indices=within_all.nonzero()[:, 0].to(metadata.target_logits_indices),
+        bonus_logits_indices=tensor(ends - 1),
+        logits_indices=metadata.logits_indices[: int(ends[-1])],  # of the right length; the sampler does not read it
+    )
+
+
+@contextmanager
+def shortened_drafts(runner: Any, tests: list[int]) -> Iterator[None]:
+    """Let penalties and bad words see the first `tests[i]` draft tokens of request i, within the block."""
+    sampling = runner.input_batch.sampling_metadata
+    whole = sampling.spec_token_ids
+    if whole is not None:
+        sampling.spec_token_ids = [tokens[:count] for tokens, count in zip(whole, tests, strict=False)]
+    try:
+        yield
+    finally:
+        sampling.spec_token_ids = whole
+
+
+def forget_bonus(output: Any, rows: Tensor, columns: Tensor) -> None:
+    """Remove the token behind the last test from the sampled tokens of `rows`."""
+    output.sampled_token_ids[rows, columns] = -1
+
+
+def tracks_thinking(runner: Any) -> bool:
+    """Tell whether a request has a thinking budget, which counts along the scheduled drafts."""
+    holder = runner.input_batch.sampling_metadata.thinking_budget_state_holder
+    return holder is not None and bool(holder.has_tracked_requests())
+
+
+def forget_narrowing(model: Any) -> None:
+    """Undo `narrowed_logits` if a step ended before it was used."""
+    model.__dict__.pop("compute_logits", None)

@@ -1,0 +1,209 @@
+"""Private names of vLLM's worker side: V1 runner, drafters, CPU kernels.
+
+Hook classes translate private methods into the public hooks of FASER's mixins, the functions below them reach what a
+drafter keeps to itself. Nothing here decides anything. Imports of vLLM are lazy.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(f"vllm.{__name__}")  # below "vllm", whose handler shows the operator INFO lines too
+
+
+class RunnerHooks:
+    """Mixin in front of vLLM's V1 runners: the two private phases, named."""
+
+    def around_verify(self, verify: Callable[[], Any]) -> Any:
+        """Run the target's forward pass."""
+        return verify()
+
+    def around_sample(self, sample: Callable[[], Any]) -> Any:
+        """Run the (rejection) sampler."""
+        return sample()
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        inherited = super()._model_forward  # type: ignore[misc]
+        return self.around_verify(lambda: inherited(*args, **kwargs))
+
+    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+        inherited = super()._sample  # type: ignore[misc]
+        # A step without a single draft needs no rejection sampler, which costs more than the plain one and, on the CPU,
+        # raises on a request with top_k (0.32 topk_topp_sampler.py:529, max() of no rows).
+        is_plain = spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens)
+        verified = None if is_plain else spec_decode_metadata
+        return self.around_sample(lambda: inherited(logits, verified))
+
+
+class DrafterHooks:
+    """Mixin in front of vLLM's model drafters: the two ways to choose a draft token, named."""
+
+    def greedy_tokens(self, hidden: Tensor, inherited: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the most likely token of each row of `hidden` (rows, hidden size)."""
+        return inherited(hidden)
+
+    def _greedy_sample(self, hidden_states: Tensor) -> Tensor:
+        return self.greedy_tokens(hidden_states, super()._greedy_sample)  # type: ignore[misc]
+
+    def before_draw(self, logits: Tensor) -> None:
+        """Called before tokens are drawn at random from `logits` (rows, vocabulary), which drawing overwrites."""
+
+    def _sample_from_logits(self, logits: Tensor, sampling_metadata: Any) -> Any:
+        self.before_draw(logits)
+        return super()._sample_from_logits(logits, sampling_metadata)  # type: ignore[misc]
+
+
+class GpuWorkerHooks:
+    """Mixin in front of vLLM's GPU worker: the place where it chooses its runner, named."""
+
+    def make_runner(self, make: Callable[[], Any]) -> Any:
+        """Return the worker's model runner."""
+        return make()
+
+    def _make_model_runner(self) -> Any:
+        return self.make_runner(super()._make_model_runner)  # type: ignore[misc]
+
+
+@contextmanager
+def substituted(module: str, name: str, change: Callable[[type], type]) -> Iterator[None]:
+    """Let vLLM find `change(class)` under a module-global class name, for the length of the block."""
+    home = import_module(module)
+    original = getattr(home, name)
+    setattr(home, name, change(original))
+    try:
+        yield
+    finally:
+        setattr(home, name, original)
+
+
+def inner_output(output: Any) -> Any:
+    """Return the ModelRunnerOutput that will reach the scheduler, also out of an asynchronous wrapper."""
+    return getattr(output, "_model_runner_output", output)
+
+
+def pad_batch(drafter: Any, size: int) -> tuple[Any, int, Any]:
+    """Return (graph mode, padded size, sizes across ranks) for a drafting pass over `size` rows."""
+    mode, padded, across = drafter._determine_batch_execution_and_padding(size)
+    return mode, padded, across
+
+
+def advance_positions(drafter: Any, positions: Tensor, metadata: Any, size: int, padded: int) -> Tensor:
+    """Move every row one token on: positions, KV slots and lengths in `metadata`, which is changed in place."""
+    advanced: Tensor = drafter._update_positions_dependent_metadata(
+        positions, metadata, size, padded, drafter.block_size
+    )
+    return advanced
+
+
+def draft_inputs(drafter: Any, padded: int) -> dict[str, Any]:
+    """Return the model's arguments from the drafter's own buffers."""
+    inputs = {
+        "input_ids": drafter.input_ids[:padded],
+        "positions": drafter._get_positions(padded),
+        "inputs_embeds": None,
+    }
+    if drafter.pass_hidden_states_to_model:
+        inputs["hidden_states"] = drafter.hidden_states[:padded]
+    return inputs
+
+
+def draft_context(drafter: Any, metadata: Any, mode: Any, padded: int, across: Any) -> Any:
+    """Return vLLM's forward context for one drafting pass, as a context manager."""
+    from vllm.forward_context import set_forward_context
+
+    return set_forward_context(
+        metadata,
+        drafter.vllm_config,
+        num_tokens=padded,
+        num_tokens_across_dp=across,
+        cudagraph_runtime_mode=mode,
+        slot_mapping=drafter._get_slot_mapping(padded),
+    )
+
+
+def draft_logits(model: Any, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return logits (rows, draft vocabulary) and what to add to an index to get its token id, None for nothing.
+
+    An EAGLE-3 head's own `compute_logits` spreads them over the target's vocabulary, which costs more than the head
+    itself where the draft vocabulary is small (0.32 llama_eagle3.py:373, the same in its siblings).
+    """
+    offsets = getattr(model, "draft_id_to_target_id", None)
+    if offsets is None or not all(hasattr(model, name) for name in ("logits_processor", "lm_head")):
+        return model.compute_logits(hidden), None
+    return model.logits_processor(model.lm_head, hidden), offsets
+
+
+def sample_draft(drafter: Any, hidden: Tensor, sampling: Any) -> tuple[Tensor, Tensor | None]:
+    """Return draft tokens (rows,) and, if they were drawn at random, their distributions (rows, vocabulary)."""
+    tokens, probabilities = drafter._sample_draft_tokens(hidden, sampling)
+    return tokens, probabilities
+
+
+def keep_draft_probabilities(drafter: Any, probabilities: Tensor | None) -> None:
+    """Leave the drafts' distributions (rows, draft length, vocabulary) where the runner fetches them."""
+    drafter._last_draft_probs = probabilities
+
+
+def shared_cache(runner: Any) -> tuple[int, int] | None:
+    """Return (blocks, tokens per block) of the KV cache if target and drafter share one group that keeps every token.
+
+    None too where KV may arrive from elsewhere, or where block tables count in other blocks than the cache.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    cache = runner.kv_cache_config
+    if len(cache.kv_cache_groups) != 1 or runner.vllm_config.kv_transfer_config is not None:
+        return None
+    spec = cache.kv_cache_groups[0].kv_cache_spec
+    layers = getattr(spec, "kv_cache_specs", {"all": spec}).values()
+    table, tokens = runner.input_batch.block_table[0], spec.block_size
+    is_plain = all(isinstance(layer, FullAttentionSpec) and layer.block_size == tokens for layer in layers)
+    if not is_plain or table.block_size != tokens or runner.drafter.block_size != tokens:
+        return None
+    return cache.num_blocks, tokens
+
+
+def is_expand_broken() -> bool:
+    """Tell whether this vLLM loses per-request sampling parameters when it expands them to tokens.
+
+    vLLM 0.32 on a CPU without Triton lets its kernel write into a converted copy (utils/cpu_triton_utils.py,
+    `_expand_kernel_impl`), so that temperature, top-k and top-p of speculating requests are uninitialised memory.
+    """
+    import torch
+    from vllm.v1.sample import rejection_sampler
+
+    for dtype, values in ((torch.float32, [0.75, 0.5]), (torch.int32, [7, 3])):
+        given = torch.tensor(values, dtype=dtype)
+        seen = rejection_sampler.expand_batch_to_tokens(given, torch.tensor([4, 6], dtype=torch.int32), 6)
+        if seen.tolist() != [values[0]] * 4 + [values[1]] * 2:
+            return True
+    return False
+
+
+def expand_batch_to_tokens(
+    x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Tensor:
+    """Repeat each request's value once per token; same contract as vLLM's function of this name."""
+    import torch
+
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
+    replaced = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    return torch.repeat_interleave(replaced, counts, output_size=num_tokens)
+
+
+def mend_expand() -> bool:
+    """Replace vLLM's broken function by a right one; False if there was nothing to mend."""
+    from vllm.v1.sample import rejection_sampler
+
+    if not is_expand_broken():
+        return False
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+    logger.info("FASER mended vLLM's expansion of sampling parameters on the CPU (wrong at temperature > 0)")
+    return True
