@@ -21,6 +21,7 @@ import platform
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,10 @@ class Sidecar:
             decision = decide(self.state, message, self.policy, LeaseTerms(), 1, next(SEQUENCE))
             self.inbox = [decision.action_set]
             learn(self.state)
+
+    def send_later(self, make: Callable[[], FromEngine]) -> None:
+        """Take a record that is still to be made."""
+        self.send(make())
 
     def receive(self) -> list[FromController]:
         """Return the newest action set."""
