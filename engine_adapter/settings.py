@@ -44,9 +44,9 @@ class Settings:
     lease_ms: int
     has_confidence: bool
     catch_up_tokens: int
+    exit_heads: str
     server_key: str = ""
     engine_key: str = ""
-    exit_heads: str
 
 
 def _integer(low: int, high: int) -> Callable[[str, str], int]:
