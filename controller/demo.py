@@ -48,6 +48,7 @@ from .serve import (
     stopping_on_sigterm,
 )
 from .session import check_policy
+from .starvation import WaitingMeter, save_waiting
 from .status import ask
 
 TRACE: Final = "azure-conv"
@@ -248,11 +249,13 @@ class Demo:
             asyncio.create_task(self._watch_processes(engine, sidecar, stop)),
         ]
         try:
-            await self.generator.run(stop)
+            with WaitingMeter(engine.pid) as meter:
+                await self.generator.run(stop)
         finally:
             for task in aside:
                 task.cancel()
             await asyncio.gather(*aside, return_exceptions=True)
+        save_waiting(meter.read(), self.config.store.path)  # for `faser fidelity`
 
     def _interrupt(self, stop: asyncio.Event) -> None:
         self.is_interrupted = True

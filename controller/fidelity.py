@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +20,13 @@ from rich.progress import track
 from rich.table import Table
 
 from ..env.engine_model import EngineProfile, shipped_profile
-from ..env.retrace import RecordedRequest, retrace
+from ..env.replay import replay
+from ..env.retrace import RecordedRequest
+from ..env.step_samples import StepSamples
 from .calibrate import load_profile_or_fail, require_fitting, require_same
 from .errors import StoreError, UsageError
 from .measured import Life, Measured, lives, read_measured
+from .starvation import Waiting, freed, load_waiting
 
 Floats = npt.NDArray[np.float64]
 EDGE_REQUESTS = 2  # fewer than this cannot be compared
@@ -72,31 +75,27 @@ def run_fidelity(options: FidelityOptions) -> int:
 
 def compare(measured: Measured, profile: EngineProfile, options: FidelityOptions) -> dict[str, object]:
     """Return all errors, as the last line of --json."""
-    found = recorded_requests(measured)
+    waiting = load_waiting(measured.path)
+    found = recorded_requests(measured, waiting)
     if len(found) < EDGE_REQUESTS:
         raise StoreError(
             f"{measured.path}: {len(found)} requests that arrived and finished", f"{EDGE_REQUESTS} or more"
         )
     real = run_of([life for life, _ in found])
     requests = [request for _, request in found]
-    simulated, outside = [], 0.0
     seeds = track(range(options.runs), "replaying", console=Console(stderr=True), transient=True)
-    for seed in seeds:
-        again = retrace(profile, requests, seed)
-        outside += again.outside_share / options.runs
-        simulated.append(_run(requests, again.first_token_s, again.end_s))
-    result: dict[str, object] = step_errors(measured, profile)
+    simulated = [replayed(profile, requests, seed) for seed in seeds]
+    result: dict[str, object] = step_errors(freed(measured.samples, measured.steps, waiting), profile)
     result |= {f"{name}_error": value for name, value in run_errors(real, simulated).items()}
     result["repeat_spread"] = _repeat_spread(real, found, options.repeat)
     result["requests"] = len(found)
     result["steps"] = len(measured.steps)
     result["runs"] = options.runs
-    result["outside_share"] = outside
     return result
 
 
-def recorded_requests(measured: Measured) -> list[tuple[Life, RecordedRequest]]:
-    """Return every whole request with what is replayed of it."""
+def recorded_requests(measured: Measured, waiting: Waiting) -> list[tuple[Life, RecordedRequest]]:
+    """Return every whole request with what is replayed of it, by the clock that leaves noted waiting out."""
     decisions: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     emitted: dict[tuple[int, int], int] = {}
     for index, rows in enumerate(measured.rows):
@@ -110,13 +109,22 @@ def recorded_requests(measured: Measured) -> list[tuple[Life, RecordedRequest]]:
                 extra = int(has_dropped and row.drafted < row.draft_limit)
                 decisions.setdefault(key, []).append((emitted[key], row.drafted, row.drafted + extra))
     found = []
-    for life in lives(measured.path):
+    for life in _undisturbed(lives(measured.path), waiting):
         if life.output_tokens < 1 or life.prompt_tokens < 1:
             continue
         key = (life.engine, life.handle)
         request = RecordedRequest(life.arrival_s, life.prompt_tokens, life.output_tokens, tuple(decisions.get(key, ())))
         found.append((life, request))
     return found
+
+
+def _undisturbed(found: list[Life], waiting: Waiting) -> list[Life]:
+    names = ("arrival_s", "first_token_s", "end_s")
+    times = [waiting.undisturbed(np.array([getattr(life, name) for life in found], np.float64)) for name in names]
+    return [
+        replace(life, **dict(zip(names, map(float, moments), strict=True)))
+        for life, *moments in zip(found, *times, strict=True)
+    ]
 
 
 def run_of(found: list[Life]) -> Run:
@@ -127,9 +135,22 @@ def run_of(found: list[Life]) -> Run:
     return _figures(arrival_s, first_s, end_s, np.array([life.output_tokens for life in found], np.float64))
 
 
-def _run(requests: list[RecordedRequest], first_s: Floats, end_s: Floats) -> Run:
-    arrival_s = np.array([request.arrival_s for request in requests])
-    return _figures(arrival_s, first_s, end_s, np.array([request.output_tokens for request in requests], np.float64))
+def replayed(profile: EngineProfile, requests: list[RecordedRequest], seed: int) -> Run:
+    """Run the recording once through the simulator."""
+    served = replay(
+        [request.arrival_s for request in requests],
+        [request.prompt_tokens for request in requests],
+        [request.output_tokens for request in requests],
+        [lengths_by_emitted(request) for request in requests],
+        profile,
+        seed=seed,
+    )
+    return Run(served.ttft_s, served.tpot_s, served.e2e_s, served.tokens_per_s)
+
+
+def lengths_by_emitted(request: RecordedRequest) -> list[int]:
+    """Return the draft length decided at each number of tokens emitted, from 0 on."""
+    return [request.decided(emitted)[0] for emitted in range(request.output_tokens + 1)]
 
 
 def _figures(arrival_s: Floats, first_s: Floats, end_s: Floats, tokens: Floats) -> Run:
@@ -154,9 +175,8 @@ def _median_error(value: Floats, wanted: Floats) -> float:
     return float(np.median(np.abs(value[known] / wanted[known] - 1.0))) if known.any() else math.nan
 
 
-def step_errors(measured: Measured, profile: EngineProfile) -> dict[str, object]:
+def step_errors(samples: StepSamples, profile: EngineProfile) -> dict[str, object]:
     """Return the errors over recorded steps, each of them a single one: its own scatter is in them."""
-    samples = measured.samples
     verify_s = samples.basis("verify", profile.graph_sizes) @ np.array(profile.verify.coefficients)
     draft_s = samples.basis("draft") @ np.array(profile.draft.coefficients)
     drafted = samples.drafting_requests > 0
@@ -180,7 +200,7 @@ def _repeat_spread(real: Run, found: list[tuple[Life, RecordedRequest]], path: P
     """Return by how much another real run of the same load differs, in the same figures; None without one."""
     if path is None:
         return None
-    other = recorded_requests(read_measured(path))
+    other = recorded_requests(read_measured(path), load_waiting(path))
     mine, theirs = ([(life.prompt_tokens, request.output_tokens) for life, request in runs] for runs in (found, other))
     pairs = _matched(mine, theirs)
     if len(pairs) < EDGE_REQUESTS:

@@ -44,6 +44,10 @@ class Waiting(msgspec.Struct, frozen=True):
         found: Floats = np.interp(end_s, at, total) - np.interp(start_s, at, total)
         return found
 
+    def undisturbed(self, time_s: Floats) -> Floats:
+        """Return moments of a clock that stands still while the compute thread waits for a core."""
+        return time_s - self.between(np.full(len(time_s), -np.inf), time_s)
+
 
 class WaitingMeter:
     """Samples from its start to `stop`. Use it as a context."""

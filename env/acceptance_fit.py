@@ -32,8 +32,8 @@ Ints = npt.NDArray[np.int64]
 NEWTON_STEPS: Final = 25
 PRIOR_TRIALS: Final = 20.0  # what slope 1 and intercept 0 count for, at each position
 LEAST_TRIALS: Final = 50
-MATCHINGS: Final = 5
-MATCHING_DRAFTS: Final = 6000
+MATCHINGS: Final = 4
+MATCHING_DRAFTS: Final = 3000
 DEFAULT_SPREAD: Final = 1.5  # of the confidence's logit, where a trace has none: AUC of about 0.8
 
 

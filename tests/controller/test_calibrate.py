@@ -169,6 +169,12 @@ def test_time_spent_waiting_for_a_core_is_taken_out_of_the_steps(telemetry: Path
     assert np.isfinite(clean.verify_s).mean() > 0.9
 
 
+def test_a_clock_stands_still_while_the_engine_waits() -> None:
+    waiting = Waiting([10.0, 11.0, 12.0], [5.0, 5.0, 5.8])
+    assert waiting.undisturbed(np.array([9.0, 10.5, 12.0])) == pytest.approx([9.0, 10.5, 11.2])
+    assert Waiting([], []).undisturbed(np.array([3.0])) == pytest.approx([3.0])
+
+
 def test_steps_that_waited_most_of_their_time_or_that_nobody_watched_are_left_out(telemetry: Path) -> None:
     measured = read_measured(telemetry)
     end_s = measured.steps.time_s
