@@ -38,7 +38,10 @@ REQUEST_FEATURES: Final = (
     Feature("age", 0.0, 1.0, "x/(x+10), x seconds since its arrival"),
     Feature("priority", -1.0, 1.0, "priority / 8, clipped"),
     Feature("draft_length", 0.0, 1.0, "draft length in force / k_max"),
-    *(Feature(f"acceptance_{j + 1}", 0.0, 1.0, f"chance that draft token {j + 1} is accepted") for j in range(POSITIONS)),
+    *(
+        Feature(f"acceptance_{j + 1}", 0.0, 1.0, f"chance that draft token {j + 1} is accepted")
+        for j in range(POSITIONS)
+    ),
     Feature("survival", 0.0, 1.0, "chance that all k_max draft tokens are accepted"),
     Feature("evidence", 0.0, 1.0, "x/(x+40), x trials of its first draft position, with forgetting"),
 )
@@ -52,12 +55,12 @@ GLOBAL_FEATURES: Final = (
     Feature("prefill_share", 0.0, 1.0, "prompt rows / rows, running mean"),
     Feature("step_time", -1.0, 1.0, "log(x / 10 ms) / 5, x seconds per step, running mean"),
     Feature("token_rate", 0.0, 1.0, "log(1 + x) / 12, x tokens per second, running mean"),
-    *(Feature(f"acceptance_{j + 1}", 0.0, 1.0, f"acceptance of draft token {j + 1}, all requests") for j in range(POSITIONS)),
+    *(Feature(f"acceptance_{j + 1}", 0.0, 1.0, f"chance of draft token {j + 1}, all requests") for j in range(POSITIONS)),
     Feature("level_deviation", 0.0, 1.0, "how much requests differ in acceptance, relative"),
     Feature("draft_share", 0.0, 1.0, "seconds of drafting / seconds of a step, running means"),
     Feature("rounds", 0.0, 1.0, "drafting rounds / k_max, running mean"),
     *(
-        Feature(f"cost_{1 << j}", -1.0, 1.0, f"log(x / mean step) / 4, x seconds but for drafting at {1 << j} rows; 0: unknown")
+        Feature(f"cost_{1 << j}", -1.0, 1.0, f"log(x / mean step) / 4, x seconds at {1 << j} rows but for drafting")
         for j in range(OCTAVES)
     ),
     *(Feature(f"known_{1 << j}", 0.0, 1.0, f"x/(x+8), x steps seen of {1 << j} rows") for j in range(OCTAVES)),

@@ -28,7 +28,8 @@ from .world import LOGITS, NAMED, RECORDED
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-MOST_STEPS = 10_000_000  # a replay that takes more is stuck
+MOST_STEPS = 100_000_000  # a replay that takes more is stuck
+STEPS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +126,7 @@ def _checked(arrival_s: npt.ArrayLike, prompt_tokens: npt.ArrayLike, output_toke
     return arrivals - arrivals[0], prompts, outputs
 
 
-def _decision_table(
-    decisions: Sequence[npt.ArrayLike] | int, requests: int
-) -> tuple[Ints, npt.NDArray[np.int8]]:
+def _decision_table(decisions: Sequence[npt.ArrayLike] | int, requests: int) -> tuple[Ints, npt.NDArray[np.int8]]:
     each = [[decisions]] * requests if isinstance(decisions, int) else [np.asarray(d).reshape(-1) for d in decisions]
     if len(each) != requests:
         raise TraceError(f"decisions of {len(each)} requests; expected those of {requests}")
@@ -138,8 +137,9 @@ def _decision_table(
 
 def _run(simulator: Simulator, keep_steps: bool) -> list[float]:
     step_s: list[float] = []
-    for _ in range(MOST_STEPS):
-        simulator.step()
+    steps = 1 if keep_steps else STEPS_AT_ONCE
+    for _ in range(0, MOST_STEPS, steps):
+        simulator.run(steps)
         if keep_steps:
             step_s.append(float(simulator.state.engines[0]["step_s"]))
         if simulator.is_done[0]:
@@ -152,12 +152,12 @@ def _drive(simulator: Simulator, decide: Decide, staleness: int) -> list[float]:
     state, positions, slots = simulator.state, simulator.scenario.positions, simulator.scenario.slots
     recorder = Recorder(simulator)
     waiting: list[Orders] = [Orders({})] * max(staleness - 1, 0)
-    orders, sequence = Orders({}), 0
+    orders = Orders({})
     vector = np.full((1, len(ACTION)), -1.0, np.float32)
     vector[0, -1] = 0.0
     named = np.zeros((1, slots), np.int8)
     step_s: list[float] = []
-    for _ in range(MOST_STEPS):
+    for sequence in range(1, MOST_STEPS):
         vector[0, KEEP] = -1.0
         if orders.stop is not None:
             vector[0, KEEP] = 1.0
@@ -171,7 +171,6 @@ def _drive(simulator: Simulator, decide: Decide, staleness: int) -> list[float]:
         step_s.append(float(state.engines[0]["step_s"]))
         if simulator.is_done[0]:
             break
-        sequence += 1
         waiting.append(decide(recorder.record(sequence)))
         orders = waiting.pop(0)
     return step_s
@@ -210,4 +209,3 @@ def _served(simulator: Simulator, arrivals: Floats, step_s: list[float]) -> Serv
         drafted=int(engine["drafted"]),
         accepted=int(engine["accepted"]),
     )
-

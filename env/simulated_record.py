@@ -82,7 +82,7 @@ class Recorder:
         return record
 
     def _was_dropped(self, is_ruled: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Return (slots,) whose draft ended because a drafted token was dropped, not because it was not worth going on."""
+        """Return (slots,) whose draft ended with a drafted token that was dropped."""
         state, e = self._simulator.state, self._engine
         ints, positions = state.ints[e], np.arange(self._simulator.scenario.positions)
         kept, limit = ints[KEPT], np.minimum(ints[DRAFT_LIMIT], len(positions))

@@ -135,8 +135,14 @@ class Simulator:
             job.result()
         return self.rewards
 
-    def _run(self, first: int, last: int, means: Singles, lengths: Bytes, until_s: float) -> None:
-        step_engines(first, last, until_s, means, lengths, self.rewards, *self.state, *self.world)
+    def run(self, steps: int) -> None:
+        """Step all engines so many times without decisions, in one call; for lengths that are recorded, or none."""
+        self._run(0, self.engines, self._neutral, self._no_lengths, FOREVER_S, steps)
+
+    def _run(
+        self, first: int, last: int, means: Singles, lengths: Bytes, until_s: float, steps: int = 1
+    ) -> None:
+        step_engines(first, last, steps, until_s, means, lengths, self.rewards, *self.state, *self.world)
 
     @property
     def is_done(self) -> npt.NDArray[np.bool_]:

@@ -210,7 +210,9 @@ def _schedule_in_order(engine: Any, profile: Any, ints: Shorts, order: Ints) -> 
 
 
 @compiled
-def next_admission(engine: Any, profile: Any, ints: Shorts, rows: Records, queue_row: Ints, running: int, total: int) -> int:
+def next_admission(
+    engine: Any, profile: Any, ints: Shorts, rows: Records, queue_row: Ints, running: int, total: int
+) -> int:
     """Admit the oldest preempted request, or the head of the queue, if slots, tokens and blocks suffice.
 
     Return its slot, or -1; a request from the queue is still to be moved in (`move_in`).

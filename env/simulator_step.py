@@ -97,9 +97,7 @@ def _pause(engine: Any, profile: Any, settings: Any, coefficients: Floats, norma
 
 
 @compiled
-def _verify(
-    engine: Any, profile: Any, settings: Any, ints: Shorts, keys: Words, strength: float, work: Floats
-) -> None:
+def _verify(engine: Any, profile: Any, settings: Any, ints: Shorts, keys: Words, strength: float, work: Floats) -> None:
     """Run the target over what is scheduled: accept drafts, emit tokens, count the work."""
     prunes = strength > 0.0 and profile.saved > 0.0
     requests = decode_rows = draft_tokens = prompts = prompt_tokens = sampled = kv_tokens = attended = 0
@@ -290,7 +288,7 @@ def _entry(sources: str) -> Any:
 
     @numba.njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
     def step_engines(
-        first: int, last: int, until_s: float, means: Singles, named: Any, rewards: Floats,
+        first: int, last: int, count: int, until_s: float, means: Singles, named: Any, rewards: Floats,
         engines: Any, all_ints: Any, all_traits: Any, all_keys: Any, all_times: Any, all_evidence: Any,
         all_population: Any, all_octaves: Any, all_queue_s: Any, all_queue_row: Any, all_lengths: Any,
         all_vectors: Any, all_rules: Any, all_chances: Any, all_cells: Any, all_coefficients: Any, all_shown: Any,
@@ -306,7 +304,8 @@ def _entry(sources: str) -> Any:
         scratch = np.zeros((4, all_ints.shape[2]), np.float32)
         counts = np.zeros((2, all_rules.shape[2]))
         settings = all_settings[0]
-        for e in range(first, last):
+        for turn in range(count * (last - first)):  # all steps of one engine, then the next engine
+            e = first + turn // count
             engine = engines[e]
             is_done = engine.exhausted != 0 and engine.running + engine.waiting + engine.queue_length == 0
             if engine.clock_s >= until_s or is_done:
