@@ -21,6 +21,7 @@ from .errors import FaserError, UsageError
 from .evaluate import register as register_evaluate
 from .exits import app as exits_app
 from .simulation import register as register_simulation
+from .train import register as register_train
 
 app = typer.Typer(
     name="faser",
@@ -42,6 +43,7 @@ app.add_typer(drafter_app, name="drafter")
 app.add_typer(exits_app, name="exits")
 register_simulation(app)
 register_evaluate(app)
+register_train(app)
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file; see `faser config`.")]
 Endpoint = Annotated[

@@ -18,6 +18,7 @@ POLICIES = {
     "table:ROWS": "draft tokens by requests in the batch, e.g. table:1-4=3,5-16=1,17-=0",
     "price": "each request drafts until its next token stops paying for its row, by history and drafter confidence",
     "price:history": "the same without the drafter's confidence",
+    "learned": "trained in simulation, see models/weights/policy.json; learned:PATH takes another manifest",
     "goodput": "rival: as vLLM's adaptive verification, tokens ranked by survival over the cost of verifying",
     "smartspec": "rival: one length by goodput under a moving acceptance rate (SmartSpec)",
     "adaspec": "rival: rounds and threshold by goodput for the batch; adaspec:MS within a time per token (AdaSpec)",
@@ -57,6 +58,10 @@ def make_policy(spec: str, capabilities: Capabilities) -> Policy:
         return LengthTable.parse(argument, capabilities)
     if name == "price" and argument in ("", "history"):
         return PricePolicy(capabilities, use_confidence=not argument)
+    if name == "learned":
+        from .learned import LearnedPolicy
+
+        return LearnedPolicy.parse(argument, capabilities)
     if rival := _rival(name, argument, capabilities):
         return rival
     if name == "survey":  # not among POLICIES: it serves `faser profile`, no operator

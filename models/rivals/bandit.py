@@ -61,7 +61,7 @@ class Bandit:
         requests = int(np.count_nonzero(state.decoding()))
         if requests == 0 or self._k_max == 0:
             return uniform(state, 0, "nothing to speculate on")
-        octave = requests.bit_length()
+        octave = round(math.log2(requests))  # powers of two, the usual limits, in the middle
         if octave != self._octave:
             self._begin(octave)
         elif seen is not None:

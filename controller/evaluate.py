@@ -1,0 +1,131 @@
+"""`faser evaluate`: every policy against every rival in simulated worlds, through the decision core.
+
+Registered by controller/cli.py. The core is injected into models/evaluate.py from here, the floor above.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_module
+import os
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..engine_adapter.protocol import ActionSet, StepRecord
+from ..env.spaces import Capabilities
+from ..env.state import EngineState
+from ..models.policy import Policy
+from ..models.policy import PolicyError as PolicyNameError
+from .decide import LeaseTerms, decide
+from .errors import PolicyError, UsageError
+
+
+def decided(state: EngineState, record: StepRecord, policy: Policy, sequence: int) -> ActionSet:
+    """Return what the decision core answers to a record."""
+    return decide(state, record, policy, LeaseTerms(), 1, sequence).action_set
+
+
+@contextlib.contextmanager
+def pool(workers: int) -> Iterator[Executor | None]:
+    """Give so many worker processes, one BLAS thread each; None for one."""
+    if workers == 1:
+        yield None
+        return
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as executor:
+        try:
+            yield executor
+        except BaseException:
+            executor.shutdown(cancel_futures=True)
+            raise
+
+
+def _whole(text: str, what: str, most: int) -> tuple[int, ...]:
+    try:
+        values = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"{what} {text!r}", "whole numbers with commas between them") from None
+    if not values or len(set(values)) != len(values) or min(values) < 0 or max(values) > most:
+        raise UsageError(f"{what} {text!r}", f"different numbers in 0..{most}")
+    return values
+
+
+def evaluate(
+    policies: Annotated[str, typer.Option(help="Policies to judge, with spaces between them.")] = "price price:history",
+    rivals: Annotated[str, typer.Option(help="Rivals beside off, fixed lengths and the best table.")] = (
+        "goodput smartspec adaspec ema bandit gplcb"
+    ),
+    worlds: Annotated[str, typer.Option(help="Names of held-out worlds, with commas; default: all.")] = "",
+    loads: Annotated[str, typer.Option(help="Running requests; 0 stands for the drifting load.")] = (
+        "1,2,4,8,16,32,64,128,0"
+    ),
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs of each cell, with different requests.")] = 3,
+    steps: Annotated[int, typer.Option(min=20, help="Length of a run, in steps without speculation.")] = 400,
+    workers: Annotated[int, typer.Option(min=1, max=256, help="Processes.")] = 1,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the JSON object to this file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="End with one JSON object instead of a table.")] = False,
+) -> None:
+    """Judge policies in held-out simulated worlds: world by load by seed, with intervals, rivals and hindsight."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from ..models.evaluate import Plan, summary
+    from ..models.evaluate import evaluate as run
+    from ..models.policy import make_policy
+    from ..models.worlds import held_out
+
+    known = {world.name: world for world in held_out()}
+    named = [name for name in worlds.split(",") if name] or list(known)
+    if unknown := [name for name in named if name not in known]:
+        raise UsageError(f"world {', '.join(unknown)}", f"some of {', '.join(known)}")
+    plan = Plan(
+        policies=tuple(dict.fromkeys(policies.split())),
+        worlds=tuple(known[name] for name in named),
+        loads=_whole(loads, "loads", 256),
+        seeds=tuple(101 + number for number in range(seeds)),
+        steps=steps,
+        rivals=tuple(dict.fromkeys(rivals.split())),
+    )
+    for spec in (*plan.policies, *plan.rivals):
+        try:
+            make_policy(spec, Capabilities(k_max=min(world.profile.k_max for world in plan.worlds)))
+        except PolicyNameError as error:
+            raise PolicyError(str(error)) from None
+    if both := set(plan.policies) & set(plan.rivals):
+        raise UsageError(f"{', '.join(sorted(both))} as policy and as rival", "one of them")
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar, pool(workers) as executor:
+        task = bar.add_task("evaluating", total=None)
+        table = run(plan, decided, executor, lambda done, total: bar.update(task, completed=done, total=total))
+    result = summary(table)
+    text = json_module.dumps(result, indent=None if json else 1)
+    if output is not None:
+        output.write_text(text + "\n")
+    typer.echo(text if json else drawn(result))
+
+
+def drawn(result: dict[str, Any]) -> str:
+    """Return the summary as text."""
+    lines = [f"{'policy':16} {'goodput':>9} {'95 % interval':>21} {'envelope min':>13} {'mean':>6} {'gap closed':>11}"]
+    ranked = sorted(result["policies"].items(), key=lambda entry: -entry[1]["goodput"])
+    for name, row in ranked:
+        low, high = row["ci"]
+        span = "" if low is None else f"{low:.1f} .. {high:.1f}"
+        gap = "" if row["gap_closed"] is None else f"{row['gap_closed']:.0%}"
+        lines.append(
+            f"{name:16} {row['goodput']:9.1f} {span:>21} {row['envelope_ratio_min']:13.3f} "
+            f"{row['envelope_ratio_mean']:6.3f} {gap:>11}"
+        )
+    tables = [f"best table in {world}: {spec}" for world, spec in result["tables"].items()]
+    return "\n".join([*lines, "", *tables, f"{result['worlds']} worlds, {result['seeds']} seeds"])
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(evaluate)

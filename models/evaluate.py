@@ -1,0 +1,393 @@
+"""Policies against rivals and hindsight: every policy in every world, at every load, with several seeds, and the table.
+
+Called by controller/evaluate.py, which injects the decision core: what is judged is what the daemon runs. Policies that
+look at the number of requests alone (off, fixed, table) run on the simulator without records, to save time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from ..engine_adapter.protocol import ActionSet, StepRecord
+from ..env.action_vector import outside
+from ..env.scenario import Scenario
+from ..env.simulator import Simulator
+from ..env.spaces import Capabilities
+from ..env.state import EngineState
+from .baselines import FixedLength, LengthTable, Off
+from .hindsight import Hindsight
+from .policy import Policy, make_policy
+from .rivals.search import best_table
+from .simulated import SimulatedEngine
+from .worlds import LOADS, WorldSpec, held_out
+
+Decide: TypeAlias = Callable[[EngineState, StepRecord, Policy, int], ActionSet]
+DRIFT = 0  # stands for the drifting load among the loads
+TABLE = "table"  # the best table by batch size of the world, found by search
+ORACLES = ("oracle:request", "oracle:uniform")
+RIVALS = ("goodput", "smartspec", "adaspec", "ema", "bandit", "gplcb")
+OURS = ("price", "price:history")
+WARM_SHARE = 0.3  # of the time, not counted: estimates settle
+DRIFT_RUNS = 4  # a drifting load is watched so many times as long
+LEAST_GAP = 0.005  # log; below it there is nothing to close
+SMALL_LOAD = 8  # below it a run takes longer: its steps bring few tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run to make."""
+
+    policy: str
+    world: str
+    load: int  # running requests, or DRIFT
+    seed: int
+    steps: int  # of a full batch without speculation: sets the time
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of a cell: tokens per second, and those of requests within their objectives."""
+
+    cell: Cell
+    tokens_per_s: float
+    goodput: float
+
+    @property
+    def score(self) -> float:
+        """What is compared: goodput where the load drifts, else tokens per second."""
+        return self.goodput if self.cell.load == DRIFT else self.tokens_per_s
+
+
+@dataclass(slots=True)
+class Meter:
+    """Counts tokens behind the warm-up."""
+
+    simulator: Simulator
+    horizon_s: float
+    start: tuple[float, float, float] | None = None  # seconds, tokens
+    good: float = 0.0
+
+    def is_over(self) -> bool:
+        """Take in the step just made; say whether the time is up."""
+        engine = self.simulator.state.engines[0]
+        now_s = float(engine["clock_s"])
+        self.good += float(self.simulator.state.terms[0, 0])
+        if self.start is None and now_s >= WARM_SHARE * self.horizon_s:
+            self.start = (now_s, float(engine["emitted"]), self.good)
+        return now_s >= self.horizon_s
+
+    def run(self, cell: Cell) -> Run:
+        """Return the figures."""
+        engine = self.simulator.state.engines[0]
+        since_s, tokens, good = self.start or (0.0, 0.0, 0.0)
+        span_s = max(float(engine["clock_s"]) - since_s, 1e-9)
+        return Run(cell, (float(engine["emitted"]) - tokens) / span_s, (self.good - good) / span_s)
+
+
+def simulate(cell: Cell, decide: Decide, worlds: Sequence[WorldSpec] | None = None) -> Run:
+    """Make one run."""
+    (world,) = (each for each in worlds or held_out() if each.name == cell.world)
+    scenario = world.drifting() if cell.load == DRIFT else world.closed(cell.load)
+    if cell.policy in ORACLES:
+        return _with_hindsight(cell, scenario)
+    policy = make_policy(cell.policy, Capabilities(k_max=scenario.positions))
+    if isinstance(policy, Off | FixedLength | LengthTable):
+        return _by_requests(cell, scenario, policy)
+    return _decided(cell, scenario, world.has_confidence, decide)
+
+
+def _horizon_s(cell: Cell, simulator: Simulator) -> float:
+    pace_s = float(simulator.origins.pace_s[int(simulator.state.engines["profile"][0])])
+    return pace_s * (DRIFT_RUNS * cell.steps if cell.load == DRIFT else cell.steps * max(SMALL_LOAD // cell.load, 1))
+
+
+def _decided(cell: Cell, scenario: Scenario, has_confidence: bool, decide: Decide) -> Run:
+    engine = SimulatedEngine(scenario, cell.seed, has_confidence=has_confidence)
+    policy, state = make_policy(cell.policy, engine.capabilities), EngineState(engine.capabilities)
+    meter = Meter(engine.simulator, _horizon_s(cell, engine.simulator))
+    actions: ActionSet | None = None
+    sequence = 0
+    while True:
+        record = engine.step(actions)
+        if meter.is_over():
+            return meter.run(cell)
+        sequence += 1
+        actions = decide(state, record, policy, sequence)
+
+
+def _by_requests(cell: Cell, scenario: Scenario, policy: Off | FixedLength | LengthTable) -> Run:
+    simulator = Simulator(scenario, 1, seed=cell.seed)
+    simulator.reset()
+    meter = Meter(simulator, _horizon_s(cell, simulator))
+    lengths = [_length(policy, requests) for requests in range(scenario.slots + 1)]
+    vectors = [outside(depth=length / scenario.positions) for length in lengths]
+    engine = simulator.state.engines[0]
+    while not meter.is_over():
+        simulator.step(vectors[min(int(engine["running"]), scenario.slots)])
+    return meter.run(cell)
+
+
+def _length(policy: Off | FixedLength | LengthTable, requests: int) -> int:
+    if isinstance(policy, LengthTable):
+        return policy.length_for(requests)
+    return policy.length if isinstance(policy, FixedLength) else 0
+
+
+def _with_hindsight(cell: Cell, scenario: Scenario) -> Run:
+    engine = Hindsight(scenario, cell.seed, "request" if cell.policy == ORACLES[0] else "uniform")
+    meter = Meter(engine.simulator, _horizon_s(cell, engine.simulator))
+    while not meter.is_over():
+        engine.step()
+    return meter.run(cell)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is compared with what."""
+
+    policies: tuple[str, ...] = OURS
+    worlds: tuple[WorldSpec, ...] = field(default_factory=held_out)
+    loads: tuple[int, ...] = (*LOADS, DRIFT)
+    seeds: tuple[int, ...] = (101, 102, 103)
+    steps: int = 400
+    rivals: tuple[str, ...] = RIVALS
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """All runs by (policy, world, load): one score per seed, in the order of the plan's seeds."""
+
+    plan: Plan
+    scores: dict[tuple[str, str, int], tuple[float, ...]]
+    tables: dict[str, str]  # the best table of each world
+
+    def rivals(self, world: WorldSpec) -> tuple[str, ...]:
+        """Return everything that a policy must not fall behind."""
+        fixed = tuple(f"fixed:{k}" for k in range(1, world.profile.k_max + 1))
+        return ("off", *fixed, TABLE, *self.plan.rivals)
+
+
+Progress: TypeAlias = Callable[[int, int], None]
+
+
+def evaluate(plan: Plan, decide: Decide, pool: Executor | None = None, progress: Progress | None = None) -> Table:
+    """Run the plan; a pool's workers share the cells out. The same plan gives the same figures."""
+    plain = [
+        Cell(policy, world.name, load, seed, plan.steps)
+        for world in plan.worlds
+        for policy in ("off", *(f"fixed:{k}" for k in range(1, world.profile.k_max + 1)), *ORACLES)
+        for load in plan.loads
+        for seed in plan.seeds
+    ]
+    # The search has seeds of its own: a table tuned on the judged runs would know their luck.
+    searched = [
+        Cell(f"fixed:{k}" if k else "off", world.name, load, seed + 5000, plan.steps)
+        for world in plan.worlds
+        for k in range(world.profile.k_max + 1)
+        for load in plan.loads
+        if load != DRIFT
+        for seed in plan.seeds
+    ]
+    decided = [
+        Cell(policy, world.name, load, seed, plan.steps)
+        for world in plan.worlds
+        for load in sorted(plan.loads, reverse=True)
+        for policy in (*plan.policies, *plan.rivals)
+        for seed in plan.seeds
+    ]
+    total = len(plain) + len(searched) + len(decided) + len(plan.worlds) * len(plan.loads) * len(plan.seeds)
+    counted = _counted(progress, total)
+    first = list(counted(_mapped([*plain, *searched], decide, plan, pool)))
+    tables = {world.name: _searched(world, plan, first[len(plain) :]) for world in plan.worlds}
+    tabled = [
+        Cell(tables[world.name], world.name, load, seed, plan.steps)
+        for world in plan.worlds
+        for load in plan.loads
+        for seed in plan.seeds
+    ]
+    runs = [*first[: len(plain)], *counted(_mapped([*tabled, *decided], decide, plan, pool))]
+    scores: dict[tuple[str, str, int], tuple[float, ...]] = {}
+    for run in runs:
+        name = TABLE if run.cell.policy == tables[run.cell.world] else run.cell.policy
+        key = (name, run.cell.world, run.cell.load)
+        scores[key] = (*scores.get(key, ()), run.score)
+    return Table(plan, scores, tables)
+
+
+def _mapped(cells: list[Cell], decide: Decide, plan: Plan, pool: Executor | None) -> Iterator[Run]:
+    jobs = [decide] * len(cells), [plan.worlds] * len(cells)
+    return map(simulate, cells, *jobs) if pool is None else pool.map(simulate, cells, *jobs)
+
+
+def _counted(progress: Progress | None, total: int) -> Callable[[Iterator[Run]], Iterator[Run]]:
+    done = 0
+
+    def count(runs: Iterator[Run]) -> Iterator[Run]:
+        nonlocal done
+        for run in runs:
+            done += 1
+            if progress is not None:
+                progress(done, total)
+            yield run
+
+    return count
+
+
+def _searched(world: WorldSpec, plan: Plan, runs: list[Run]) -> str:
+    rates: dict[tuple[int, int], float] = {}
+    for run in runs:
+        if run.cell.world == world.name:
+            length = int(run.cell.policy.partition(":")[2] or 0)
+            rates[run.cell.load, length] = rates.get((run.cell.load, length), 0.0) + run.tokens_per_s
+    loads = sorted(load for load in plan.loads if load != DRIFT)
+    if not loads:
+        return "table:1-=0"
+    return best_table(lambda load, length: rates[load, length], loads, world.profile.k_max)
+
+
+# --- the summary ---
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean and half the width of its 95 % interval over seeds."""
+
+    mean: float
+    half: float
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One policy in one world at one load, beside its rivals."""
+
+    score: Interval
+    envelope: Interval  # ratio to the best rival, which is chosen on the other seeds
+    best_rival: str  # over all seeds
+    over_best_fixed: Interval
+    over_price: Interval
+    gain: float  # log of the ratio to the best fixed length
+    gap: float  # ... of per-request hindsight
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """Return mean and half width by Student's t; infinite for a single value."""
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return Interval(mean, math.inf)
+    from statistics import stdev
+
+    return Interval(mean, student_t(len(values) - 1) * stdev(values) / math.sqrt(len(values)))
+
+
+def student_t(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t."""
+    table = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+    return table[freedom - 1] if freedom <= len(table) else 1.96 + 2.5 / freedom
+
+
+def point(table: Table, policy: str, world: WorldSpec, load: int) -> Point:
+    """Return how a policy stands at one point."""
+    scores, own = table.scores, table.scores[policy, world.name, load]
+    rivals = [rival for rival in table.rivals(world) if rival != policy]
+    fixed = ["off", *(f"fixed:{k}" for k in range(1, world.profile.k_max + 1))]
+
+    def chosen(names: Sequence[str], seed: int) -> float:
+        """Return the score at one seed of what is best at the others (at all, if there is one seed only)."""
+        others = [place for place in range(len(own)) if place != seed] or [seed]
+        best = max(names, key=lambda name: float(np.mean([scores[name, world.name, load][o] for o in others])))
+        return scores[best, world.name, load][seed]
+
+    envelope = [value / max(chosen(rivals, seed), 1e-9) for seed, value in enumerate(own)]
+    floor = {name: float(np.mean(scores[name, world.name, load])) for name in {*rivals, *fixed}}
+    best_fixed = max(fixed, key=lambda name: floor[name])
+    ceiling = float(np.mean(scores[ORACLES[0], world.name, load]))
+    base = max(floor[best_fixed], 1e-9)
+    fixed_scores = scores[best_fixed, world.name, load]
+    price = scores.get(("price", world.name, load), own)
+    return Point(
+        interval(own),
+        interval(envelope),
+        max(rivals, key=lambda name: floor[name]),
+        interval([value / max(other, 1e-9) for value, other in zip(own, fixed_scores, strict=True)]),
+        interval([value / max(other, 1e-9) for value, other in zip(own, price, strict=True)]),
+        math.log(max(float(np.mean(own)), 1e-9) / base),
+        math.log(max(ceiling, 1e-9) / base),
+    )
+
+
+def summary(table: Table) -> dict[str, object]:
+    """Return what `faser evaluate --json` prints."""
+    plan = table.plan
+    names = sorted({name for name, _, _ in table.scores})
+    policies: dict[str, object] = {}
+    for name in names:
+        points = {
+            (world.name, load): point(table, name, world, load)
+            for world in plan.worlds
+            for load in plan.loads
+            if (name, world.name, load) in table.scores
+        }
+        # One figure per seed: the geometric mean over worlds and loads, so that fast engines do not drown slow ones.
+        by_seed = _over(table, name, list(points), base=None)
+        against_price = _over(table, name, list(points)) if "price" in names else []
+        over = interval(by_seed)
+        ratios = [each.envelope.mean for each in points.values()]
+        price = interval(against_price) if against_price else None
+        policies[name] = {
+            "goodput": over.mean,
+            "ci": _bounds(over),
+            "envelope_ratio_min": min(ratios),
+            "envelope_ratio_mean": float(np.mean(ratios)),
+            "gap_closed": gap_closed(list(points.values())),
+            "over_price": price.mean if price else None,
+            "over_price_ci": _bounds(price) if price else None,
+            "worlds": {world.name: _world_rows(points, world.name) for world in plan.worlds},
+        }
+    return {"policies": policies, "worlds": len(plan.worlds), "seeds": len(plan.seeds), "tables": table.tables}
+
+
+def _over(table: Table, name: str, points: list[tuple[str, int]], base: str | None = "price") -> list[float]:
+    """Return the geometric mean over the points of a policy's scores, or of their ratio to another's, for each seed."""
+    logs = np.log(np.maximum([table.scores[name, world, load] for world, load in points], 1e-9))
+    if base is not None:
+        logs = logs - np.log(np.maximum([table.scores[base, world, load] for world, load in points], 1e-9))
+    means: list[float] = np.exp(logs.mean(axis=0)).tolist()
+    return means
+
+
+def gap_closed(points: Sequence[Point]) -> float | None:
+    """Return how far the points lie from the best fixed length (0) to per-request hindsight (1), all gaps together.
+
+    Gains and gaps are summed before they are divided: a ratio of its own means little where the gap is small.
+    """
+    gap = sum(each.gap for each in points)
+    return sum(each.gain for each in points) / gap if gap > LEAST_GAP * len(points) else None
+
+
+def _bounds(value: Interval) -> list[float | None]:
+    if math.isinf(value.half):
+        return [None, None]
+    return [value.mean - value.half, value.mean + value.half]
+
+
+def _world_rows(points: dict[tuple[str, int], Point], world: str) -> dict[str, object]:
+    return {
+        "drift" if load == DRIFT else str(load): {
+            "score": each.score.mean,
+            "ci": _bounds(each.score),
+            "envelope_ratio": each.envelope.mean,
+            "envelope_ci": _bounds(each.envelope),
+            "best_rival": each.best_rival,
+            "over_best_fixed": each.over_best_fixed.mean,
+            "over_price": each.over_price.mean,
+            "gap_closed": gap_closed([each]),
+        }
+        for (name, load), each in points.items()
+        if name == world
+    }

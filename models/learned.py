@@ -1,0 +1,105 @@
+"""The learned policy: observation in, the network's action out, within what the engine can run. numpy only.
+
+Called once per record. It hands over to the price policy, and says so, where the observation is not a number or
+unlike everything it was trained in; both are counted.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..env.action_vector import decode, outside
+from ..env.observation import observe_vector
+from ..env.spaces import Action, Capabilities, clamp
+from ..env.state import EngineState
+from .network import OUTPUTS, Network, load_network
+from .policy import PolicyError
+from .price import PricePolicy
+
+Array = npt.NDArray[Any]
+
+RELEASED = Path(__file__).parent / "weights" / "policy.json"
+SLOTS = 256  # requests it looks at; others get the default length
+STRANGE_FEATURES = 3  # global features out of the range of training at once: not a world it knows
+MARGIN = 0.1  # of the range
+
+
+class LearnedPolicy:
+    """Greedy: the mean of the price head, or the likeliest length of each request."""
+
+    def __init__(self, network: Network, capabilities: Capabilities, name: str = "learned") -> None:
+        manifest = network.manifest
+        if manifest.head == "lengths" and manifest.k_max < capabilities.k_max:
+            raise PolicyError(
+                f"policy {name!r}: trained for drafts of up to {manifest.k_max}, the engine has {capabilities.k_max}; "
+                "expected at least as many; train again or use price"
+            )
+        self.name = name
+        self._network = network
+        self._fallback = PricePolicy(capabilities)
+        low, high = np.array(manifest.low, np.float32), np.array(manifest.high, np.float32)
+        slack = MARGIN * (high - low) + 0.02
+        self._low, self._high = low - slack, high + slack
+        self.unreadable = 0  # observations with NaN
+        self.strange = 0  # ... unlike training
+
+    @classmethod
+    def parse(cls, text: str, capabilities: Capabilities) -> LearnedPolicy:
+        """Load the released policy, or the one whose manifest learned:PATH names."""
+        path = Path(text).expanduser() if text else RELEASED
+        return cls(load_network(path), capabilities, f"learned:{text}" if text else "learned")
+
+    def act(self, state: EngineState) -> Action:
+        """Return the network's action, or price's."""
+        if state.capabilities.k_max == 0 or not state.requests.size:
+            return self._fallback.act(state)
+        seen = observe_vector(state, min(state.requests.size, SLOTS))
+        requests = seen.requests[: len(seen.handles)]
+        if not (np.isfinite(requests).all() and np.isfinite(seen.globals).all()):
+            self.unreadable += 1
+            return self._handed_over(state, "the observation holds NaN")
+        outside_range = (seen.globals < self._low) | (seen.globals > self._high)
+        if np.count_nonzero(outside_range) >= STRANGE_FEATURES:
+            self.strange += 1
+            return self._handed_over(state, f"{np.count_nonzero(outside_range)} features unlike training")
+        values = self._network.forward(requests, seen.globals)
+        if self._network.manifest.head == "price":
+            action = decode(outside_of(values), state)
+            reason = f"{len(seen.handles)} running: learned depth {(values[1] + 1.0) / 2.0:.2f}, keep {values[2]:.2f}"
+            return Action(action.lengths, action.default_length, stop=action.stop, reason=reason)
+        return self._lengths(state, seen.handles, values)
+
+    def _lengths(self, state: EngineState, handles: Array, logits: Array) -> Action:
+        chosen = logits[:, : state.capabilities.k_max + 1].argmax(axis=1)
+        default = int(np.median(chosen)) if len(chosen) else 0
+        lengths = np.full(state.requests.size, default, np.int64)
+        known = state.requests.column("handle")
+        lengths[np.searchsorted(known, handles) if _ascends(known) else _places(known, handles)] = chosen
+        reason = f"{len(handles)} running: learned lengths, mean {chosen.mean() if len(chosen) else 0.0:.1f}"
+        return clamp(Action(lengths, default, reason=reason), state.capabilities)
+
+    def _handed_over(self, state: EngineState, why: str) -> Action:
+        action = self._fallback.act(state)
+        reason = f"{why}: price decides; {action.reason}"
+        return Action(action.lengths, action.default_length, action.price, stop=action.stop, reason=reason)
+
+
+def outside_of(values: Array) -> Array:
+    """Return the whole action vector for the price head's outputs, (..., len(OUTPUTS)); the rest is neutral."""
+    neutral = outside()
+    vector = np.broadcast_to(neutral, (*values.shape[:-1], len(neutral))).copy()
+    vector[..., : len(OUTPUTS)] = values
+    return vector
+
+
+def _ascends(handles: Array) -> bool:
+    return bool((np.diff(handles) > 0).all())
+
+
+def _places(known: Array, handles: Array) -> Array:
+    place = {handle: index for index, handle in enumerate(known.tolist())}
+    return np.array([place[handle] for handle in handles.tolist()], np.int64)

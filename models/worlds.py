@@ -1,0 +1,151 @@
+"""The worlds that policies are trained and judged in: engines, acceptance, load. Held-out ones are never trained in.
+
+Called by models/evaluate.py and models/train.py. No profile here was measured as a whole; costs are of published fits
+or of the tables in docs/, and each world says which. A shipped, calibrated profile can stand in for any of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from ..env.acceptance_model import QUANTILES, AcceptanceModel
+from ..env.engine_model import EngineProfile, synthetic_profile
+from ..env.scenario import Scenario, ServiceClass
+from ..env.trace import Trace
+
+LOADS: Final = (1, 2, 4, 8, 16, 32, 64, 128)  # running requests
+OVERLOAD: Final = 6.0  # arrivals, as a share of what is served: the batch is always full
+CLASSES: Final = (ServiceClass("interactive", 0.8), ServiceClass("batch", 0.2, 50.0, 8.0, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class WorldSpec:
+    """One engine and the requests it meets."""
+
+    name: str
+    note: str  # where the costs come from
+    profile: EngineProfile
+    has_confidence: bool = True
+
+    def closed(self, requests: int) -> Scenario:
+        """Return the scenario with always so many running requests."""
+        profile = msgspec.structs.replace(self.profile, max_requests=requests)
+        return Scenario(
+            profiles=(profile,), workloads=(chat_trace(),), slots=requests, load=(OVERLOAD, OVERLOAD), swing=0.0,
+            hardness=0.0, coefficient_spread=0.0, classes=CLASSES,
+        )  # fmt: skip
+
+    def drifting(self, slots: int = 64, load: float = 0.9) -> Scenario:
+        """Return the scenario whose load and difficulty swing, from almost idle to past what can be served."""
+        profile = msgspec.structs.replace(self.profile, max_requests=slots)
+        return Scenario(
+            profiles=(profile,), workloads=(chat_trace(),), slots=slots, load=(load, load), swing=1.0, swing_steps=60.0,
+            hardness=0.6, coefficient_spread=0.0, classes=CLASSES,
+        )  # fmt: skip
+
+
+def chat_trace(rows: int = 4000) -> Trace:
+    """Return evenly spaced requests with lengths of short chats: prompts of about 100 tokens, answers of about 150."""
+    random = np.random.default_rng(11)
+    prompt = np.clip(random.lognormal(math.log(90.0), 0.6, rows), 8, 800).astype(np.int64)
+    answer = np.clip(random.lognormal(math.log(140.0), 0.6, rows), 16, 800).astype(np.int64)
+    return Trace("chat", np.arange(rows, dtype=np.float64) * 0.1, prompt, answer)
+
+
+def acceptance(
+    k_max: int, mean_logit: float, spread: float, request_share: float, hidden: float = 0.2, fall: float = 0.1
+) -> AcceptanceModel:
+    """Return an acceptance model whose confidence is calibrated.
+
+    :param spread: standard deviation of the confidence's logit; 2.2 gives an AUC of about 0.85, 1.5 one of 0.8
+    :param request_share: of its variance, how much is the request's own
+    :param fall: logits that each further position loses
+    """
+    ranks = np.clip(np.linspace(0.0, 1.0, QUANTILES), 0.004, 0.996)
+    normal = np.array([NormalDist().inv_cdf(rank) for rank in ranks])
+    quantiles = tuple(tuple((mean_logit - fall * j + spread * normal).tolist()) for j in range(k_max))
+    return AcceptanceModel((0.0,) * k_max, (1.0,) * k_max, quantiles, request_share, 0.3, hidden, source="synthetic")
+
+
+def _profile(name: str, model: AcceptanceModel, **costs: float) -> EngineProfile:
+    profile = synthetic_profile(
+        name,
+        k_max=model.k_max,
+        kv_blocks=1 << 16,
+        max_requests=256,
+        noise=0.03,
+        **costs,  # type: ignore[arg-type]
+    )
+    return msgspec.structs.replace(profile, acceptance=model)
+
+
+K_MAX: Final = 6
+
+
+def held_out() -> tuple[WorldSpec, ...]:
+    """Return the worlds that policies are judged in."""
+    eagle = acceptance(K_MAX, 1.2, 2.2, 0.15)
+    weak = acceptance(K_MAX, -0.4, 1.3, 0.2)
+    moody = acceptance(K_MAX, 0.6, 1.7, 0.7, hidden=0.6, fall=0.0)
+    return (
+        WorldSpec(
+            "gpu-8b-eagle",
+            "published H100 fit: 5.886 ms + 21 us per row, 2.135 ms per round; confidence AUC about 0.85",
+            _profile("gpu-8b-eagle", eagle),
+        ),
+        WorldSpec(
+            "gpu-small-knee",
+            "a card with little arithmetic: 9 ms + 140 us per row, 0.9 ms per round; confidence AUC about 0.85",
+            _profile("gpu-small-knee", eagle, step_s=9e-3, row_s=140e-6, round_s=0.9e-3, kv_token_s=60e-9),
+        ),
+        WorldSpec(
+            "cpu-weak-drafter",
+            "as measured on two cores: 15 ms + 0.8 ms per row, 2.5 ms per round + 0.35 ms per row; weak drafter",
+            _profile("cpu-weak-drafter", weak, step_s=15e-3, row_s=0.8e-3, round_s=2.5e-3, draft_row_s=0.35e-3),
+        ),
+        WorldSpec(
+            "gpu-ngram",
+            "drafts that cost nothing, requests that differ much, no confidence: 6 ms + 40 us per row",
+            _profile("gpu-ngram", moody, step_s=6e-3, row_s=40e-6, round_s=2e-5),
+            has_confidence=False,
+        ),
+    )  # fmt: skip
+
+
+def training(worlds: int, seed: int) -> tuple[EngineProfile, ...]:
+    """Return random engines: costs log-uniform from CPUs to large GPUs, drafters from poor to good."""
+    random = np.random.default_rng([seed, 0x7A41])
+
+    def between(low: float, high: float) -> float:
+        return float(np.exp(random.uniform(math.log(low), math.log(high))))
+
+    profiles = []
+    for number in range(worlds):
+        model = acceptance(
+            K_MAX, float(random.uniform(-1.0, 2.2)), float(random.uniform(0.8, 2.6)), float(random.uniform(0.05, 0.8)),
+            float(random.uniform(0.0, 0.8)), float(random.uniform(0.0, 0.3)),
+        )  # fmt: skip
+        step_s = between(3e-3, 30e-3)
+        profile = _profile(
+            f"training-{number}", model, step_s=step_s, row_s=step_s * between(1 / 600, 1 / 12),
+            round_s=step_s * between(1 / 300, 1 / 2.5), draft_row_s=step_s * between(1e-5, 1 / 40),
+            host_s=step_s * between(0.01, 0.2), kv_token_s=step_s * between(1e-7, 2e-5),
+        )  # fmt: skip
+        profiles.append(profile)
+    return tuple(profiles)
+
+
+def training_scenario(worlds: int, seed: int, slots: int) -> Scenario:
+    """Return the scenario that mixes the training worlds, with load, drift, cost and difficulty drawn per episode."""
+    profiles = tuple(msgspec.structs.replace(profile, max_requests=slots) for profile in training(worlds, seed))
+    base = Scenario(
+        profiles=profiles, workloads=(chat_trace(),), slots=slots, load=(0.05, 3.0), swing=1.0, classes=CLASSES
+    )
+    weights = replace(base.weights, good=0.0, token=0.02, discount_per_s=1.0)
+    return replace(base, hardness=0.5, coefficient_spread=0.15, weights=weights, episode_steps=400)

@@ -1,0 +1,198 @@
+"""The evaluation: simulated engines tell what a real one would, hindsight is a bound, the summary counts rightly."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from faser.controller.cli import app
+from faser.controller.errors import FaserError
+from faser.controller.evaluate import decided
+from faser.env.simulated_record import Recorder
+from faser.env.state import EngineState
+from faser.models.evaluate import DRIFT, ORACLES, TABLE, Cell, Plan, Table, evaluate, interval, point, simulate, summary
+from faser.models.policy import make_policy
+from faser.models.simulated import SimulatedEngine
+from faser.models.worlds import K_MAX, LOADS, WorldSpec, held_out, training
+
+WORLDS = {world.name: world for world in held_out()}
+NGRAM = WORLDS["gpu-ngram"]
+
+
+def test_records_are_those_of_the_plain_recorder_under_a_policy_with_stop_rules() -> None:
+    engine = SimulatedEngine(WORLDS["gpu-small-knee"].closed(16), 5)
+    recorder = Recorder(engine.simulator)
+    policy, state, actions, stops = make_policy("price", engine.capabilities), EngineState(engine.capabilities), None, 0
+    for sequence in range(1, 301):
+        record, plain = engine.step(actions), recorder.record(0 if actions is None else actions.sequence)
+        # A request in its prompt has no drafts that could be told of.
+        pairs = [pair for pair in zip(record.rows, plain.rows, strict=True) if not pair[0].is_prefill]
+        assert [pair for pair in pairs if pair[0] != pair[1]] == []
+        assert not any(row.confidences for row in record.rows if row.is_prefill)
+        assert sorted(map(str, record.events)) == sorted(map(str, plain.events))
+        for name in record.__struct_fields__:
+            if name not in ("rows", "events"):
+                assert getattr(record, name) == getattr(plain, name), name
+        actions = decided(state, record, policy, sequence)
+        stops += actions.stop is not None
+    assert stops > 50
+
+
+def test_an_engine_without_confidences_tells_none() -> None:
+    engine = SimulatedEngine(NGRAM.closed(4), 5, has_confidence=False)
+    state, policy, actions = EngineState(engine.capabilities), make_policy("fixed:3", engine.capabilities), None
+    for sequence in range(1, 60):
+        record = engine.step(actions)
+        assert not any(row.confidences for row in record.rows)
+        actions = decided(state, record, policy, sequence)
+    assert sum(row.verified for row in record.rows) > 0
+
+
+@pytest.mark.parametrize("load", [4, DRIFT])
+def test_the_fast_way_and_the_decision_core_give_a_fixed_length_the_same(load: int) -> None:
+    class ByTheCore:
+        """fixed:3 under a name that the fast way does not know."""
+
+        name = "core"
+
+        def __init__(self) -> None:
+            self._policy = make_policy("fixed:3", SimulatedEngine(NGRAM.closed(1), 0).capabilities)
+            self.act = self._policy.act
+
+    fast = simulate(Cell("fixed:3", NGRAM.name, load, 7, 40), decided)
+    policy = ByTheCore()
+    slow = simulate(
+        Cell("price", NGRAM.name, load, 7, 40), lambda state, record, _, n: decided(state, record, policy, n)
+    )
+    assert slow.tokens_per_s == pytest.approx(fast.tokens_per_s, rel=0.03)
+
+
+def test_hindsight_is_above_every_length_and_each_request_above_all_alike() -> None:
+    cells = [
+        Cell(policy, "gpu-8b-eagle", 16, 3, 150) for policy in (*ORACLES, "off", *(f"fixed:{k}" for k in range(1, 7)))
+    ]
+    request, uniform, *fixed = (simulate(cell, decided).tokens_per_s for cell in cells)
+    assert request > uniform >= 0.99 * max(fixed)
+    assert request > 1.01 * max(fixed)
+
+
+def test_worlds_to_judge_in_are_none_of_those_to_train_in_and_cover_the_loads() -> None:
+    trained = {tuple(profile.verify.coefficients) for profile in training(64, 0)}
+    assert not trained & {tuple(world.profile.verify.coefficients) for world in WORLDS.values()}
+    assert LOADS == (1, 2, 4, 8, 16, 32, 64, 128)
+    assert all(world.profile.k_max == K_MAX for world in WORLDS.values())
+
+
+def auc(world: WorldSpec, position: int = 0) -> float:
+    """Return the chance that an accepted draft token had more confidence than a rejected one."""
+    engine = SimulatedEngine(world.closed(32), 1)
+    state, policy, actions = EngineState(engine.capabilities), make_policy("fixed:1", engine.capabilities), None
+    hits: list[float] = []
+    misses: list[float] = []
+    for sequence in range(1, 200):
+        record = engine.step(actions)
+        for row in record.rows:
+            if row.verified > position:
+                (hits if row.accepted > position else misses).append(row.confidences[position])
+        actions = decided(state, record, policy, sequence)
+    return float((np.array(hits)[:, None] > np.array(misses)).mean())
+
+
+def test_the_worlds_with_confidence_have_the_sharpness_they_say() -> None:
+    assert auc(WORLDS["gpu-8b-eagle"]) == pytest.approx(0.85, abs=0.03)
+
+
+# --- the summary, on figures made by hand ---
+
+
+def make_table(scores: dict[str, tuple[float, ...]]) -> Table:
+    world = replace(NGRAM)
+    plan = Plan(policies=("price",), worlds=(world,), loads=(4,), seeds=(1, 2, 3), rivals=("smartspec",))
+    base = {f"fixed:{k}": (1.0, 1.0, 1.0) for k in range(1, K_MAX + 1)}
+    base |= {"off": (1.0,) * 3, TABLE: (1.0,) * 3, ORACLES[1]: (1.0,) * 3}
+    return Table(plan, {(name, world.name, 4): values for name, values in (base | scores).items()}, {world.name: ""})
+
+
+def test_intervals_are_students() -> None:
+    assert interval([1.0, 2.0, 3.0]).half == pytest.approx(4.303 / math.sqrt(3.0), rel=1e-3)
+    assert math.isinf(interval([1.0]).half)
+
+
+def test_the_rival_of_a_seed_is_chosen_on_the_other_seeds() -> None:
+    # fixed:1 is lucky once: a maximum over the same seed would be 10.
+    table = make_table(
+        {"price": (2.0,) * 3, "fixed:1": (10.0, 0.1, 0.1), "smartspec": (1.5,) * 3, ORACLES[0]: (4.0,) * 3}
+    )
+    envelope = point(table, "price", table.plan.worlds[0], 4).envelope
+    # Seed 1: the others say smartspec; seeds 2 and 3: fixed:1 looks best (mean 5.05) and gives 0.1.
+    assert envelope.mean == pytest.approx((2.0 / 1.5 + 20.0 + 20.0) / 3.0)
+
+
+def test_the_gap_closed_counts_from_the_best_fixed_length_to_hindsight() -> None:
+    table = make_table(
+        {"price": (math.sqrt(2.0),) * 3, "smartspec": (1.0,) * 3, ORACLES[0]: (2.0,) * 3, "fixed:2": (1.0,) * 3}
+    )
+    policies = summary(table)["policies"]
+    assert isinstance(policies, dict)
+    assert policies["price"]["gap_closed"] == pytest.approx(0.5)
+    assert policies[ORACLES[0]]["gap_closed"] == pytest.approx(1.0)
+    assert policies["price"]["over_price_ci"] == pytest.approx([1.0, 1.0])
+    flat = make_table({"price": (1.0,) * 3, "smartspec": (1.0,) * 3, ORACLES[0]: (1.0,) * 3})
+    policies = summary(flat)["policies"]
+    assert isinstance(policies, dict)
+    assert policies["price"]["gap_closed"] is None
+
+
+def test_a_plan_gives_every_cell_and_the_same_figures_twice() -> None:
+    plan = Plan(("price",), (NGRAM,), (2, DRIFT), (1, 2), 20, ("smartspec",))
+    counted: list[tuple[int, int]] = []
+    first = evaluate(plan, decided, progress=lambda done, total: counted.append((done, total)))
+    assert first.scores == evaluate(plan, decided).scores
+    assert counted[-1][0] == counted[-1][1]
+    expected = {"price", "smartspec", TABLE, "off", *ORACLES, *(f"fixed:{k}" for k in range(1, K_MAX + 1))}
+    assert {name for name, _, _ in first.scores} == expected
+    assert all(len(values) == 2 and min(values) > 0.0 for values in first.scores.values())
+
+
+# --- the command ---
+
+
+def test_the_command_ends_with_one_object_and_workers_change_nothing(tmp_path: object) -> None:
+    arguments = [
+        "evaluate", "--json", "--worlds", "gpu-ngram", "--loads", "2", "--seeds", "2", "--steps", "20", "--policies",
+        "price", "--rivals", "smartspec",
+    ]  # fmt: skip
+    alone, together = (CliRunner().invoke(app, [*arguments, "--workers", workers]) for workers in ("1", "2"))
+    assert alone.exit_code == together.exit_code == 0, together.output
+    result = json.loads(alone.stdout.splitlines()[-1])
+    assert result == json.loads(together.stdout.splitlines()[-1])
+    assert result["worlds"] == 1
+    assert result["seeds"] == 2
+    assert set(result["policies"]["price"]) >= {
+        "goodput",
+        "ci",
+        "envelope_ratio_min",
+        "envelope_ratio_mean",
+        "gap_closed",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["--worlds", "mars"], "gpu-ngram"),
+        (["--loads", "4,4"], "different numbers"),
+        (["--loads", "many"], "whole numbers"),
+        (["--policies", "best"], "possible are"),
+        (["--policies", "price bandit"], "as rival"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_before_anything_runs(arguments: list[str], hint: str) -> None:
+    result = CliRunner().invoke(app, ["evaluate", *arguments])
+    assert isinstance(result.exception, FaserError)
+    assert hint in str(result.exception)

@@ -1,0 +1,195 @@
+"""Training: configurations, rewards, semi-Markov advantages, checkpoints; and that it learns (slow)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("stable_baselines3")
+
+import torch
+
+from faser.controller.cli import app
+from faser.controller.errors import FaserError
+from faser.controller.evaluate import decided
+from faser.engine_adapter.protocol import StopRule
+from faser.env.action_vector import DEPTH, GO_ON, KEEP, THRESHOLD, lengths_for, meant
+from faser.env.spaces import Action, Capabilities
+from faser.models.network import Head, load_network
+from faser.models.policy import PolicyError, make_policy
+from faser.models.torch_network import DeepSets, SetPolicy
+from faser.models.train import (
+    EngineBatch,
+    SemiMarkovBuffer,
+    TrainConfig,
+    collect,
+    imitate,
+    in_words,
+    judged,
+    load_config,
+    train,
+)
+
+TINY = TrainConfig(
+    worlds=4, slots=8, imitation_steps=120, imitation_epochs=2, engines=4, rollout_steps=16, total_steps=192,
+    minibatch=32, judge_every=2, hidden=8,
+)  # fmt: skip
+RECIPE = Path(__file__).parents[2] / "models" / "weights" / "policy.recipe.toml"
+
+
+def test_the_released_recipe_can_be_read() -> None:
+    assert load_config(RECIPE).head == "price"
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("heads = 'price'", "unknown key heads"),
+        ("head = 'magic'", "expected price or lengths"),
+        ("engines = 0", "engines 0"),
+        ("engines = 'four'", "engines is str"),
+        ("learning_rate = nan", "learning_rate nan"),
+        ("engines = ", "TOML"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused(text: str, hint: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.toml"
+    path.write_text(text)
+    with pytest.raises(PolicyError, match=r"[^\n]+$") as caught:
+        load_config(path)
+    assert hint in str(caught.value)
+    result = CliRunner().invoke(app, ["train", "--config", str(path)])
+    assert isinstance(result.exception, FaserError)
+
+
+# --- the environment ---
+
+
+@pytest.mark.parametrize("head", ["price", "lengths"])
+def test_observations_lie_in_their_space_and_the_same_seed_gives_the_same_rewards(head: Head) -> None:
+    def rewards() -> list[float]:
+        batch, found = EngineBatch(replace(TINY, head=head), 3), []
+        seen = batch.reset()
+        batch.action_space.seed(0)
+        for _ in range(40):
+            assert batch.observation_space.contains({name: values[0] for name, values in seen.items()})
+            batch.step_async(np.stack([batch.action_space.sample() for _ in range(batch.num_envs)]))
+            seen, reward, done, _ = batch.step_wait()
+            assert not done.any()
+            found += reward.tolist()
+        return found
+
+    assert rewards() == rewards()
+
+
+def test_what_is_earned_is_what_is_gained_over_the_own_mean_rate() -> None:
+    batch = EngineBatch(replace(TINY, engines=16, worlds=16), 3)
+    batch.reset()
+    neutral = np.full((16, 4), -1.0, np.float32)
+    for _ in range(300):
+        batch.step_async(neutral)
+        batch.step_wait()
+    totals = np.zeros(16)
+    for _ in range(200):
+        batch.step_async(neutral)
+        totals += batch.step_wait()[1]
+    assert np.abs(np.median(totals / 200)) < 0.05
+
+
+def test_advantages_discount_by_time_not_by_steps() -> None:
+    config = replace(TINY, engines=1, discount=0.5)
+    batch = EngineBatch(config, 0)
+    buffer = SemiMarkovBuffer(2, batch.observation_space, batch.action_space, device="cpu", n_envs=1)
+    buffer.engines = batch
+    seen = batch.reset()
+    one = torch.zeros(1)
+    for pace, reward in ((1.0, 0.0), (3.0, 1.0)):
+        batch.paces = np.array([pace])
+        buffer.add(seen, np.zeros((1, 4)), np.array([reward]), np.zeros(1), one, one)
+    buffer.compute_returns_and_advantage(torch.tensor([[2.0]]), np.zeros(1))
+    last = 1.0 + 2.0 * math.exp(-1.5)
+    assert buffer.advantages[1, 0] == pytest.approx(last)
+    assert buffer.advantages[0, 0] == pytest.approx(math.exp(-0.5) * config.trace_decay * last)
+
+
+@pytest.mark.parametrize("head", ["price", "lengths"])
+def test_log_probabilities_count_live_requests_alone(head: Head) -> None:
+    batch = EngineBatch(replace(TINY, head=head), 1)
+    policy = SetPolicy(
+        batch.observation_space, batch.action_space, lambda _: 1e-3, head=head, hidden=8, k_max=batch.k_max
+    )
+    seen = {name: torch.from_numpy(values) for name, values in batch.reset().items()}
+    actions, values, log_prob = policy(seen)
+    assert values.shape == (4, 1)
+    other = actions.clone()
+    if head == "lengths":
+        other[:, -1] = (other[:, -1] + 1) % (batch.k_max + 1)  # nobody sits in the last slot yet
+        assert (seen["requests"][:, -1] == 0).all()
+    _, again, entropy = policy.evaluate_actions(seen, other)
+    torch.testing.assert_close(again, log_prob)
+    assert entropy is not None
+    assert torch.isfinite(entropy).all()
+
+
+# --- imitation ---
+
+
+def test_a_teachers_lengths_come_back_from_its_words() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        acceptance = random.uniform(0.2, 0.95, (12, 6))
+        threshold, depth = float(random.uniform(0.05, 0.8)), int(random.integers(0, 7))
+        lengths = np.minimum((acceptance.cumprod(axis=1) >= threshold).sum(axis=1), depth)
+        words = in_words(Action(lengths, 0), acceptance.cumprod(axis=1), lengths)
+        full = np.concatenate([words, np.full(3, -1.0, np.float32)])
+        means = meant(full)
+        again = lengths_for(acceptance, float(means[THRESHOLD]), float(means[DEPTH]))
+        assert again.tolist() == lengths.tolist()
+
+
+def test_a_teachers_stop_rule_comes_back_from_its_words() -> None:
+    stop = StopRule([1.0] * 6, [0.0] * 6, [0.3] * 6, [0.5, 0.4, 0.0, 0.0, 0.0, 0.0])
+    words = in_words(Action(np.full(4, 3), 3, stop=stop), np.full((4, 6), 0.5), np.full(4, 3))
+    means = meant(np.concatenate([words, np.full(3, -1.0, np.float32)]))
+    assert means[[THRESHOLD, DEPTH, KEEP, GO_ON]].tolist() == pytest.approx([0.0, 0.5, 0.3, 0.45])
+
+
+@pytest.mark.parametrize("head", ["price", "lengths"])
+def test_imitation_comes_nearer_to_the_teacher(head: Head) -> None:
+    config = replace(TINY, head=head, imitation_steps=300)
+    lessons = collect(config, decided)
+    torch.manual_seed(0)
+    actor = DeepSets(head, 8, 6)
+    first = imitate(actor, lessons, replace(config, imitation_epochs=1))
+    assert imitate(actor, lessons, replace(config, imitation_epochs=40)) < 0.9 * first
+
+
+# --- whole runs ---
+
+
+def test_a_run_leaves_a_policy_that_the_daemon_can_load_and_resumes_where_it_was(tmp_path: Path) -> None:
+    first = train(TINY, tmp_path, decided)
+    assert first.steps == 192
+    network = load_network(first.manifest)
+    assert network.manifest.training["config"]["head"] == "price"  # type: ignore[index]
+    make_policy(f"learned:{first.manifest}", Capabilities(k_max=5))
+    again = train(replace(TINY, total_steps=320), tmp_path, decided, resume=True)
+    assert again.steps == 320
+    with pytest.raises(PolicyError, match="expected a checkpoint of this configuration"):
+        train(replace(TINY, hidden=16), tmp_path, decided, resume=True)
+
+
+@pytest.mark.slow
+def test_thirty_seconds_of_learning_from_nothing_gain_tokens_per_second(tmp_path: Path) -> None:
+    config = TrainConfig(
+        worlds=8, slots=16, imitation_steps=0, engines=32, rollout_steps=32, total_steps=40_000, learning_rate=1e-3,
+        judge_every=10, seed=1,
+    )  # fmt: skip
+    result = train(config, tmp_path, decided)
+    assert result.best > result.first + 0.03
+    assert judged(DeepSets("price", 32, 6), config) < result.best
