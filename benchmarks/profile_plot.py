@@ -42,7 +42,10 @@ def draw(fits: dict[Phase, Fit], output: Path) -> None:
         for factor in (1.12, 1 / 1.12):
             panel.plot(ends, ends * factor, color="black", lw=0.5, ls=":")
         errors = fit.errors()
-        panel.set_title(f"{phase}: median {np.median(errors):.1%}, p90 {np.percentile(errors, 90):.1%}", fontsize=10)
+        known = (
+            f"median {np.median(errors):.1%}, p90 {np.percentile(errors, 90):.1%}" if len(errors) else "none held out"
+        )
+        panel.set_title(f"{phase}: {known}", fontsize=10)
         panel.set_xlabel("measured, ms")
         panel.set_ylabel("predicted, ms")
         panel.legend(frameon=False, fontsize=8)

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..engine_adapter.protocol import Hello
+from ..env.accept_traces import SHIPPED, read_accept_trace, shipped_accept_trace
 from ..env.acceptance_fit import Description, DraftTrial, describe, fit_acceptance
 from ..env.acceptance_model import AcceptanceModel
 from ..env.calibration import COUNTED_REPEATS, HELD_OUT_SHARE, CalibrationError, Fit, domain_of, fit_phase, phase_level
@@ -37,6 +38,7 @@ from ..env.engine_model import (
     save_profile,
 )
 from ..env.step_samples import StepSamples
+from ..env.trace import TraceError
 from .errors import ModelError, StoreError, UsageError
 from .measured import Measured, read_measured, trials
 from .starvation import freed, load_waiting
@@ -57,6 +59,7 @@ class CalibrateOptions:
     output: Path
     name: str = ""
     base: Path | None = None  # a profile whose step costs keep their shape: their level and acceptance are fitted
+    acceptance: str = ""  # an accept trace, shipped or a file, instead of the telemetry's own drafts
     command: str = ""
     json: bool = False
     least_repeats: int = 3
@@ -77,7 +80,10 @@ def calibrate(options: CalibrateOptions, console: Console) -> int:
     measured = [read_measured(path) for path in options.telemetry]
     hello = require_same(measured)
     drafts = [draft for one in measured for draft in trials(one)]
-    acceptance = fit_acceptance(drafts, hello.k_max, source=", ".join(path.name for path in options.telemetry))
+    if options.acceptance:
+        drafts = accept_trace(options.acceptance)
+    source = options.acceptance or ", ".join(path.name for path in options.telemetry)
+    acceptance = fit_acceptance(drafts, hello.k_max, Path(source).name)
     fits: dict[Phase, Fit] = {}
     samples = StepSamples.joined([freed(one.samples, one.steps, load_waiting(one.path)) for one in measured])
     if options.base is not None:
@@ -132,6 +138,14 @@ def require_same(measured: list[Measured]) -> Hello:
     if first is None:
         raise StoreError(f"{measured[0].path} names no engine", "telemetry of an engine that introduced itself")
     return first
+
+
+def accept_trace(name: str) -> list[DraftTrial]:
+    """Return a shipped accept trace or one of a file; raise UsageError if it cannot be read."""
+    try:
+        return shipped_accept_trace(name) if name in SHIPPED else read_accept_trace(Path(name))
+    except TraceError as error:
+        raise UsageError(str(error), f"a file, or one of {', '.join(SHIPPED)}") from None
 
 
 def load_profile_or_fail(path: Path) -> EngineProfile:

@@ -51,6 +51,9 @@ def calibrate(
     base: Annotated[
         Path | None, typer.Option(help="Keep the shape of this profile's step costs; fit level and acceptance.")
     ] = None,
+    acceptance: Annotated[
+        str, typer.Option(help="Fit acceptance to an accept trace instead: spec_bench__eagle, ..., or a file.")
+    ] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Steps a kind must have been seen to be fitted.")] = 3,
     json: Json = False,
 ) -> None:
@@ -62,7 +65,9 @@ def calibrate(
     from .profile import command_line
 
     command = command_line(("faser", *map(shlex.quote, sys.argv[1:])))
-    options = CalibrateOptions(tuple(telemetry), output, base=base, command=command, json=json, least_repeats=repeats)
+    options = CalibrateOptions(
+        tuple(telemetry), output, base=base, acceptance=acceptance, command=command, json=json, least_repeats=repeats
+    )
     raise typer.Exit(run_calibration(options, Console(stderr=True, highlight=False)))
 
 

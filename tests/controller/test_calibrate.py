@@ -263,6 +263,15 @@ def test_another_model_or_version_is_refused(telemetry: Path, profile: Path, tmp
     assert not list(tmp_path.glob("*.json"))
 
 
+def test_acceptance_can_come_from_a_published_trace(telemetry: Path, profile: Path, tmp_path: Path) -> None:
+    options = CalibrateOptions((telemetry,), tmp_path / "p.json", base=profile, acceptance="sentiment_analysis__eagle")
+    assert calibrate(options, CONSOLE) == 0
+    found = load_profile(tmp_path / "p.json").acceptance
+    assert (found.k_max, found.source) == (4, "sentiment_analysis__eagle")
+    with pytest.raises(UsageError, match=r"sheep\.jsonl: cannot be read"):
+        calibrate(CalibrateOptions((telemetry,), tmp_path / "q.json", acceptance="sheep.jsonl"), CONSOLE)
+
+
 def test_too_little_telemetry_is_refused_with_what_is_missing(tmp_path: Path) -> None:
     path = write_telemetry(tmp_path / "short.sqlite", make_records(1))
     with pytest.raises(ModelError, match=r"short\.sqlite: .* kinds of steps"):
