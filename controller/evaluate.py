@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import json as json_module
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,12 +40,24 @@ def pool(workers: int) -> Iterator[Executor | None]:
         return
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as executor:
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_end_with_parent) as executor:
         try:
             yield executor
         except BaseException:
             executor.shutdown(cancel_futures=True)
             raise
+
+
+def _end_with_parent() -> None:
+    """Leave no worker behind when the command is killed: a pool's workers wait for work forever."""
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="faser-parent", daemon=True).start()
 
 
 def _whole(text: str, what: str, most: int) -> tuple[int, ...]:

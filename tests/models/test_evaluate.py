@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -180,6 +183,21 @@ def test_the_command_ends_with_one_object_and_workers_change_nothing(tmp_path: o
         "envelope_ratio_mean",
         "gap_closed",
     }
+
+
+def test_workers_end_with_the_command_that_started_them() -> None:
+    code = (
+        "import os\n"
+        "from faser.controller.evaluate import pool\n"
+        "if __name__ == '__main__':\n"
+        "    with pool(2) as executor:\n"
+        "        print(executor.submit(os.getpid).result(), flush=True)\n"
+        "        os.kill(os.getpid(), 9)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd="/", timeout=60)
+    # Workers hold the pipe of stdout too: that `run` came back within its time says that they are gone.
+    assert int(killed.stdout) > 0
+    assert killed.returncode == -9
 
 
 @pytest.mark.parametrize(
