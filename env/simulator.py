@@ -139,9 +139,7 @@ class Simulator:
         """Step all engines so many times without decisions, in one call; for lengths that are recorded, or none."""
         self._run(0, self.engines, self._neutral, self._no_lengths, FOREVER_S, steps)
 
-    def _run(
-        self, first: int, last: int, means: Singles, lengths: Bytes, until_s: float, steps: int = 1
-    ) -> None:
+    def _run(self, first: int, last: int, means: Singles, lengths: Bytes, until_s: float, steps: int = 1) -> None:
         step_engines(first, last, steps, until_s, means, lengths, self.rewards, *self.state, *self.world)
 
     @property
