@@ -13,10 +13,11 @@ import pytest
 import zmq
 
 from faser.controller import doctor
-from faser.controller.config import Config, LinkConfig, StoreConfig
+from faser.controller.config import Config, GuardConfig, LinkConfig, ModeConfig, StoreConfig
 from faser.controller.doctor import Finding, Patient, examine, run_doctor
 from faser.controller.endpoint import Endpoint
 from faser.controller.installation import Installation
+from faser.controller.keys import new_keys
 from faser.controller.store import RunEntry, Store
 
 HEALTHY = Installation(
@@ -37,7 +38,8 @@ def patient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Patient:
     monkeypatch.setenv("FASER_CACHE", str(tmp_path / "cache"))
     environment = {"FASER_RUNTIME_DIR": str(tmp_path / "run")}
     link = LinkConfig(endpoint=f"ipc://{tmp_path}/run/engine.sock")
-    config = Config(link=link, store=StoreConfig(path=tmp_path / "state" / "t.sqlite"))
+    store, modes = StoreConfig(path=tmp_path / "state" / "t.sqlite"), ModeConfig(state=tmp_path / "modes.json")
+    config = Config(link=link, store=store, mode=modes)
     return Patient(dataclasses.replace(HEALTHY, environment=environment), config)
 
 
@@ -87,6 +89,47 @@ def test_a_fault_is_named_with_its_remedy(
     assert trouble.level == level
     assert seen in trouble.seen
     assert remedy in trouble.remedy
+
+
+def configured(patient: Patient, **parts: object) -> Patient:
+    return dataclasses.replace(patient, config=dataclasses.replace(patient.config, **parts))  # type: ignore[arg-type]
+
+
+def test_keys_that_cannot_be_used_or_let_nobody_in_are_named(patient: Patient, tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    keyed = configured(patient, link=dataclasses.replace(patient.config.link, keys=str(folder)))
+    (absent,) = troubles(keyed)
+    assert (absent.level, absent.remedy) == ("fail", "mend it, or make keys with: faser keys new")
+    new_keys(folder, None)
+    (empty,) = troubles(keyed)
+    assert (empty.level, empty.remedy) == ("warn", "faser keys new --engine NAME")
+    new_keys(folder, "rack-1")
+    assert troubles(keyed) == []
+    (folder / "server.secret").chmod(0o644)
+    (open_key,) = troubles(keyed)
+    assert "mode 0644" in open_key.seen
+
+
+def test_an_endpoint_off_the_host_without_keys_is_a_failure_at_both_ends(patient: Patient) -> None:
+    address = "tcp://10.1.2.3:5555"
+    link = dataclasses.replace(patient.config.link, endpoint=address)
+    found = troubles(changed(configured(patient, link=link), {"FASER_ENDPOINT": address}))
+    assert [(each.name, each.level) for each in found] == [("endpoint", "fail"), ("FASER_* variables", "fail")]
+
+
+def test_modes_that_are_damaged_or_keep_engines_from_being_steered_are_named(patient: Patient) -> None:
+    path = patient.config.mode.state
+    path.write_text('{"version":1,"modes":{"*":"off"}}')
+    (note,) = [finding for finding in examine(patient) if finding.name == "modes"]
+    assert (note.level, "*: off" in note.seen, "faser mode active" in note.remedy) == ("note", True, True)
+    path.write_text("damaged")
+    (trouble,) = troubles(patient)
+    assert (trouble.name, trouble.level) == ("modes", "fail")
+
+
+def test_a_guard_that_never_finds_a_record_late_is_named(patient: Patient) -> None:
+    (trouble,) = troubles(configured(patient, guard=GuardConfig(stale_ms=5000)))
+    assert (trouble.name, trouble.remedy) == ("lease", "lower guard.stale_ms")
 
 
 def test_the_missing_vllm_command_is_explained(patient: Patient) -> None:
