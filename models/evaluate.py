@@ -33,6 +33,7 @@ TABLE = "table"  # the best table by batch size of the world, found by search
 ORACLES = ("oracle:request", "oracle:uniform")
 RIVALS = ("goodput", "smartspec", "adaspec", "ema", "bandit", "gplcb")
 OURS = ("price", "price:history")
+FULL = 0.9  # of the requests that a load names
 WARM_SHARE = 0.3  # of the time, not counted: estimates settle
 DRIFT_RUNS = 4  # a drifting load is watched so many times as long
 LEAST_GAP = 0.005  # log; below it there is nothing to close
@@ -66,10 +67,12 @@ class Run:
 
 @dataclass(slots=True)
 class Meter:
-    """Counts tokens behind the warm-up."""
+    """Counts tokens behind the warm-up, which begins when the batch has once been full: filling it computes prompts."""
 
     simulator: Simulator
     horizon_s: float
+    full: int  # requests that make the batch full; 0: it need not be
+    full_s: float | None = None
     start: tuple[float, float, float] | None = None  # seconds, tokens
     good: float = 0.0
 
@@ -78,9 +81,12 @@ class Meter:
         engine = self.simulator.state.engines[0]
         now_s = float(engine["clock_s"])
         self.good += float(self.simulator.state.terms[0, 0])
-        if self.start is None and now_s >= WARM_SHARE * self.horizon_s:
+        if self.full_s is None:
+            self.full_s = now_s if int(engine["running"]) >= self.full else None
+            return False
+        if self.start is None and now_s >= self.full_s + WARM_SHARE * self.horizon_s:
             self.start = (now_s, float(engine["emitted"]), self.good)
-        return now_s >= self.horizon_s
+        return now_s >= self.full_s + self.horizon_s
 
     def run(self, cell: Cell) -> Run:
         """Return the figures."""
@@ -110,7 +116,7 @@ def _horizon_s(cell: Cell, simulator: Simulator) -> float:
 def _decided(cell: Cell, scenario: Scenario, has_confidence: bool, decide: Decide) -> Run:
     engine = SimulatedEngine(scenario, cell.seed, has_confidence=has_confidence)
     policy, state = make_policy(cell.policy, engine.capabilities), EngineState(engine.capabilities)
-    meter = Meter(engine.simulator, _horizon_s(cell, engine.simulator))
+    meter = Meter(engine.simulator, _horizon_s(cell, engine.simulator), int(FULL * cell.load))
     actions: ActionSet | None = None
     sequence = 0
     while True:
@@ -124,7 +130,7 @@ def _decided(cell: Cell, scenario: Scenario, has_confidence: bool, decide: Decid
 def _by_requests(cell: Cell, scenario: Scenario, policy: Off | FixedLength | LengthTable) -> Run:
     simulator = Simulator(scenario, 1, seed=cell.seed)
     simulator.reset()
-    meter = Meter(simulator, _horizon_s(cell, simulator))
+    meter = Meter(simulator, _horizon_s(cell, simulator), int(FULL * cell.load))
     lengths = [_length(policy, requests) for requests in range(scenario.slots + 1)]
     vectors = [outside(depth=length / scenario.positions) for length in lengths]
     engine = simulator.state.engines[0]
@@ -141,7 +147,7 @@ def _length(policy: Off | FixedLength | LengthTable, requests: int) -> int:
 
 def _with_hindsight(cell: Cell, scenario: Scenario) -> Run:
     engine = Hindsight(scenario, cell.seed, "request" if cell.policy == ORACLES[0] else "uniform")
-    meter = Meter(engine.simulator, _horizon_s(cell, engine.simulator))
+    meter = Meter(engine.simulator, _horizon_s(cell, engine.simulator), int(FULL * cell.load))
     while not meter.is_over():
         engine.step()
     return meter.run(cell)

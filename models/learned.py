@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..env.action_vector import decode, outside
+from ..env.action_vector import RULED_FROM, deepest, lengths_for, outside
 from ..env.observation import observe_vector
 from ..env.spaces import Action, Capabilities, clamp
 from ..env.state import EngineState
@@ -68,10 +68,21 @@ class LearnedPolicy:
             return self._handed_over(state, f"{np.count_nonzero(outside_range)} features unlike training")
         values = self._network.forward(requests, seen.globals)
         if self._network.manifest.head == "price":
-            action = decode(outside_of(values), state)
-            reason = f"{len(seen.handles)} running: learned depth {(values[1] + 1.0) / 2.0:.2f}, keep {values[2]:.2f}"
-            return Action(action.lengths, action.default_length, stop=action.stop, reason=reason)
+            return self._priced(state, values, len(seen.handles))
         return self._lengths(state, seen.handles, values)
+
+    def _priced(self, state: EngineState, values: Array, running: int) -> Action:
+        """Return what env/action_vector.py's `decode` makes of these outputs (a test compares), without its clamps."""
+        threshold, depth, keep, go_on = ((np.clip(values, -1.0, 1.0) + np.float32(1.0)) * np.float32(0.5)).tolist()
+        k_max = state.capabilities.k_max
+        lengths = lengths_for(state.acceptance(), threshold, depth)
+        default = int(lengths_for(state.population.mean[None, :], threshold, depth)[0])
+        stop = None
+        if keep >= RULED_FROM and state.confidence.is_ready:
+            stop = state.confidence.rule(keep, np.full(k_max, go_on))
+        rounds = deepest(depth, k_max)
+        reason = f"{running} running: learned, survival {threshold:.2f} in up to {rounds} rounds, kept above {keep:.2f}"
+        return Action(lengths, default, stop=stop, reason=reason)
 
     def _lengths(self, state: EngineState, handles: Array, logits: Array) -> Action:
         chosen = logits[:, : state.capabilities.k_max + 1].argmax(axis=1)

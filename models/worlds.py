@@ -82,7 +82,8 @@ def _profile(name: str, model: AcceptanceModel, **costs: float) -> EngineProfile
         noise=0.03,
         **costs,  # type: ignore[arg-type]
     )
-    return msgspec.structs.replace(profile, acceptance=model)
+    card = msgspec.structs.replace(profile.card, device="cpu" if name.startswith("cpu") else "cuda")
+    return msgspec.structs.replace(profile, acceptance=model, card=card)
 
 
 K_MAX: Final = 6

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from faser.engine_adapter.protocol import RequestRow, StepRecord
+from faser.env.action_vector import decode
 from faser.env.observation import GLOBAL_FEATURES, REQUEST_FEATURES
 from faser.env.spaces import Capabilities
 from faser.env.state import EngineState, observe
 from faser.models import learned
-from faser.models.learned import RELEASED, LearnedPolicy
+from faser.models.learned import RELEASED, LearnedPolicy, outside_of
 from faser.models.network import Head, Manifest, Network, load_network, save_network, shapes
 from faser.models.policy import PolicyError, make_policy
 from faser.models.tensorfile import Entry, Tensor, write
@@ -94,6 +95,16 @@ def test_each_handle_keeps_its_length_whatever_the_order_of_appearance(head: Hea
         found.append(dict(zip(state.handles().tolist(), policy.act(state).lengths.tolist(), strict=True)))
     assert found[0] == found[1]
     assert len(set(found[0].values())) > (1 if head == "lengths" else 0)
+
+
+def test_prices_mean_what_the_action_vector_says() -> None:
+    state, random = make_state(12), np.random.default_rng(0)
+    policy = LearnedPolicy(make_network("price"), CAPABILITIES)
+    for _ in range(60):
+        values = random.uniform(-1.3, 1.3, 4).astype(np.float32)
+        found, expected = policy._priced(state, values, 12), decode(outside_of(values), state)
+        assert found.lengths.tolist() == expected.lengths.tolist()
+        assert (found.default_length, found.stop) == (expected.default_length, expected.stop)
 
 
 @pytest.mark.parametrize("head", HEADS)
