@@ -26,7 +26,7 @@ Bools = npt.NDArray[np.bool_]
 
 SAMPLE_S: Final = 0.004
 TAIL_S: Final = 0.001  # from the end of drafting to the end of the step
-MOST: Final = 0.5  # of a phase's time; a step that waited longer says little
+MOST: Final = 0.3  # of a phase's time; a step that waited longer says too little
 
 
 class Waiting(msgspec.Struct, frozen=True):
@@ -40,7 +40,8 @@ class Waiting(msgspec.Struct, frozen=True):
         if not self.time_s:
             return np.zeros(len(start_s))
         at = np.array(self.time_s)
-        total = np.array(self.waited_s)
+        # The kernel counts a wait when it is over: it was spent just before, and never faster than time passes.
+        total = np.maximum.accumulate((np.array(self.waited_s) - at)[::-1])[::-1] + at
         found: Floats = np.interp(end_s, at, total) - np.interp(start_s, at, total)
         return found
 

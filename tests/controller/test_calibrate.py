@@ -172,6 +172,9 @@ def test_time_spent_waiting_for_a_core_is_taken_out_of_the_steps(telemetry: Path
 def test_a_clock_stands_still_while_the_engine_waits() -> None:
     waiting = Waiting([10.0, 11.0, 12.0], [5.0, 5.0, 5.8])
     assert waiting.undisturbed(np.array([9.0, 10.5, 12.0])) == pytest.approx([9.0, 10.5, 11.2])
+    late = Waiting([10.0, 10.6, 11.0, 11.1], [0.0, 0.0, 0.0, 0.5])  # waited from 10.6 on, counted at 11.1
+    assert late.undisturbed(np.array([10.5, 10.8, 11.1])) == pytest.approx([10.5, 10.6, 10.6])
+    assert (np.diff(late.undisturbed(np.linspace(9.0, 12.0, 100))) >= -1e-12).all()
     assert Waiting([], []).undisturbed(np.array([3.0])) == pytest.approx([3.0])
 
 
