@@ -66,7 +66,8 @@ def lengths_for(acceptance: npt.ArrayLike, threshold: float, depth: float) -> Le
     """Return (n,) draft lengths from chances of acceptance (n, positions), each given that the one before was."""
     chances = np.asarray(acceptance, np.float32)
     survival = np.cumprod(chances, axis=1, dtype=np.float32)
-    return (survival[:, : deepest(depth, chances.shape[1])] >= np.float32(threshold)).sum(axis=1)
+    lengths: Lengths = (survival[:, : deepest(depth, chances.shape[1])] >= np.float32(threshold)).sum(axis=1)
+    return lengths
 
 
 def deepest(depth: float, k_max: int) -> int:

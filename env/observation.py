@@ -55,7 +55,7 @@ GLOBAL_FEATURES: Final = (
     Feature("prefill_share", 0.0, 1.0, "prompt rows / rows, running mean"),
     Feature("step_time", -1.0, 1.0, "log(x / 10 ms) / 5, x seconds per step, running mean"),
     Feature("token_rate", 0.0, 1.0, "log(1 + x) / 12, x tokens per second, running mean"),
-    *(Feature(f"acceptance_{j + 1}", 0.0, 1.0, f"chance of draft token {j + 1}, all requests") for j in range(POSITIONS)),
+    *(Feature(f"acceptance_{j + 1}", 0.0, 1.0, f"draft token {j + 1}, all requests") for j in range(POSITIONS)),
     Feature("level_deviation", 0.0, 1.0, "how much requests differ in acceptance, relative"),
     Feature("draft_share", 0.0, 1.0, "seconds of drafting / seconds of a step, running means"),
     Feature("rounds", 0.0, 1.0, "drafting rounds / k_max, running mean"),

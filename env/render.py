@@ -51,10 +51,11 @@ def picture(moments: Moments) -> npt.NDArray[np.uint8]:
     axes[2].set_xlabel("s")
     for axis in (axes[0], axes[2]):
         axis.legend(loc="upper left", fontsize=8)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+    canvas.draw()  # type: ignore[no-untyped-call]
+    pixels: npt.NDArray[np.uint8] = np.asarray(canvas.buffer_rgba())[..., :3].copy()  # type: ignore[no-untyped-call]
+    return pixels
 
 
 def _smooth(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     width = max(len(values) // 50, 1)
-    return np.convolve(values, np.ones(width) / width, mode="same")
+    return np.asarray(np.convolve(values, np.ones(width) / width, mode="same"), np.float64)

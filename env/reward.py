@@ -51,7 +51,8 @@ def reward(
 
 def discount(step_s: npt.ArrayLike, discount_per_s: float) -> Floats:
     """Return exp(-rho * dt), the factor on the value of what comes after a step."""
-    return np.exp(-np.minimum(np.asarray(step_s, np.float64) * discount_per_s, MOST_FACTOR))
+    factor: Floats = np.exp(-np.minimum(np.asarray(step_s, np.float64) * discount_per_s, MOST_FACTOR))
+    return factor
 
 
 def average_reward(rewards: npt.ArrayLike, step_s: npt.ArrayLike, mean_per_s: float) -> Floats:

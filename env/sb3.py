@@ -36,7 +36,7 @@ class SimulatedVecEnv(VecEnv):
         self._actions: npt.NDArray[np.float32] = np.zeros((num_envs, len(ACTION)), np.float32)
         self._returns, self._lengths = np.zeros(num_envs), np.zeros(num_envs, np.int64)
 
-    def reset(self) -> dict[str, npt.NDArray[np.float32]]:  # type: ignore[override]
+    def reset(self) -> dict[str, npt.NDArray[np.float32]]:
         """Begin an episode everywhere."""
         seed = next((each for each in self._seeds if each is not None), None)
         if seed is not None:

@@ -7,6 +7,7 @@ called while training.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from ..engine_adapter.protocol import Hello, RequestEvent, RequestRow, StepRecord
 from .simulator import Simulator
@@ -81,7 +82,7 @@ class Recorder:
         self._cells, self._dropped = state.cells[e].copy(), self._was_dropped(at["is_ruled"])
         return record
 
-    def _was_dropped(self, is_ruled: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def _was_dropped(self, is_ruled: int) -> npt.NDArray[np.bool_]:
         """Return (slots,) whose draft ended with a drafted token that was dropped."""
         state, e = self._simulator.state, self._engine
         ints, positions = state.ints[e], np.arange(self._simulator.scenario.positions)
@@ -90,7 +91,8 @@ class Recorder:
         survival = np.cumprod(chances, axis=1, dtype=np.float32)
         last = np.maximum(kept - 1, 0)
         went_on = (kept == 0) | (survival[np.arange(len(kept)), last] >= state.rules[e, GO_ON_FROM][last])
-        return (ints[SCHEDULED] > 0) & (kept < limit) & went_on & (is_ruled != 0)
+        dropped: npt.NDArray[np.bool_] = (ints[SCHEDULED] > 0) & (kept < limit) & went_on & (is_ruled != 0)
+        return dropped
 
     def _row(self, i: int) -> RequestRow:
         ints = self._simulator.state.ints[self._engine]

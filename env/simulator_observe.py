@@ -133,7 +133,7 @@ def _expectation(evidence: Singles, population: Floats, scratch: Singles) -> Non
 
 @compiled
 def _level_variance(engine: Any) -> float:
-    return min(max(engine.excess / max(engine.leverage, 1e-9), 1e-4), 1.0)
+    return float(min(max(engine.excess / max(engine.leverage, 1e-9), 1e-4), 1.0))
 
 
 @compiled

@@ -5,7 +5,7 @@ Importing this module registers the environment. Needs gymnasium (extra `train`)
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import gymnasium
 import numpy as np
@@ -53,15 +53,15 @@ def action_space() -> spaces.Box:
 class SpeculativeServingEnv(gymnasium.Env[Observations, Singles]):
     """TABLES"""
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array", "ansi"], "render_fps": 10}
+    metadata = {"render_modes": ["rgb_array", "ansi"], "render_fps": 10}  # noqa: RUF012
 
     def __init__(self, scenario: Scenario | None = None, render_mode: str | None = None) -> None:
         if render_mode is not None and render_mode not in self.metadata["render_modes"]:
             raise ValueError(f"render_mode {render_mode!r}; expected None, 'rgb_array' or 'ansi'")
         self.render_mode = render_mode
         self.scenario = scenario or Scenario()
-        self.observation_space = observation_space(self.scenario.slots)
-        self.action_space = action_space()
+        self.observation_space = cast(Any, observation_space(self.scenario.slots))
+        self.action_space = cast(Any, action_space())
         self._simulator = Simulator(self.scenario, 1)
         self._history: list[tuple[float, ...]] = []
 
@@ -103,7 +103,7 @@ class SpeculativeServingVectorEnv(VectorEnv[Observations, Singles, npt.NDArray[A
     `info["final_info"]` hold what the old one ended with (AutoresetMode.SAME_STEP).
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
+    metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012
 
     def __init__(self, num_envs: int = 64, scenario: Scenario | None = None, threads: int = 1, **_: Any) -> None:
         self.num_envs = num_envs
@@ -165,10 +165,8 @@ def observations(simulator: Simulator, engine: int | None = None) -> Observation
 
 def is_over(simulator: Simulator) -> npt.NDArray[np.bool_]:
     """Return (engines,) whose episode is long enough; the step before the first observation does not count."""
-    return (
-        cast(npt.NDArray[np.bool_], simulator.state.engines["steps"] > simulator.scenario.episode_steps)
-        | simulator.is_done
-    )
+    over: npt.NDArray[np.bool_] = simulator.state.engines["steps"] > simulator.scenario.episode_steps
+    return over | simulator.is_done
 
 
 def step_info(simulator: Simulator, engine: int) -> dict[str, Any]:
