@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import shlex
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from .errors import UsageError
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Files = Annotated[list[Path], typer.Argument(help="Telemetry files, all of the same model and drafter.")]
+
+
+def _require_libraries() -> None:
+    missing = [name for name in ("numba", "scipy") if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"no {' and no '.join(missing)} here", "the extra train", "pip install 'faser-vllm[train]'")
 
 
 def profile(
@@ -29,6 +38,7 @@ def profile(
     json: Json = False,
 ) -> None:
     """Measure what an engine's steps cost, over a grid, and write its profile; unknown options go to vLLM."""
+    _require_libraries()
     from .profile import ProfileOptions, command_line, run_profile
 
     options = ProfileOptions(
@@ -58,6 +68,7 @@ def calibrate(
     json: Json = False,
 ) -> None:
     """Fit a profile to telemetry of demo, serve or bench runs."""
+    _require_libraries()
     from rich.console import Console
 
     from .calibrate import CalibrateOptions
@@ -79,6 +90,7 @@ def fidelity(
     json: Json = False,
 ) -> None:
     """Replay a telemetry file through the simulator and print how far the two are apart."""
+    _require_libraries()
     from .fidelity import FidelityOptions, run_fidelity
 
     raise typer.Exit(run_fidelity(FidelityOptions(telemetry, profile, repeat, runs, json)))
