@@ -163,7 +163,7 @@ def test_another_policy_is_asked_on_the_same_states(run: Any) -> None:
 
 
 def test_an_estimate_from_a_canary_is_near_what_the_policy_earns(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    path = run("fixed:2", "canary", 700, 0.6)
+    path = run("fixed:2", "canary", 500, 0.6)
     report = replay(path, "fixed:4")
     off = report.off_policy
     assert off is not None
