@@ -74,7 +74,7 @@ class Bench:
         self.engine = self.llm.llm_engine
         self.runner: Any = self.engine.model_executor.driver_worker.worker.model_runner
         self.steering: Any = self.engine.engine_core.engine_core.scheduler.steering
-        self.trained = self.runner.pruning
+        self.trained, self.runner.gate = self.runner.pruning, None
         depth = int(self.runner.get_model().config.num_hidden_layers)
         self.oracle_layer = options["oracle_layer"] or depth // 2
         self.oracle = Oracle(self.runner, (self.oracle_layer,))
@@ -124,7 +124,7 @@ class Bench:
             self.engine.step()
         self.reports.clear()
         steps, answers = [], {}
-        first = sum(len(self.runner.requests[f"{self.count}-{i}"].output_token_ids) for i in range(len(prompts)))
+        first = sum(entry.request.num_output_tokens for entry in self.steering.entries.values())
         while self.engine.has_unfinished_requests():
             started = time.thread_time()
             outputs = self.engine.step()
@@ -168,10 +168,11 @@ def child(options: dict[str, Any]) -> None:
         measured: dict[str, list[dict[str, float]]] = {mode: [] for mode in options["modes"]}
         for repeat in range(options["repeats"] + 1):
             prompts = bench.prompts(batch, 31 * (repeat // 2))  # a set of prompts serves two turns
-            bench.run("full", prompts) if "oracle" in measured and repeat == 0 else None
+            if not repeat:
+                bench.run("full", prompts)  # the first turn warms up, and tells the oracle
             for mode in options["modes"]:
                 found = bench.run(mode, prompts)
-                if repeat:  # the first turn warms up
+                if repeat:
                     measured[mode].append(found)
         for mode, runs in measured.items():
             row: dict[str, Any] = {"batch": batch, "length": options["longest"], "mode": mode}

@@ -90,9 +90,9 @@ def lines_of(figures: Figures) -> list[str]:
         if (rule := one.beside) is not None:
             line += f"; where drafts end by confidence x{rule.time_share:.3f}"
         lines.append(line)
-    if (rule := figures.confidence) is not None:
-        lines.append(
-            f"ending drafts by confidence {rule.threshold:g} instead: {rule.dropped:.1%} of the draft rows, "
-            f"{rule.wrong:.1%} wrongly, time per token x{rule.time_share:.3f}"
-        )
+    rival = figures.confidence
+    lines.append(
+        f"ending drafts at survival {rival.threshold:g} by confidence instead: {rival.dropped:.1%} of the draft rows, "
+        f"time per token x{rival.time_share:.3f}"
+    )
     return lines

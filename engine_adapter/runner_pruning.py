@@ -13,6 +13,7 @@ from typing import Any
 from .exit_heads import load_heads
 from .exits import pruning_refusal
 from .patches.pruning import PruningHooks
+from .prune_gate import PruneGate
 from .pruning import Notes, Pruning
 from .settings import load_settings
 
@@ -23,6 +24,9 @@ class PruningRunner(PruningHooks):
     """Mixin in front of CPUModelRunner or the V1 GPUModelRunner."""
 
     pruning: Pruning | None = None  # None: every row is verified to full depth
+    gate: PruneGate | None = None  # None: every lease that asks for pruning gets it
+    _may_prune = (False, False)  # what the gate says for the step under way, and for the next one
+    _could_prune = False  # a lease asked for it in the step under way, which has nothing but drafts to verify
     _notes: Notes | None = None  # of the drafting that the next step verifies
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
@@ -43,7 +47,7 @@ class PruningRunner(PruningHooks):
         if groups != 1:
             raise ValueError(f"the KV cache has {groups} groups, expected one")
         heads = load_heads(path, self.get_model())  # type: ignore[attr-defined]
-        self.pruning = Pruning(self, heads)
+        self.pruning, self.gate = Pruning(self, heads), PruneGate()
         if heads.has_candidates:
             self.drafter.candidates = heads.candidates  # type: ignore[attr-defined]
         logger.info("FASER may prune behind layers %s", ", ".join(map(str, heads.layers)))
@@ -51,18 +55,35 @@ class PruningRunner(PruningHooks):
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """Run the target for one step."""
         self.verified = self.common = None
+        self._could_prune = False
         if self.pruning is not None:
             self.pruning.cut = None
+            if self.gate is not None:
+                self._may_prune = self._may_prune[1], self.gate.ask(self.input_batch.num_reqs)  # type: ignore[attr-defined]
         return super().execute_model(*args, **kwargs)  # type: ignore[misc]
 
     def prune_forward(self, forward: Callable[[], Any]) -> Any:
         """Run the target's forward pass, in two parts where a lease asks for it."""
-        pruning, order = self.pruning, getattr(self, "order", None)
-        if pruning is None or order is None or not pruning.open(order.prune, self.verified, self.common, self._notes):
+        pruning = self.pruning
+        if pruning is None or not self._opens(pruning):
             return forward()
         with pruning.attached():
             output = forward()
         return pruning.spread(output)
+
+    def _opens(self, pruning: Pruning) -> bool:
+        """Tell whether this step is pruned; a failure is a step without pruning, and the last attempt."""
+        order = getattr(self, "order", None)
+        try:
+            if order is None or not pruning.open(order.prune, self.verified, self.common, self._notes):
+                return False
+            drafts: list[int] = self.verified.num_draft_tokens
+            self._could_prune = self.common.num_actual_tokens == sum(drafts) + len(drafts)
+            return self.gate is None or self._may_prune[0]
+        except Exception:
+            pruning.is_on = False
+            logger.exception("FASER prunes no more after a failure; vLLM verifies every row")
+            return False
 
     def prune_sample(self, sample: Callable[[Any, Any], Any], logits: Any, metadata: Any) -> Any:
         """Run the (rejection) sampler over `logits`."""
@@ -85,6 +106,11 @@ class PruningRunner(PruningHooks):
             if tables is not None:
                 self._notes = Notes({name: row for row, name in enumerate(names)}, *tables)
         return drafts
+
+    def note_step(self, runner_s: float, sampled: list[list[int]]) -> None:
+        """Tell the gate what the step took; one beside prompt rows, or that had nothing to prune, says nothing."""
+        if self.gate is not None and self._could_prune:
+            self.gate.note(len(sampled), self._may_prune[0], runner_s, sum(map(len, sampled)))
 
     def pruned_rows(self) -> tuple[list[int], float]:
         """Return per batch row how many rows left this step's forward pass, and what that took in seconds."""

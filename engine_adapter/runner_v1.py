@@ -194,6 +194,7 @@ class FaserRunnerV1(RunnerHooks, PruningRunner):
             return
         drafter = getattr(self, "drafter", None) if self.drafted else None
         pruned, prune_s = self.pruned_rows()
+        self.note_step(spent.get("runner", 0.0), inner.sampled_token_ids)
         inner.faser = StepReport(
             verify_s=spent.get("verify", 0.0),
             sample_s=spent.get("sample", 0.0),

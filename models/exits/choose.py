@@ -16,7 +16,7 @@ from ...engine_adapter.cut import after_first_failure
 
 Floats = npt.NDArray[np.float64]
 WRONG_CEILING: Final = 0.02  # of the tokens that would have been accepted
-THRESHOLDS: Final = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
+THRESHOLDS: Final = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,16 @@ def accepted_tokens(drafts: npt.NDArray[np.int64], is_accepted: npt.NDArray[np.b
     """Return per draft how many tokens the target accepts."""
     full = after_first_failure(drafts, is_accepted)
     return np.asarray(np.where(full.has_bonus, drafts, full.kept - 1), dtype=np.int64)
+
+
+def survival(drafts: npt.NDArray[np.int64], confidences: Floats) -> Floats:
+    """Return for each token the product of the confidences of its draft up to it: what ends drafts under a lease."""
+    product = confidences.copy()
+    starts = np.cumsum(drafts) - drafts
+    for place in range(1, int(drafts.max(initial=0))):
+        later = starts[drafts > place] + place
+        product[later] *= product[later - 1]
+    return product
 
 
 def ended_by(

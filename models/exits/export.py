@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,4 +39,5 @@ def export_heads(file: Path, heads: Mapping[int, Head], recording: Recording, ca
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, str(file), metadata=metadata)
     file.chmod(0o644)
-    file.with_suffix(".card.json").write_text(json.dumps(dict(card), indent=1) + "\n")
+    named = dict(card) | {"file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    file.with_suffix(".card.json").write_text(json.dumps(named, indent=1) + "\n")

@@ -75,7 +75,7 @@ def _train(recording: Recording, layer: int, seed: int) -> Head:
     steps = EPOCHS * -(-len(for_map) // BATCH)
     falling = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: max(0.02, 1.0 - step / steps))
     for _ in range(EPOCHS):
-        for rows in for_map[torch.randperm(len(for_map), generator=draw)].split(BATCH):
+        for rows in _parts(for_map[torch.randperm(len(for_map), generator=draw)], BATCH):
             logits = ((_features(recording, layer, head, rows) - mean) / spread) @ head.weights[:-1] + head.weights[-1]
             labels = recording.is_accepted[rows].float()
             loss = functional.binary_cross_entropy_with_logits(logits, labels, weights[rows])
@@ -91,6 +91,10 @@ def _train(recording: Recording, layer: int, seed: int) -> Head:
     return Head(**plain, weights=_curve(recording, layer, fixed, for_curve[reached[for_curve]]))
 
 
+def _parts(rows: Tensor, size: int) -> list[Tensor]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
 def _split(recording: Recording) -> tuple[Tensor, Tensor]:
     """Return the tokens of the first drafts and of the last ones."""
     kept = max(1, int(CURVE_SHARE * len(recording.drafts)))
@@ -102,7 +106,7 @@ def _split(recording: Recording) -> tuple[Tensor, Tensor]:
 def _moments(recording: Recording, layer: int, head: Head, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and spread of the features; the probe's are left as they are while it is zero."""
     with torch.no_grad():
-        seen = torch.cat([_features(recording, layer, head, part) for part in rows.split(4 * BATCH)])
+        seen = torch.cat([_features(recording, layer, head, part) for part in _parts(rows, 4 * BATCH)])
     mean, spread = seen.mean(0), seen.std(0)
     is_flat = spread < 1e-3
     return torch.where(is_flat, 0.0, mean), torch.where(is_flat, 1.0, spread)
@@ -112,7 +116,7 @@ def _curve(recording: Recording, layer: int, head: Head, rows: Tensor) -> Tensor
     """Fit the logistic curve alone, and fold the features' scale into it."""
     mean, spread = _moments(recording, layer, head, rows)
     with torch.no_grad():
-        seen = torch.cat([_features(recording, layer, head, part) for part in rows.split(4 * BATCH)])
+        seen = torch.cat([_features(recording, layer, head, part) for part in _parts(rows, 4 * BATCH)])
         scaled = torch.cat([(seen - mean) / spread, torch.ones(len(seen), 1)], dim=1)
     labels = recording.is_accepted[rows].float()
     weights = torch.zeros(scaled.shape[1], requires_grad=True)
@@ -147,7 +151,7 @@ def predictions(recording: Recording, layer: int, head: Head) -> npt.NDArray[np.
     with torch.no_grad():
         parts = [
             torch.sigmoid(_features(recording, layer, head, rows) @ head.weights[:-1] + head.weights[-1])
-            for rows in torch.arange(len(recording.tokens)).split(4 * BATCH)
+            for rows in _parts(torch.arange(len(recording.tokens)), 4 * BATCH)
         ]
     return torch.cat(parts).double().numpy()
 

@@ -13,7 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 from ...env.prompt import held_out_prompts, training_prompts
-from .choose import THRESHOLDS, WRONG_CEILING, Outcome, StepCost, accepted_tokens, best, ended_by, ending, judge
+from .choose import (
+    THRESHOLDS,
+    WRONG_CEILING,
+    Outcome,
+    StepCost,
+    accepted_tokens,
+    best,
+    ended_by,
+    ending,
+    judge,
+    survival,
+)
 from .export import export_heads
 from .record import Recipe, Recording, record
 from .train import area, predictions, train_heads
@@ -38,7 +49,7 @@ class Figures:
 
     layers: list[LayerFigures]
     control_auc: float  # of the drafter's confidence alone, on the same tokens
-    confidence: Outcome | None  # ending drafts by confidence at the same ceiling
+    confidence: Outcome  # ending drafts where their survival by the drafter's confidence falls short, at its best
     cost: StepCost
     tokens: int  # draft tokens that were judged
     acceptance: float  # tokens accepted per draft
@@ -78,8 +89,10 @@ def judge_heads(recording: Recording, predicted: dict[int, npt.NDArray[np.float6
     reached = recording.is_reached().numpy()
     drafts = recording.drafts.numpy()
     sure = recording.confidences.double().numpy()
-    control = best([ending(drafts, accepted, sure, t, cost) for t in THRESHOLDS])
-    shorter, kept = ended_by(drafts, sure, control.threshold if control else 0.0)
+    # Ending a draft is free and leaves outputs alone, so the rival has no ceiling: it takes whatever is fastest.
+    chance = survival(drafts, sure)
+    control = min((ending(drafts, accepted, chance, t, cost) for t in THRESHOLDS), key=lambda one: one.time_share)
+    shorter, kept = ended_by(drafts, chance, control.threshold)
     layers = []
     for layer, scores in predicted.items():
         outcomes = [judge(drafts, accepted, scores, layer, t, recording.layers, cost) for t in THRESHOLDS]

@@ -13,6 +13,7 @@ import numpy as np
 
 from faser.engine_adapter import engine_facts, pruning, runner_pruning
 from faser.engine_adapter.cut import Cut
+from faser.engine_adapter.prune_gate import PruneGate
 
 
 class CoinHeads:
@@ -41,9 +42,26 @@ class ParityHeads(CoinHeads):
         return checks.tokens.numpy() % 2 == 0
 
 
+class OpenGate(PruneGate):
+    """Lets every step prune, and counts what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[int, bool, float, int]] = []
+
+    def ask(self, requests: int) -> bool:
+        """Say yes."""
+        return True
+
+    def note(self, requests: int, has_pruned: bool, time_s: float, tokens: int) -> None:
+        """Keep it."""
+        self.told.append((requests, has_pruned, time_s, tokens))
+
+
 def install(layers: list[int], kind: str = "coin") -> None:
     """Let this process's engine have heads behind `layers`."""
     heads = {"coin": CoinHeads, "parity": ParityHeads}[kind]
+    runner_pruning.PruneGate = OpenGate  # type: ignore[misc]
     runner_pruning.load_heads = lambda path, model: heads(layers)  # type: ignore[assignment,return-value]
     engine_facts.exit_layers = lambda path, config: (layers, None)
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ class EngineRun:
     is_ragged: bool | None
     faults: dict[str, int]
     is_pruning: bool | None = None  # None: without exit heads; False: after a failure
+    gate: list[tuple[int, bool, float, int]] = field(default_factory=list)  # what the gate was told, step by step
 
 
 def run_engine(folder: Path, scenario: dict[str, Any], environment: dict[str, str] | None = None) -> EngineRun:
@@ -97,7 +98,7 @@ def run_engine(folder: Path, scenario: dict[str, Any], environment: dict[str, st
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     seen = json.loads(result.read_text())
     batches = [Batch(b["tokens"], [Step(**step) for step in b["steps"]]) for b in seen["batches"]]
-    return EngineRun(batches, seen["drafter"], seen["is_ragged"], seen["faults"], seen["is_pruning"])
+    return EngineRun(batches, seen["drafter"], seen["is_ragged"], seen["faults"], seen["is_pruning"], seen["gate"])
 
 
 @pytest.fixture(scope="session")

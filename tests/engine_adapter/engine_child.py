@@ -318,6 +318,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         "drafter": type(drafter).__name__,
         "is_ragged": getattr(drafter, "is_ragged", None),
         "faults": dict(getattr(runner, "faults", {})),
+        "gate": getattr(getattr(runner, "gate", None), "told", []),
         "is_pruning": getattr(getattr(runner, "pruning", None), "is_on", None),
     }
 

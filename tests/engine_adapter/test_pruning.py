@@ -158,7 +158,7 @@ def p_value(tokens: list[list[list[int]]], expected: dict[tuple[int, ...], float
 def test_pruning_by_the_drawn_token_leaves_the_distribution_alone(
     engine: Callable[..., Any], folders: tuple[Path, Path], sample_method: str
 ) -> None:
-    """The heads let even tokens pass only, and half of the leases that arrive late depend on what was drawn."""
+    """The heads let even tokens pass only: a token's own value decides what becomes of the tokens behind it."""
     target, drafter = folders
     is_drawn = sample_method == "probabilistic"
     batches = [
@@ -181,6 +181,9 @@ def test_pruning_by_the_drawn_token_leaves_the_distribution_alone(
         {"FASER_EXIT_HEADS": "parity"},
     )  # fmt: skip
     assert seen.is_pruning
+    # The gate hears of every step that could be pruned, and of nothing else.
+    assert len(seen.gate) > 5  # most steps have prompts beside them
+    assert all(has_pruned and time_s > 0 and tokens >= requests for requests, has_pruned, time_s, tokens in seen.gate)
     for run, temperature in zip(seen.batches, TEMPERATURES, strict=False):
         assert sum(sum(step.pruned) for step in run.steps) > REQUESTS // 4
         assert p_value(run.tokens, exact(target, temperature)) > 1e-4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from faser.engine_adapter.exit_heads import ExitHeads, load_heads
 from faser.engine_adapter.exits import ExitError, ExitFacts, check_model, read_facts
 from faser.engine_adapter.pruning import Checks
 from faser.models.embedded import ensure_embedded_target
-from faser.models.exits.choose import Outcome, StepCost, accepted_tokens, best, judge
+from faser.models.exits.choose import Outcome, StepCost, accepted_tokens, best, ended_by, ending, judge, survival
 from faser.models.exits.export import export_heads
 from faser.models.exits.record import Recording, default_layers
 from faser.models.exits.train import area, predictions, train_heads
@@ -86,7 +87,8 @@ def test_a_written_file_says_in_the_engine_what_it_said_in_training(
     expected = predictions(made, 6, heads[6])
     assert np.abs(loaded.accepts(6, checks).double().numpy() - expected).max() < 0.05  # matrices in bfloat16
     assert (loaded.passes(6, 0.5, checks) == (loaded.accepts(6, checks) >= 0.5).numpy()).all()
-    assert json.loads((tmp_path / "exits.card.json").read_text()) == {"name": "test"}
+    card = json.loads((tmp_path / "exits.card.json").read_text())
+    assert card == {"name": "test", "file": "exits.safetensors", "sha256": sha256(file.read_bytes()).hexdigest()}
 
 
 def test_heads_of_another_model_are_refused(learned: tuple[Recording, dict[int, Any]], tmp_path: Path) -> None:
@@ -136,6 +138,21 @@ def test_an_outcome_by_hand() -> None:
     assert outcome.time_share == pytest.approx((pruned_s / 2.0) / (plain_s / 3.0))
 
 
+def test_drafts_that_end_by_survival_by_hand() -> None:
+    drafts = np.array([3, 2])
+    chance = survival(drafts, np.array([0.9, 0.5, 0.9, 0.4, 1.0]))
+    assert chance.tolist() == pytest.approx([0.9, 0.45, 0.405, 0.4, 0.4])
+    lengths, kept = ended_by(drafts, chance, 0.42)
+    assert lengths.tolist() == [2, 0]
+    assert kept.tolist() == [True, True, False, False, False]
+    outcome = ending(drafts, np.array([True, True, True, True, False]), chance, 0.42, StepCost(1.0, 0.1, batch=2))
+    # 3 of 5 rows go, and 2 of 4 accepted tokens; every draft is followed by a token of the target's own.
+    assert outcome.dropped == pytest.approx(3 / 5)
+    assert outcome.wrong == pytest.approx(2 / 4)
+    assert outcome.tokens_per_step == pytest.approx((3 + 1) / 2)
+    assert outcome.time_share == pytest.approx(((1.0 + 2 * 2.0 * 0.1) / 2.0) / ((1.0 + 2 * 3.5 * 0.1) / 3.0))
+
+
 def test_the_best_rule_keeps_the_ceiling() -> None:
     careful, greedy = Outcome(5, 0.1, 0.2, 0.01, 2.0, 0.97), Outcome(5, 0.5, 0.7, 0.2, 1.8, 0.9)
     assert best([greedy, careful]) == careful
@@ -159,4 +176,5 @@ def test_the_shipped_heads_are_the_embedded_targets() -> None:
     check_model(str(SHIPPED), facts, config["num_hidden_layers"], config["hidden_size"], config["vocab_size"])
     card = json.loads(SHIPPED.with_suffix(".card.json").read_text())
     assert tuple(card["layers"]) == facts.layers
+    assert card["sha256"] == sha256(SHIPPED.read_bytes()).hexdigest()
     assert card["best"]["rule"]["wrong"] <= card["ceiling_of_wrongly_pruned"]

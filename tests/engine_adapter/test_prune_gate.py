@@ -1,0 +1,58 @@
+"""The gate finds out where pruning pays, keeps it off elsewhere, and notices when that changes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from faser.engine_adapter.prune_gate import REPROBE_STEPS, PruneGate
+
+
+def serve(
+    gate: PruneGate, steps: int, gain: float, requests: int = 16, noise: float = 0.1, seed: int = 1
+) -> list[bool]:
+    """Run steps whose pruned time per token is `gain` shorter; return which were pruned."""
+    chance = random.Random(seed)
+    pruned = []
+    for _ in range(steps):
+        is_on = gate.ask(requests)
+        tokens = sum(chance.randint(1, 4) for _ in range(requests))
+        time_s = 0.1 * (1.0 - gain * is_on) * chance.uniform(1.0 - noise, 1.0 + noise)
+        gate.note(requests, is_on, time_s, tokens)
+        pruned.append(is_on)
+    return pruned
+
+
+@pytest.mark.parametrize(("gain", "expected"), [(0.2, True), (-0.2, False), (0.0, False)])
+def test_pruning_stays_where_it_pays_and_nowhere_else(gain: float, expected: bool) -> None:
+    gate = PruneGate()
+    serve(gate, 400, gain)
+    late = serve(gate, 3000, gain, seed=2)
+    share = sum(late) / len(late)
+    assert share > 0.97 if expected else share < 0.03
+
+
+def test_until_it_is_known_both_are_tried() -> None:
+    first = serve(PruneGate(), 100, 0.3)
+    assert 30 < sum(first) < 70
+
+
+def test_a_change_is_noticed_within_a_few_probes() -> None:
+    gate = PruneGate()
+    serve(gate, 1000, -0.3)
+    serve(gate, 12 * REPROBE_STEPS, 0.5, seed=3)
+    assert sum(serve(gate, 1000, 0.5, seed=4)) > 900
+
+
+def test_batch_sizes_are_judged_apart() -> None:
+    gate = PruneGate()
+    for _ in range(20):
+        serve(gate, 40, 0.3, requests=32)
+        serve(gate, 40, -0.3, requests=4)
+    assert sum(serve(gate, 300, 0.3, requests=32)) > 250
+    assert sum(serve(gate, 300, -0.3, requests=4)) < 50
+    measured = gate.gain(32)
+    assert measured is not None
+    assert measured > 0.2
+    assert gate.gain(1000) is None
