@@ -14,21 +14,22 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..engine_adapter.protocol import ActionSet, StepRecord
-from ..env.spaces import Capabilities
-from ..env.state import EngineState
-from ..models.policy import Policy
-from ..models.policy import PolicyError as PolicyNameError
-from .decide import LeaseTerms, decide
 from .errors import PolicyError, UsageError
+
+if TYPE_CHECKING:  # numpy comes with them: `faser --help` must not wait for it
+    from ..engine_adapter.protocol import ActionSet, StepRecord
+    from ..env.state import EngineState
+    from ..models.policy import Policy
 
 
 def decided(state: EngineState, record: StepRecord, policy: Policy, sequence: int) -> ActionSet:
     """Return what the decision core answers to a record."""
+    from .decide import LeaseTerms, decide
+
     return decide(state, record, policy, LeaseTerms(), 1, sequence).action_set
 
 
@@ -89,8 +90,10 @@ def evaluate(
     from rich.console import Console
     from rich.progress import Progress
 
+    from ..env.spaces import Capabilities
     from ..models.evaluate import Plan, summary
     from ..models.evaluate import evaluate as run
+    from ..models.policy import PolicyError as PolicyNameError
     from ..models.policy import make_policy
     from ..models.worlds import held_out
 

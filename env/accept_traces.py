@@ -1,6 +1,7 @@
 """Accept lengths of published runs, as drafts that the acceptance generator can be fitted to.
 
-Called by `faser calibrate --acceptance`, docs and tests. JSON lines; a bad row is named by file and line, never skipped.
+Called by `faser calibrate --acceptance`, docs and tests. JSON lines; a bad row is named by file and line, never
+skipped.
 """
 
 from __future__ import annotations

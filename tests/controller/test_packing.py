@@ -12,7 +12,7 @@ from faser.engine_adapter.protocol import RequestRow
 
 counts = st.integers(0, 1 << 62)
 lengths = st.integers(0, 64)
-confidences = st.lists(st.floats(allow_nan=False) | st.floats(0, 1, width=32), max_size=64).map(tuple)
+confidences = st.lists(st.floats(0, 1) | st.floats(0, 1, width=32), max_size=64).map(tuple)
 rows = st.builds(
     RequestRow, handle=st.integers(1, 1 << 62), scheduled=counts, draft_limit=lengths, drafted=lengths,
     verified=lengths, pruned=lengths, accepted=lengths, emitted=counts, context=counts, is_prefill=st.booleans(),

@@ -16,6 +16,8 @@ import pytest
 from faser.controller.processes import ProcessTree, deferred_interrupts
 from faser.controller.reaper import descendants
 
+pytestmark = pytest.mark.alone
+
 DEADLINE_S = 20.0
 # A server like vLLM: its child leaves the process group, its grandchild is orphaned, each writes its id.
 FAMILY = """
@@ -101,8 +103,6 @@ import os, sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from faser.controller.processes import ProcessTree
-
-pytestmark = pytest.mark.alone
 tree = ProcessTree([sys.executable, "-S", "-c", sys.argv[1], sys.argv[2]], os.environ, Path(sys.argv[2]) / "log")
 print(tree.pid, flush=True)
 sys.stdin.read()

@@ -42,7 +42,7 @@ def test_a_known_generator_is_found_again_from_its_own_drafts() -> None:
 
 
 def test_means_and_auc_of_drawn_drafts_match_the_measured_ones() -> None:
-    drafts = draw_like(TRUE, asked(), seed=2)
+    drafts = draw_like(TRUE, asked(300, 40), seed=2)
     found = describe(fit_acceptance(drafts, 3), drafts)
     np.testing.assert_allclose(found.model_means, found.measured_means, atol=0.03)
     np.testing.assert_allclose(found.model_auc, found.measured_auc, atol=0.03)

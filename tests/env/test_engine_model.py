@@ -115,13 +115,13 @@ def test_negative_infinite_and_foreign_coefficients_are_refused_and_nothing_is_w
         with pytest.raises(ProfileError, match="verify"):
             save_profile(msgspec.structs.replace(profile, verify=bad), tmp_path / "p.json")
     other = msgspec.structs.replace(profile.draft, basis=("sheep", *profile.draft.basis[1:]))
-    with pytest.raises(ProfileError, match="draft.basis"):
+    with pytest.raises(ProfileError, match=r"draft\.basis"):
         save_profile(msgspec.structs.replace(profile, draft=other), tmp_path / "p.json")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_missing_profile_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match="none.json: cannot be read"):
+    with pytest.raises(ProfileError, match=r"none\.json: cannot be read"):
         load_profile(tmp_path / "none.json")
 
 
