@@ -2,7 +2,7 @@
 # PYTHON=... chooses the interpreter; PIP_ARGS=... is given to every pip install, TORCH_ARGS=... to that of torch.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: compatibility help install test lint format types docs bench wheel check demo doctor clean
+.PHONY: compatibility help install test proof lint format types docs bench wheel check demo doctor clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -37,6 +37,9 @@ demo: install  ## Serve the embedded model to a replayed production load and ste
 test: install  ## Run the tests (TESTS='tests/controller -k guard' or MARK='not engine' for some)
 	$(BIN)/python -m pytest -m 'not slow and not alone$(if $(MARK), and ($(MARK)))' -n $(WORKERS) --dist loadfile $(TESTS) || test $$? = 5
 	$(BIN)/python -m pytest -m 'alone and not slow$(if $(MARK), and ($(MARK)))' $(TESTS) || test $$? = 5
+
+proof: install  ## Run the tests that are too long for CI
+	$(BIN)/python -m pytest -m slow --timeout=1800 $(TESTS)
 
 lint: install  ## Check style and format
 	$(BIN)/ruff check .

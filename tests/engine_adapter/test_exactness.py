@@ -162,6 +162,7 @@ def test_outputs_equal_those_without_speculation(
         assert counts["accepted"] > 0.9 * counts["verified"]
 
 
+@pytest.mark.slow  # `make proof`; test_pruning.py has the short version
 def test_random_pruning_changes_nothing(target: Path, short_folder: Path, reference: dict[str, Any]) -> None:
     """Cuts below, between and above the layers whose states the EAGLE-3 head reads (3, 16 and the last)."""
     drafter = speculation("eagle3", target, target)

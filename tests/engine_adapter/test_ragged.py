@@ -297,7 +297,10 @@ def test_an_eagle_head_drafts_raggedly_what_it_drafts_uniformly(engine: Callable
     assert ragged.acceptance()[0] > 10
     for one, other in zip(ragged.steps, uniform.steps, strict=True):
         for confidences, alike in zip(one.confidences, other.confidences, strict=True):
-            assert confidences == pytest.approx(alike, abs=1e-4)
+            # Uniform drafting also draws, and tells of, the token behind the last one handed over.
+            assert len(confidences) <= len(alike) <= len(confidences) + 1
+            assert confidences == pytest.approx(alike[: len(confidences)], abs=1e-4)
+    assert sum(len(confidences) for step in ragged.steps for confidences in step.confidences) > 100
     accepted, verified = stopped.acceptance()
     assert accepted / verified > 1.5 * ragged.acceptance()[0] / ragged.acceptance()[1]
 
