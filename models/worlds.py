@@ -107,7 +107,7 @@ def held_out() -> tuple[WorldSpec, ...]:
         ),
         WorldSpec(
             "cpu-weak-drafter",
-            "as measured on two cores: 15 ms + 0.8 ms per row, 2.5 ms per round + 0.35 ms per row; weak drafter",
+            "about what two cores take: 15 ms + 0.8 ms per row, 2.5 ms per round + 0.35 ms per row; weak drafter",
             _profile("cpu-weak-drafter", weak, step_s=15e-3, row_s=0.8e-3, round_s=2.5e-3, draft_row_s=0.35e-3),
         ),
         WorldSpec(
