@@ -13,6 +13,7 @@ from typing import Final
 
 import zmq
 
+from ..engine_adapter.link import NOTICE_DEAD_HOSTS
 from ..engine_adapter.protocol import (
     MAX_FRAME_BYTES,
     FromController,
@@ -79,8 +80,7 @@ class EngineRouter:
             (zmq.MAXMSGSIZE, MAX_INCOMING_BYTES),
             (zmq.ROUTER_MANDATORY, 1),
             (zmq.ROUTER_HANDOVER, 1),  # an engine that reconnects takes its name with it
-            (zmq.HEARTBEAT_IVL, 2000),
-            (zmq.HEARTBEAT_TIMEOUT, 10000),
+            *NOTICE_DEAD_HOSTS,
         ):
             self.socket.setsockopt(option, value)
         if self._gatekeeper is not None:

@@ -26,6 +26,15 @@ MAX_INCOMING_BYTES: Final = 1 << 16
 HIGH_WATER_MARK: Final = 64  # messages each way; a stopped sidecar costs at most this many stale records
 INBOX_LIMIT: Final = 8  # messages the engine looks at per step; of a flood only the newest stay
 CLOSE_S: Final = 0.1
+# TCP's own keepalive, and no ZMTP heartbeats: those end a healthy connection whose queue is full, and libzmq may then
+# abort the whole process (zeromq/libzmq#3937), which here would be the engine. Without meaning on ipc.
+NOTICE_DEAD_HOSTS: Final = (
+    (zmq.TCP_KEEPALIVE, 1),
+    (zmq.TCP_KEEPALIVE_IDLE, 5),
+    (zmq.TCP_KEEPALIVE_INTVL, 2),
+    (zmq.TCP_KEEPALIVE_CNT, 3),
+    (zmq.TCP_MAXRT, 10_000),
+)
 LINGER_MS: Final = 80  # at the end only: what was sent last, the goodbye, is still on its way to the socket
 
 
@@ -56,8 +65,7 @@ class EngineLink:
             (zmq.MAXMSGSIZE, MAX_INCOMING_BYTES),
             (zmq.RECONNECT_IVL, 100),
             (zmq.RECONNECT_IVL_MAX, 1000),
-            (zmq.HEARTBEAT_IVL, 2000),
-            (zmq.HEARTBEAT_TIMEOUT, 10000),
+            *NOTICE_DEAD_HOSTS,
         ):
             socket.setsockopt(option, value)
         socket.setsockopt(zmq.ROUTING_ID, boot_id.encode())

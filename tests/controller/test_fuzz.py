@@ -117,7 +117,10 @@ class Mutator:
 
 @pytest.fixture
 def originals(make_engine: Any, make_record: Any) -> tuple[list[Any], list[Any]]:
-    return messages(make_record, make_engine().hello())
+    engine = make_engine()
+    hello = engine.hello()
+    engine.close()  # another with its name is to connect, and would be driven out again and again
+    return messages(make_record, hello)
 
 
 def test_a_hundred_thousand_hostile_frames_hurt_neither_end(originals: tuple[list[Any], list[Any]]) -> None:

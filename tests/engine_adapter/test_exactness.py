@@ -178,7 +178,8 @@ def test_random_pruning_changes_nothing(target: Path, short_folder: Path, refere
 
 
 @pytest.mark.parametrize(
-    ("method", "control"), [("ngram", "accept-all"), ("ngram", "neighbour"), ("eagle3", "accept-all")]
+    ("method", "control"),
+    [("ngram", "accept-all"), pytest.param("ngram", "neighbour", marks=pytest.mark.slow), ("eagle3", "accept-all")],
 )
 def test_the_comparison_fails_when_verification_is_broken(
     method: str, control: str, target: Path, truncated: Path, short_folder: Path, reference: dict[str, Any]

@@ -154,7 +154,7 @@ def p_value(tokens: list[list[list[int]]], expected: dict[tuple[int, ...], float
     return float(chisquare(counts, [share / sum(shares) * total for share in shares]).pvalue)
 
 
-@pytest.mark.parametrize("sample_method", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("sample_method", [pytest.param("greedy", marks=pytest.mark.slow), "probabilistic"])
 def test_pruning_by_the_drawn_token_leaves_the_distribution_alone(
     engine: Callable[..., Any], folders: tuple[Path, Path], sample_method: str
 ) -> None:
