@@ -221,6 +221,7 @@ class Bench:
                 "link.status_endpoint": f"ipc://{sockets / 'status.sock'}",
                 "policy.spec": self.plan.settings.policy,
                 "store.path": self.folder / "telemetry.sqlite",
+                "mode.state": self.folder / "modes.json",
             }
             config = load_config(None, os.environ, flags).config
             sidecar = start_sidecar(config, self.folder / "sidecar.log")

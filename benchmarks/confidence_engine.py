@@ -4,9 +4,10 @@
     python benchmarks/confidence_engine.py saving [--requests 8] [--rounds 4] [--json FILE]
 
 `quality`: every request drafts four tokens at every step; AUC and calibration error by position, greedy and at T = 0.7.
-`saving`: the policies `price` and `price:history` take turns on the same prompts, each deciding on every step inside
-the engine's process; tokens drawn, verified and accepted per token emitted. Counts depend on the machine only through
-the step costs that the policies learn.
+`saving`: `price`, `price:history` and every fixed length take turns on the same prompts, each deciding on every step
+inside the engine's process; tokens drawn, verified and accepted per token emitted, and what drafting without confidence
+draws for as much acceptance as `price` has: the best mixture of two of the others. Counts depend on the machine only
+through the step costs that the policies learn.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def measure_saving(options: argparse.Namespace) -> dict[str, Any]:
     steering = steering_of(engine)
     steering.link.close()
     arms = {}
-    for name in ("price", "price:history"):
+    for name in ("price", "price:history", *(f"fixed:{k}" for k in range(1, K_MAX + 1))):
         capabilities = Capabilities.from_hello(steering.hello)
         arms[name] = Sidecar(make_policy(name, capabilities), EngineState(capabilities))
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
@@ -178,7 +179,25 @@ def measure_saving(options: argparse.Namespace) -> dict[str, Any]:
             "rounds_per_step": total["rounds"] / total["steps"],
             "tokens_per_s": total["emitted"] / total["seconds"],
         }
+    others = [each for name, each in summary.items() if name != "price"]
+    without = least_drawn(
+        [(each["accepted_per_emitted"], each["drawn_per_emitted"]) for each in others],
+        summary["price"]["accepted_per_emitted"],
+    )
+    summary["price"]["drawn_without_confidence"] = without
+    print(f"for the same acceptance: {summary['price']['drawn_per_emitted']:.3f} drawn per token, without {without:.3f}")
     return {"prompts": len(texts), "requests": options.requests, "turns": turns, "summary": summary}
+
+
+def least_drawn(points: list[tuple[float, float]], accepted: float) -> float:
+    """Return the least drawn for `accepted` by any mixture of two of these (accepted, drawn), or of one and nothing."""
+    known = [(0.0, 0.0), *points]
+    mixtures = [
+        left[1] + (right[1] - left[1]) * (accepted - left[0]) / (right[0] - left[0])
+        for left, right in itertools.permutations(known, 2)
+        if left[0] <= accepted <= right[0] and right[0] > left[0]
+    ]
+    return min(mixtures, default=math.inf)
 
 
 def count(records: list[StepRecord]) -> dict[str, float]:

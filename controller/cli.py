@@ -20,6 +20,7 @@ from .drafter import app as drafter_app
 from .errors import FaserError, UsageError
 from .evaluate import register as register_evaluate
 from .exits import app as exits_app
+from .policy import app as policy_app
 from .simulation import register as register_simulation
 from .train import register as register_train
 
@@ -41,6 +42,7 @@ keys_app = typer.Typer(
 app.add_typer(keys_app, name="keys")
 app.add_typer(drafter_app, name="drafter")
 app.add_typer(exits_app, name="exits")
+app.add_typer(policy_app, name="policy")
 register_simulation(app)
 register_evaluate(app)
 register_train(app)

@@ -61,7 +61,8 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, name="faser-parent", daemon=True).start()
 
 
-def _whole(text: str, what: str, most: int) -> tuple[int, ...]:
+def whole_numbers(text: str, what: str, most: int) -> tuple[int, ...]:
+    """Return different whole numbers in 0..most, given with commas between them; raise UsageError otherwise."""
     try:
         values = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -104,7 +105,7 @@ def evaluate(
     plan = Plan(
         policies=tuple(dict.fromkeys(policies.split())),
         worlds=tuple(known[name] for name in named),
-        loads=_whole(loads, "loads", 256),
+        loads=whole_numbers(loads, "loads", 256),
         seeds=tuple(101 + number for number in range(seeds)),
         steps=steps,
         rivals=tuple(dict.fromkeys(rivals.split())),

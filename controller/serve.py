@@ -144,6 +144,8 @@ def _follow(engine: RunningEngine, sidecar: ProcessTree | None, console: Console
     with ExitStack() as stack:
         logs = [stack.enter_context(path.open("rb")) for path in (engine.log, *([sidecar.log] if sidecar else []))]
         while True:
+            if sidecar is not None and not is_ready and (code := sidecar.poll()) is not None:
+                _require_no_complaint(sidecar, code)  # before its log is copied: its one line is said once
             for log in logs:
                 _copy_new(log)
             engine.require_running()
@@ -154,8 +156,6 @@ def _follow(engine: RunningEngine, sidecar: ProcessTree | None, console: Console
                 )
             if sidecar is not None and not is_sidecar_lost and (code := sidecar.poll()) is not None:
                 is_sidecar_lost = True
-                if not is_ready:
-                    _require_no_complaint(sidecar, code)
                 console.print(
                     f"faser: the sidecar ended with code {code}; the engine goes on with its default lengths; "
                     f"start one with: faser sidecar (log: {sidecar.log})",

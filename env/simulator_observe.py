@@ -58,6 +58,8 @@ _KEEP = np.float32(1.0 - 1.0 / REQUEST_MEMORY_STEPS)
 _FADE = np.float32(1.0 - 1.0 / UNTRIED_RECORDS)
 _ZERO, _ONE, _LOW, _HIGH = np.float32(0.0), np.float32(1.0), np.float32(0.005), np.float32(0.995)
 _TINY, _WEIGHT, _FORTY = np.float32(1e-9), np.float32(POSITION_TRIALS), np.float32(40.0)
+# Rows of the kernel's scratch, (SCRATCH, slots).
+EXPECTED, VARIANCE, HAD, SCALE, TRIES, HITS, KEEPS, SCRATCH = range(8)
 _CONTEXT, _ANSWER, _AGE, _EIGHT = np.float32(1024.0), np.float32(128.0), np.float32(10.0), np.float32(8.0)
 
 
@@ -68,7 +70,7 @@ def observe(
 ) -> None:  # fmt: skip
     """See, show, learn: the order in which the decision core does it."""
     is_fair = engine.was_ruled == 0
-    _count_trials(ints, evidence, counts, is_fair)
+    _count_trials(ints, evidence, scratch, counts, is_fair)
     _see_load(engine, ints)
     _shrink(engine, evidence, population, scratch)
     _show_requests(engine, ints, times, evidence, priority, shown)
@@ -80,23 +82,32 @@ def observe(
 
 
 @compiled
-def _count_trials(ints: Shorts, evidence: Singles, counts: Floats, is_fair: bool) -> None:
+def _count_trials(ints: Shorts, evidence: Singles, scratch: Singles, counts: Floats, is_fair: bool) -> None:
     """Add this step's trials to each request's evidence, with forgetting, and to the sums."""
+    positions, size = evidence.shape[1], ints.shape[1]
+    for j in range(positions):
+        counts[0, j] = counts[1, j] = 0.0
+    tries, hits, keeps = scratch[TRIES], scratch[HITS], scratch[KEEPS]
+    for i in range(size):
+        tested = ints[VERIFIED, i] - max(ints[PRUNED, i] - 1, 0)
+        hit = min(ints[ACCEPTED, i], tested)
+        tried = min(tested, hit + 1)
+        keep = _KEEP if tested > 0 and is_fair else _FADE
+        tries[i], hits[i], keeps[i] = tried, hit, keep if ints[SCHEDULED, i] > 0 else _ONE
+        if tried > 0:  # the last position each reaches; summed up below
+            counts[0, tried - 1] += 1.0
+        if hit > 0:
+            counts[1, hit - 1] += 1.0
+    for j in range(positions - 2, -1, -1):
+        counts[0, j] += counts[0, j + 1]
+        counts[1, j] += counts[1, j + 1]
     weight = _ONE if is_fair else _ZERO
-    for j in range(evidence.shape[1]):
-        tried = hit = 0
-        for i in range(ints.shape[1]):
-            tested = ints[VERIFIED, i] - max(ints[PRUNED, i] - 1, 0)
-            hits = min(ints[ACCEPTED, i], tested)
-            is_tried = 1 if j < min(tested, hits + 1) else 0
-            is_hit = 1 if j < hits else 0
-            tried += is_tried
-            hit += is_hit
-            keep = _KEEP if tested > 0 and is_fair else _FADE
-            keep = keep if ints[SCHEDULED, i] > 0 else _ONE
-            evidence[TRIALS, j, i] = evidence[TRIALS, j, i] * keep + weight * np.float32(is_tried)
-            evidence[SUCCESSES, j, i] = evidence[SUCCESSES, j, i] * keep + weight * np.float32(is_hit)
-        counts[0, j], counts[1, j] = tried, hit
+    for j in range(positions):
+        place = np.float32(j)
+        trials, successes = evidence[TRIALS, j], evidence[SUCCESSES, j]
+        for i in range(size):
+            trials[i] = trials[i] * keeps[i] + (weight if place < tries[i] else _ZERO)
+            successes[i] = successes[i] * keeps[i] + (weight if place < hits[i] else _ZERO)
 
 
 @compiled
@@ -119,16 +130,30 @@ def _see_load(engine: Any, ints: Shorts) -> None:
 
 @compiled
 def _expectation(evidence: Singles, population: Floats, scratch: Singles) -> None:
-    """Fill scratch with the successes the population would have had in each request's trials, variance, successes."""
-    for i in range(scratch.shape[1]):
-        scratch[0, i] = scratch[1, i] = scratch[2, i] = _ZERO
+    """Fill scratch with the successes the population would have had in each request's trials, and their variance."""
+    expected, variance = scratch[EXPECTED], scratch[VARIANCE]
     for j in range(evidence.shape[1]):
         p = np.float32(population[MEAN, j])
         q = p * (_ONE - p)
-        for i in range(scratch.shape[1]):
-            scratch[0, i] += evidence[TRIALS, j, i] * p
-            scratch[1, i] += evidence[TRIALS, j, i] * q
-            scratch[2, i] += evidence[SUCCESSES, j, i]
+        trials = evidence[TRIALS, j]
+        if j == 0:
+            for i in range(len(expected)):
+                expected[i], variance[i] = trials[i] * p, trials[i] * q
+        else:
+            for i in range(len(expected)):
+                expected[i] += trials[i] * p
+                variance[i] += trials[i] * q
+
+
+@compiled
+def _successes(evidence: Singles, scratch: Singles) -> None:
+    """Fill scratch with what each request has had accepted."""
+    had = scratch[HAD]
+    had[:] = evidence[SUCCESSES, 0]
+    for j in range(1, evidence.shape[1]):
+        successes = evidence[SUCCESSES, j]
+        for i in range(len(had)):
+            had[i] += successes[i]
 
 
 @compiled
@@ -139,50 +164,55 @@ def _level_variance(engine: Any) -> float:
 @compiled
 def _shrink(engine: Any, evidence: Singles, population: Floats, scratch: Singles) -> None:
     """Fill the estimated acceptance of every slot, as acceptance.shrink does."""
+    _successes(evidence, scratch)
     _expectation(evidence, population, scratch)
+    expected, spread, had, scale = scratch[EXPECTED], scratch[VARIANCE], scratch[HAD], scratch[SCALE]
     variance = np.float32(_level_variance(engine))
-    for i in range(scratch.shape[1]):
-        expected = scratch[0, i]
-        trust = variance * expected / (variance * expected * expected + scratch[1, i] + _TINY)
-        scratch[3, i] = _ONE + (scratch[2, i] - expected) * trust
+    for i in range(len(scale)):
+        trust = variance * expected[i] / (variance * expected[i] * expected[i] + spread[i] + _TINY)
+        scale[i] = _ONE + (had[i] - expected[i]) * trust
     for j in range(evidence.shape[1]):
         p = np.float32(population[MEAN, j])
-        for i in range(scratch.shape[1]):
-            prior = min(max(scratch[3, i] * p, _LOW), _HIGH)
-            value = (evidence[SUCCESSES, j, i] + _WEIGHT * prior) / (evidence[TRIALS, j, i] + _WEIGHT)
-            evidence[ACCEPTANCE, j, i] = min(max(value, _LOW), _HIGH)
+        trials, successes, acceptance = evidence[TRIALS, j], evidence[SUCCESSES, j], evidence[ACCEPTANCE, j]
+        for i in range(len(scale)):
+            prior = min(max(scale[i] * p, _LOW), _HIGH)
+            value = (successes[i] + _WEIGHT * prior) / (trials[i] + _WEIGHT)
+            acceptance[i] = min(max(value, _LOW), _HIGH)
 
 
 @compiled
 def _show_requests(
     engine: Any, ints: Shorts, times: Floats, evidence: Singles, priority: Floats, shown: Singles
 ) -> None:
-    now_s, positions = engine.clock_s, evidence.shape[1]
-    for i in range(ints.shape[1]):
-        live = _ONE if ints[PHASE, i] == RUNNING else _ZERO
-        prefill = live * np.float32(ints[IS_PREFILL, i])
-        shown[0, i], shown[1, i] = live - prefill, prefill
-        tokens, answer = live * np.float32(ints[CONTEXT, i]), live * np.float32(ints[EMITTED, i])
-        age = live * np.float32(max(now_s - times[ARRIVED, i], 0.0))
+    now_s, positions, size = engine.clock_s, evidence.shape[1], ints.shape[1]
+    live, share = shown[7 + POSITIONS], np.float32(positions)  # `live` becomes the survival below
+    for i in range(size):
+        live[i] = _ONE if ints[PHASE, i] == RUNNING else _ZERO
+    for i in range(size):
+        prefill = live[i] * np.float32(ints[IS_PREFILL, i])
+        shown[0, i], shown[1, i] = live[i] - prefill, prefill
+    for i in range(size):
+        tokens, answer = live[i] * np.float32(ints[CONTEXT, i]), live[i] * np.float32(ints[EMITTED, i])
         shown[2, i] = tokens / (tokens + _CONTEXT)
         shown[3, i] = answer / (answer + _ANSWER)
+    for i in range(size):
+        age = live[i] * np.float32(max(now_s - times[ARRIVED, i], 0.0))
         shown[4, i] = age / (age + _AGE)
-    for i in range(ints.shape[1]):
-        live = _ONE if ints[PHASE, i] == RUNNING else _ZERO
-        shown[5, i] = live * min(max(np.float32(priority[ints[SERVICE, i]]) / _EIGHT, -_ONE), _ONE)
+    for i in range(size):
+        shown[5, i] = live[i] * min(max(np.float32(priority[ints[SERVICE, i]]) / _EIGHT, -_ONE), _ONE)
         is_idle = ints[IS_PREFILL, i] != 0 and ints[KEPT, i] == 0
-        shown[6, i] = _ZERO if is_idle else live * np.float32(ints[DRAFT_LIMIT, i]) / np.float32(positions)
+        shown[6, i] = _ZERO if is_idle else live[i] * np.float32(ints[DRAFT_LIMIT, i]) / share
     for j in range(POSITIONS):
-        at = min(j, positions - 1)
-        for i in range(ints.shape[1]):
-            shown[7 + j, i] = evidence[ACCEPTANCE, at, i] if ints[PHASE, i] == RUNNING else _ZERO
-    for i in range(ints.shape[1]):
-        live = _ONE if ints[PHASE, i] == RUNNING else _ZERO
-        shown[7 + POSITIONS, i] = live
-        shown[8 + POSITIONS, i] = live * evidence[TRIALS, 0, i] / (evidence[TRIALS, 0, i] + _FORTY)
+        acceptance, row = evidence[ACCEPTANCE, min(j, positions - 1)], shown[7 + j]
+        for i in range(size):
+            row[i] = acceptance[i] * live[i]
+    trials, row = evidence[TRIALS, 0], shown[8 + POSITIONS]
+    for i in range(size):
+        row[i] = live[i] * trials[i] / (trials[i] + _FORTY)
     for j in range(positions):
-        for i in range(ints.shape[1]):
-            shown[7 + POSITIONS, i] *= evidence[ACCEPTANCE, j, i]
+        acceptance = evidence[ACCEPTANCE, j]
+        for i in range(size):
+            live[i] *= acceptance[i]
 
 
 @compiled
@@ -236,9 +266,9 @@ def _learn_levels(engine: Any, ints: Shorts, evidence: Singles, population: Floa
     surplus = leverage = 0.0
     for i in range(ints.shape[1]):
         if ints[PHASE, i] != FREE:  # those that just ended are gone
-            off = scratch[2, i] - scratch[0, i]
-            surplus += off * off - scratch[1, i]
-            leverage += scratch[0, i] * scratch[0, i]
+            off = scratch[HAD, i] - scratch[EXPECTED, i]
+            surplus += off * off - scratch[VARIANCE, i]
+            leverage += scratch[EXPECTED, i] * scratch[EXPECTED, i]
     keep = 1.0 - 1.0 / LEVEL_MEMORY_RECORDS
     engine.excess = engine.excess * keep + surplus
     engine.leverage = engine.leverage * keep + leverage

@@ -26,7 +26,7 @@ from .engine_model import (
 )
 from .reward import reward
 from .simulator_draft import DRAFT_ATTENDED, DRAFTING, DRAWN, FIRST_ROWS, KEPT_ROWS, ROUNDS, draft, take_action
-from .simulator_observe import observe
+from .simulator_observe import SCRATCH, observe
 from .simulator_schedule import (
     GOLDEN,
     arrive,
@@ -301,7 +301,7 @@ def _entry(sources: str) -> Any:
         order = np.zeros(all_ints.shape[2], np.int64)
         basis = np.zeros(max(_V, _D, _H))
         work = np.zeros(WORK)
-        scratch = np.zeros((4, all_ints.shape[2]), np.float32)
+        scratch = np.zeros((SCRATCH, all_ints.shape[2]), np.float32)
         counts = np.zeros((2, all_rules.shape[2]))
         settings = all_settings[0]
         for turn in range(count * (last - first)):  # all steps of one engine, then the next engine

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -48,6 +49,20 @@ def test_help_imports_nothing_slow() -> None:
     )
     result = subprocess.run([sys.executable, "-c", probe], cwd="/", capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("after_s", [0.03, 0.1, 0.2])
+def test_an_early_interrupt_ends_it_without_a_traceback(after_s: float) -> None:
+    code = "print(flush=True)\nfrom faser.controller.entry import main; main()"
+    command = [sys.executable, "-P", "-c", code, "sidecar"]
+    with subprocess.Popen(command, cwd="/", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        running.stdout.readline()
+        time.sleep(after_s)
+        running.send_signal(signal.SIGINT)
+        _, stderr = running.communicate(timeout=60)
+    assert "Traceback" not in stderr
+    assert running.returncode in (-signal.SIGINT, 0, 130)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

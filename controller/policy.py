@@ -1,0 +1,136 @@
+"""`faser policy ...`: what policies there are, and what one of them does. A typer sub-app for controller/cli.py."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .errors import PolicyError, UsageError
+
+if TYPE_CHECKING:
+    from ..engine_adapter.protocol import ActionSet, StepRecord
+    from ..env.state import EngineState
+    from ..models.policy import Policy
+    from ..models.portrait import Stroke
+    from ..models.worlds import WorldSpec
+
+app = typer.Typer(help="List the policies; show what one does.", no_args_is_help=True, rich_markup_mode=None)
+EMBEDDED = "embedded"
+
+
+@app.command(name="list")
+def list_policies() -> None:
+    """Name every policy and say what it does in a line."""
+    from ..models.policy import POLICIES
+
+    for name, meaning in POLICIES.items():
+        typer.echo(f"{name:14} {meaning}")
+
+
+@app.command()
+def show(
+    spec: Annotated[str, typer.Argument(help="The policy, as `faser policy list` names it.")] = "price",
+    world: Annotated[
+        str, typer.Option(help="The simulated engine: embedded, a held-out world of `faser evaluate`, or a profile file.")
+    ] = EMBEDDED,
+    loads: Annotated[str, typer.Option(help="Running requests.")] = "1,2,4,8,16,32,64",
+    steps: Annotated[int, typer.Option(min=20, help="Engine steps that count at each load.")] = 500,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Draw the picture (SVG) to this file.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Show what a policy does at each load in a simulated engine, why, and what it brings."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from ..env.spaces import Capabilities
+    from ..models.policy import PolicyError as PolicyNameError
+    from ..models.policy import make_policy
+    from ..models.portrait import portray
+    from .evaluate import whole_numbers
+
+    chosen = _world(world)
+    running = whole_numbers(loads, "loads", 256)
+    if min(running) < 1:
+        raise UsageError(f"loads {loads!r}", "at least one running request")
+    try:
+        make_policy(spec, Capabilities(k_max=chosen.profile.k_max))
+    except PolicyNameError as error:
+        raise PolicyError(str(error)) from None
+    console = Console(stderr=True)
+    strokes = list(
+        track(
+            portray(spec, chosen, running, steps, explained), "simulating", len(running), console=console,
+            transient=True, disable=not console.is_terminal,
+        )
+    )  # fmt: skip
+    if output is not None:
+        from .policy_picture import draw
+
+        output.write_text(draw(spec, chosen.name, strokes))
+    told = _manifest_of(spec)
+    if json:
+        typer.echo(json_module.dumps({"policy": spec, "world": chosen.name, **told, "loads": [_row(s) for s in strokes]}))
+        return
+    typer.echo(_text(spec, chosen, told, strokes))
+
+
+def _world(name: str) -> WorldSpec:
+    from ..env.engine_model import ProfileError, load_profile, shipped_profile
+    from ..models.worlds import WorldSpec, held_out
+
+    known = {each.name: each for each in held_out()}
+    if name in known:
+        return known[name]
+    if name == EMBEDDED:
+        return WorldSpec(EMBEDDED, "measured: `faser profile` on the embedded pair", shipped_profile(EMBEDDED))
+    path = Path(name)
+    if not path.is_file():
+        raise UsageError(f"world {name!r}", f"{EMBEDDED}, {', '.join(known)} or a profile file")
+    try:
+        return WorldSpec(path.stem, f"measured: {path}", load_profile(path))
+    except ProfileError as error:
+        raise UsageError(f"world {name!r}: {error}", "a file that `faser profile` wrote") from None
+
+
+def explained(state: EngineState, record: StepRecord, policy: Policy, sequence: int) -> tuple[ActionSet, str]:
+    """Return what the decision core answers to a record, and why."""
+    from .decide import LeaseTerms, decide
+
+    decision = decide(state, record, policy, LeaseTerms(), 1, sequence)
+    return decision.action_set, decision.reason
+
+
+def _manifest_of(spec: str) -> dict[str, Any]:
+    """Return what a learned policy's manifest tells of its training; nothing for others."""
+    from ..models.learned import RELEASED
+    from ..models.network import load_network
+
+    name, _, path = spec.partition(":")
+    if name != "learned":
+        return {}
+    manifest = load_network(Path(path).expanduser() if path else RELEASED).manifest
+    return {"manifest": {"head": manifest.head, "sha256": manifest.sha256, "training": manifest.training,
+                         "results": manifest.results}}  # fmt: skip
+
+
+def _row(stroke: Stroke) -> dict[str, Any]:
+    return {name: getattr(stroke, name) for name in stroke.__slots__}
+
+
+def _text(spec: str, world: WorldSpec, told: dict[str, Any], strokes: list[Stroke]) -> str:
+    lines = [f"{spec} in a simulated engine: {world.name} ({world.note})"]
+    if told:
+        training, results = told["manifest"]["training"], told["manifest"]["results"]
+        lines.append(f"trained at commit {training.get('commit', '?')}, {training.get('steps', '?')} steps; {results}")
+    lines.append("")
+    lines.append(f"{'requests':>8} {'length':>7} {'accepted':>9} {'speed':>7}  lengths 0..{len(strokes[0].shares) - 1}, %")
+    for stroke in strokes:
+        accepted = "-" if stroke.acceptance is None else f"{stroke.acceptance:.0%}"
+        shares = " ".join(f"{share:4.0%}"[:-1].rjust(3) for share in stroke.shares)
+        lines.append(f"{stroke.requests:8} {stroke.mean_length:7.2f} {accepted:>9} {stroke.ratio:6.2f}x  {shares}")
+    lines.append("")
+    lines += [f"{stroke.requests:8} why: {stroke.reason}" for stroke in strokes]
+    return "\n".join(lines)

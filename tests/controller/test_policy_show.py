@@ -1,0 +1,81 @@
+"""`faser policy`: what a policy does at each load, as a user asks for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from faser.controller.cli import app
+from faser.controller.errors import FaserError
+from faser.controller.policy import explained
+from faser.models.policy import POLICIES
+from faser.models.portrait import portray
+from faser.models.worlds import held_out
+
+WORLDS = {world.name: world for world in held_out()}
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["policy", *arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_every_policy_is_listed() -> None:
+    listed = run("list").splitlines()
+    assert [line.split()[0] for line in listed] == list(POLICIES)
+
+
+def test_a_fixed_length_does_the_same_at_every_load_and_loses_past_the_knee(tmp_path: Path) -> None:
+    picture = tmp_path / "fixed.svg"
+    told = json.loads(
+        run("show", "fixed:4", "--world", "cpu-weak-drafter", "--loads", "1,32", "--json", "-o", str(picture))
+    )
+    low, high = told["loads"]
+    assert told["policy"] == "fixed:4"
+    assert low["mean_length"] > 3.5
+    assert high["mean_length"] > 3.5
+    assert high["ratio"] < 0.9
+    assert sum(low["shares"]) == pytest.approx(1.0)
+    assert picture.read_text().count("<svg") == 1
+
+
+def test_price_shortens_with_the_load_and_says_why() -> None:
+    text = run("show", "price", "--world", "gpu-small-knee", "--loads", "1,64", "--steps", "200")
+    rows = [line.split() for line in text.splitlines() if line.split()[:1] in (["1"], ["64"])]
+    lengths = [float(row[1]) for row in rows[:2]]
+    assert lengths[0] > lengths[1] + 1.0
+    assert rows[2][1] == rows[3][1] == "why:"
+
+
+def test_no_speculation_is_its_own_measure() -> None:
+    (stroke,) = portray("off", WORLDS["gpu-ngram"], (4,), 50, explained)
+    assert stroke.ratio == 1.0
+    assert stroke.acceptance is None
+    assert stroke.shares[0] == 1.0
+
+
+def test_a_learned_policy_tells_where_it_comes_from() -> None:
+    told = json.loads(run("show", "learned", "--loads", "8", "--steps", "40", "--json"))
+    assert len(told["manifest"]["sha256"]) == 64
+    assert told["manifest"]["training"]["steps"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (("show", "nonsense"), "unknown policy"),
+        (("show", "price", "--world", "atlantis"), "world 'atlantis'"),
+        (("show", "price", "--loads", "0"), "loads '0'"),
+        (("show", "price", "--loads", "1,x"), "loads '1,x'"),
+    ],
+)
+def test_bad_input_is_one_clear_line(arguments: tuple[str, ...], fault: str) -> None:
+    with pytest.raises(FaserError, match=fault) as caught:
+        run(*arguments)
+    assert "\n" not in str(caught.value)
