@@ -23,6 +23,8 @@ SEEN_VISITS = 0.05
 CONFIDENT_STEPS = 1.0  # visits at which a node counts as half known
 MEMORY_RECORDS = 8000.0  # visits fade by time, so that an old measurement is renewed
 UNMEASURED_SHARE = 0.3  # by how much an unmeasured step may at least be off
+LEAST_PROMPT_ROWS = 32  # of fewer the time drowns in the step's own
+PROMPT_GAIN, MIN_PROMPT_ROW, MAX_PROMPT_ROW = 0.1, 0.02, 4.0
 MIN_STEP_S, MAX_STEP_S, MIN_LEVEL_S = 1e-6, 60.0, 1e-9  # beyond: a broken clock, not a step
 MAX_ROWS = 1 << 20
 MAX_NODES = 80
@@ -59,6 +61,8 @@ class CostTable:
     max_rows: int = 8192
     level_s: float = 1.0
     measured_steps: int = 0
+    prompt_row: float = 1.0  # what a prompt's row costs, in rows that decode: no LM head, no sampler
+    _prompt_steps: int = 0
     visits: Floats = field(init=False)  # per node
     nodes: Floats = field(init=False)  # rows
     _log_nodes: Floats = field(init=False)
@@ -90,7 +94,10 @@ class CostTable:
             self.level_s = max(verify_s / float(self._units(np.array([float(cost.rows)]))[0]), MIN_LEVEL_S)
         if cost.is_draft_known:
             self.learn_drafting(cost)
-        self._learn_verifying(cost, verify_s)
+        if cost.prefill_rows * 2 > cost.rows and float(self.visits.sum()) > CONFIDENT_STEPS:
+            self._learn_prompt_row(cost, verify_s)
+        else:
+            self._learn_verifying(cost, verify_s)
         self.measured_steps += 1
 
     def verify_time_s(self, rows: npt.ArrayLike) -> Floats:
@@ -98,13 +105,17 @@ class CostTable:
         return self.level_s * self._units(np.asarray(rows, np.float64))
 
     def prefill_time_s(self, requests: int, prefill_rows: float) -> float:
-        """Return seconds that prompt rows add to a step of `requests` decoding rows.
+        """Return seconds that prompts, `prompt_rows` of them, add to a step of `requests` decoding rows.
 
         Prompts are work that waits either way. Their rows raise what one more row costs, but their own time is not
         to be shared among the tokens of the step: beside a long prefill every draft would look cheap.
         """
         alone_s, both_s = self.verify_time_s(np.array([float(requests), requests + prefill_rows]))
         return float(both_s - alone_s)
+
+    def prompt_rows(self, prefill_rows: float) -> float:
+        """Return prompt rows in rows that decode, as the other functions take them."""
+        return self.prompt_row * prefill_rows
 
     def draft_time_s(self, rows: npt.ArrayLike, rounds: npt.ArrayLike, drafted: npt.ArrayLike) -> Floats:
         """Return seconds of drafting after a step of `rows`, for `rounds` rounds over `drafted` tokens in all."""
@@ -143,6 +154,10 @@ class CostTable:
             extra, 0.9 * verify_s
         ) + draft_s - draft_doubt, verify_s + extra + draft_s + draft_doubt
 
+    def catch_up_time_s(self, tokens: int) -> float:
+        """Return seconds in which the drafter makes up for so many skipped tokens."""
+        return self.level_s * self._drafting.per_missed * tokens
+
     @property
     def drafting_steps(self) -> int:
         """Steps in which drafting was measured."""
@@ -155,14 +170,30 @@ class CostTable:
             self._overlap_share += 0.05 * (share - self._overlap_share)
         if cost.prefill_rows * 2 > cost.rows:
             return
-        # What a drafter had skipped is more rows of its first pass: without them the first step after a time without
-        # drafts would make drafting look dear.
-        first_pass = cost.rows + min(cost.caught_up, MAX_ROWS)
         units = cost.draft_s / self.level_s
-        self._drafting.learn(first_pass, cost.requests, cost.rounds, cost.drafted, units)
+        if cost.caught_up:  # such steps are no measure of drafting: the first one would make it look dear
+            self._drafting.learn_missed(cost.rows, cost.rounds, cost.drafted, min(cost.caught_up, MAX_ROWS), units)
+            return
+        self._drafting.learn(cost.rows, cost.requests, cost.rounds, cost.drafted, units)
+
+    def _learn_prompt_row(self, cost: StepCost, verify_s: float) -> None:
+        """Learn from a step of mostly prompt rows what one of them costs beside a row that decodes.
+
+        The curve itself stays: bent by such steps it would make drafts beside a prompt look as cheap as its rows.
+        """
+        if cost.prefill_rows < LEAST_PROMPT_ROWS:
+            return
+        units = verify_s / self.level_s
+        alike = float(np.interp(units, self._curve, self.nodes)) * max(units / float(self._curve[-1]), 1.0)
+        found = (alike - (cost.rows - cost.prefill_rows)) / cost.prefill_rows
+        surprise = math.log(min(max(found, MIN_PROMPT_ROW), MAX_PROMPT_ROW) / self.prompt_row)
+        self._prompt_steps += 1
+        gain = max(1.0 / self._prompt_steps, PROMPT_GAIN)
+        self.prompt_row *= math.exp(gain * min(max(surprise, -1.0), 1.0))
 
     def _learn_verifying(self, cost: StepCost, verify_s: float) -> None:
-        rows = float(self._padded(np.array([float(cost.rows)]))[0])
+        alike = cost.rows - cost.prefill_rows + self.prompt_rows(cost.prefill_rows)
+        rows = float(self._padded(np.array([max(alike, 1.0)]))[0])
         high = min(int(np.searchsorted(self.nodes, rows)), len(self.nodes) - 1)
         low = high if self.nodes[high] <= rows or high == 0 else high - 1
         span = self.nodes[high] - self.nodes[low]

@@ -23,6 +23,8 @@ FLOOR = 0.05  # relative errors count, those far below this do not
 FADE_RECORDS = 8000.0  # a cell not visited is doubted again
 LOCALITY = 0.6  # weight of cells of half or twice the batch size in the fit
 NEAR_BATCH, NEAR_ROUNDS = 0.5, 0.1  # what evidence from half the batch, or from a round more or less, tells
+MISSED_STEPS = 15  # the cost of a missed token is the median of so many steps
+LEAST_MISSED = 64  # tokens; of fewer the cost drowns in the step's own
 SOLVE_ALWAYS, SOLVE_EVERY = 64, 4  # steps: each of the first, then every so many
 
 
@@ -49,6 +51,7 @@ class DraftCost:
         self.steps = 0
         self._cells: dict[tuple[int, int], Cell] = {}
         self._coefficients: list[float] = PRIOR.tolist()
+        self._missed: deque[float] = deque(maxlen=MISSED_STEPS)  # units per token made up for
 
     def units(self, rows: npt.ArrayLike, rounds: npt.ArrayLike, drafted: npt.ArrayLike) -> Floats:
         """Return the cost after a step of `rows`, for `rounds` rounds over `drafted` tokens in all; any one shape."""
@@ -58,6 +61,11 @@ class DraftCost:
         first = any_round + per_row * wide
         units: Floats = once + always_per_row * wide + first * (deep > 0.0) + per_round * np.maximum(deep - 1.0, 0.0)
         return units + per_token * np.asarray(drafted, np.float64)
+
+    @property
+    def per_missed(self) -> float:
+        """Cost of a token that was skipped and is made up for; before any was, that of a row."""
+        return sorted(self._missed)[(len(self._missed) - 1) // 2] if self._missed else self._coefficients[3]
 
     @property
     def per_round(self) -> float:
@@ -91,9 +99,16 @@ class DraftCost:
         if self.steps < SOLVE_ALWAYS or self.steps % SOLVE_EVERY == 0:
             self._fit(key[1])
 
+    def learn_missed(self, rows: int, rounds: int, drafted: int, missed: int, units: float) -> None:
+        """Take in a step in which the drafter made up for `missed` tokens beside its work."""
+        if missed >= LEAST_MISSED:
+            beside = float(self.units(rows, rounds, drafted))
+            self._missed.append(max(units - beside, 0.0) / missed)
+
     def rescale(self, factor: float) -> None:
         """Express everything in a unit that is 1 / `factor` of the one so far."""
         self._coefficients = [value * factor for value in self._coefficients]
+        self._missed = deque((units * factor for units in self._missed), maxlen=MISSED_STEPS)
         for cell in self._cells.values():
             for place, (units, rows, drafted) in enumerate(cell.steps):
                 cell.steps[place] = (units * factor, rows, drafted)

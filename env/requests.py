@@ -75,6 +75,7 @@ class RequestTable:
                 ("seen", np.int64),  # number of the last record with a row of this request; -1: none yet
                 ("born", np.int64),  # number of the record in which it appeared
                 ("context", np.int64),  # tokens
+                ("drafter", np.int64),  # tokens of it that the drafter has seen, if it skips where nothing is drafted
                 ("emitted", np.int64),  # tokens
                 ("limit", np.int64),  # draft length in force when the draft that waits for verification was made
                 ("priority", np.int64),
@@ -106,6 +107,11 @@ class RequestTable:
         recent: Bools = (seen >= 0) & (record_number - seen < IDLE_RECORDS) & ~self.column("is_preempted")
         return recent
 
+    def missed(self, chosen: Bools) -> int:
+        """Return how many tokens a drafter that skips where nothing is drafted lacks of the chosen requests, (size,)."""
+        lag = self.column("context") - self.column("drafter")
+        return int(np.maximum(lag[chosen], 0).sum())
+
     def apply(self, events: list[RequestEvent], record_number: int) -> None:
         """Take in arrivals and preemptions."""
         for event in events:
@@ -121,9 +127,10 @@ class RequestTable:
         if gone := [event.handle for event in events if event.kind in ("finish", "abort")]:
             self._remove(gone)
 
-    def update(self, rows: StepRows, trials: Floats, successes: Floats, record_number: int) -> Ints:
+    def update(self, rows: StepRows, trials: Floats, successes: Floats, record_number: int, caught_up: int = 0) -> Ints:
         """Take in one step's rows; trials and successes are (n, k_max) as from `count_trials`.
 
+        :param caught_up: tokens the drafter made up for: while it does, only who drafts is known to be up to date
         Return (n,) draft lengths that were in force when the verified drafts were made, 0 where not known.
         """
         where = self._locate(rows.handle, record_number)
@@ -131,6 +138,8 @@ class RequestTable:
         table = self._rows[where]  # a view of a slice, else a copy
         table["seen"] = record_number
         table["context"] = rows.context
+        is_current = rows.drafted > 0 if caught_up else rows.draft_limit > 0
+        table["drafter"] = np.where(is_current, rows.context, table["drafter"])
         table["emitted"] += np.minimum(rows.emitted, 1 << 32)
         limit: Ints = table["limit"].copy()
         # A step in the middle of the prompt drafts nothing.

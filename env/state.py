@@ -82,6 +82,7 @@ class EngineState:
         self.confidence = Confidence(capabilities.k_max)
         self.asked_stops: dict[int, StopRule | None] = {}  # by the action set's sequence
         self.drafting_stop: StopRule | None = None  # in force when the step last looked at drafted
+        self.has_skipped = False  # the drafter leaves out what nobody drafts for, and makes up for it later
         self.octaves = StepOctaves()
         self.cost = CostTable(
             device=capabilities.device,
@@ -110,6 +111,14 @@ class EngineState:
     def acceptance_deviation(self) -> Floats:
         """Return (n, k_max) standard deviation of `acceptance`."""
         return acceptance.deviation(self.acceptance(), self.requests.trials)
+
+    def prompt_rows(self) -> float:
+        """Return the rows that prompts add to a step, in rows that decode; a running mean."""
+        return self.cost.prompt_rows(self.load.prefill_rows)
+
+    def catch_up_s(self, decoding: Bools) -> float:
+        """Return seconds the drafter would need first, were these requests to draft now."""
+        return self.cost.catch_up_time_s(self.requests.missed(decoding)) if self.has_skipped else 0.0
 
     def ask(self, sequence: int, stop: StopRule | None) -> None:
         """Note which stop rule an action set asks for: it decides what the records under it can tell."""
@@ -147,8 +156,9 @@ def look(state: EngineState, record: StepRecord) -> None:
     # Under a stop rule only confident tokens are verified: their acceptance says nothing about drafts without one.
     fair = np.zeros_like(trials) if rule is not None else None
     limit = state.requests.update(
-        rows, trials if fair is None else fair, successes if fair is None else fair, state.link.records
+        rows, trials if fair is None else fair, successes if fair is None else fair, state.link.records, record.caught_up
     )
+    state.has_skipped |= record.caught_up > 0
     drafts = DraftRows(rows.confidences, limit, trials, successes, rule, state.link.records)
     state.requests.depart(record.events)
     _update_load(state, record, rows)

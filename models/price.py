@@ -24,6 +24,7 @@ BINS = 48  # survival thresholds, log-spaced
 LOWEST_SURVIVAL = 0.01
 HYSTERESIS = 0.01  # gain below which the cell of the step before is kept
 SETTLE_DECISIONS = 3  # the whole grid is searched this often; between, requests are placed at the point in force
+PAY_BACK_STEPS = 64.0  # what a drafter must make up for is paid once, and has to come in again within so many steps
 COMPARE_DECISIONS = 3 * SETTLE_DECISIONS  # confidence is weighed against history this often
 SIMILAR_BATCH = 8  # ... while the batch has changed by less than one in so many requests
 
@@ -55,8 +56,11 @@ def least_survival(edge: int) -> float:
     return LOWEST_SURVIVAL ** (edge / BINS) if edge < BINS else -1.0
 
 
-def predict(state: EngineState, survival: Floats, bins: Ints) -> Grid:
-    """Return the predictions for a batch of the n requests whose survival is given."""
+def predict(state: EngineState, survival: Floats, bins: Ints, catch_up_s: float = 0.0) -> Grid:
+    """Return the predictions for a batch of the n requests whose survival is given.
+
+    :param catch_up_s: what the drafter would need first if all of them drafted
+    """
     n, k_max = survival.shape
     delivery = state.population.delivery
     cell = (bins * k_max + np.arange(k_max)).ravel()
@@ -64,9 +68,12 @@ def predict(state: EngineState, survival: Floats, bins: Ints) -> Grid:
     table[0, 1:, 1:] = np.bincount(cell, minlength=BINS * k_max).reshape(BINS, k_max) * delivery
     table[1, 1:, 1:] = np.bincount(cell, survival.ravel(), BINS * k_max).reshape(BINS, k_max) * delivery
     drafted, gain = table.cumsum(axis=1).cumsum(axis=2)
-    rows = drafted + (n + state.load.prefill_rows)
+    rows = drafted + (n + state.prompt_rows())
     step_s = state.cost.verify_time_s(rows) + state.cost.draft_time_s(rows, np.arange(k_max + 1), drafted)
-    step_s = step_s - state.cost.prefill_time_s(n, state.load.prefill_rows)
+    step_s = step_s - state.cost.prefill_time_s(n, state.prompt_rows())
+    if catch_up_s > 0.0:
+        drafting = np.minimum(drafted[:, 1:2] / max(n, 1), 1.0)
+        step_s[:, 1:] += drafting * (catch_up_s / PAY_BACK_STEPS)
     return Grid(gain + n, drafted, step_s)
 
 
@@ -107,7 +114,7 @@ class PricePolicy:
             return uniform(state, 0, "nothing to speculate on")
         plan = self._plan(state, decoding, requests)
         self._rate = plan.rate
-        probe = self._probes.choose(state, requests, plan.rate, plan.depth, plan.people)
+        probe = self._probes.choose(state, requests, plan.rate, plan.depth, plan.people, state.catch_up_s(decoding))
         if probe is not None:
             return uniform(state, probe, f"{requests} decoding: probing length {probe}")
         return plan.action
@@ -150,7 +157,7 @@ class PricePolicy:
     def _by_confidence(self, state: EngineState, decoding: Bools, requests: int) -> Plan:
         forecast = state.confidence.forecast
         assert forecast is not None
-        grid = predict_stops(state, forecast, requests, self._rate)
+        grid = predict_stops(state, forecast, requests, self._rate, state.catch_up_s(decoding) / PAY_BACK_STEPS)
         rate = grid.rate
         self._stop_cell = settle(self._stop_cell, rate)
         keep, depth = self._stop_cell
@@ -167,7 +174,7 @@ class PricePolicy:
 
     def _by_history(self, state: EngineState, decoding: Bools, requests: int) -> Plan:
         survival, bins = survival_bins(with_stranger(state, decoding))
-        grid = predict(state, survival[:-1], bins[:-1])
+        grid = predict(state, survival[:-1], bins[:-1], state.catch_up_s(decoding))
         rate = grid.rate
         self._cell = settle(self._cell, rate)
         now = float(rate[self._cell])

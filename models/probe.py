@@ -48,12 +48,19 @@ class ProbeAccount:
         self.probes = 0
 
     def choose(
-        self, state: EngineState, requests: int, rate: float, depth: int, people: Chances | None = None
+        self,
+        state: EngineState,
+        requests: int,
+        rate: float,
+        depth: int,
+        people: Chances | None = None,
+        begin_s: float = 0.0,
     ) -> int | None:
         """Return the length to probe for the whole batch of `requests`, or None; `rate` is what is had now.
 
         :param depth: the deepest draft in force: nothing new would be learnt from it.
         :param people: what is known of the requests' acceptance; None: the state's population.
+        :param begin_s: what the drafter must make up for before anything is drafted, charged to a probe.
         """
         self._earn(state)
         if state.link.records - self._last_record < SPACING_RECORDS:
@@ -63,13 +70,14 @@ class ProbeAccount:
         view = outlook(state, requests, rate, people or Chances(population.mean, population.deviation))
         # Against what the same population is expected to give too: a batch of weak requests is no unknown.
         bar = max(rate, float(view.rate.max())) * (1.0 + MARGIN)
-        worth = (view.best_rate > bar) & (view.loss_s <= self._credit_s)
+        loss_s = view.loss_s + begin_s * (np.arange(len(view.loss_s)) > 0)
+        worth = (view.best_rate > bar) & (loss_s <= self._credit_s)
         worth[depth] = False
         if not worth.any():
             return None
         # Not the cheapest: a shallow draft that is known to be nearly as good would keep the deep ones from their turn.
-        length = int(np.argmax(np.where(worth, (view.best_rate / bar - 1.0) / view.loss_s, -np.inf)))
-        self._credit_s -= float(view.loss_s[length])
+        length = int(np.argmax(np.where(worth, (view.best_rate / bar - 1.0) / loss_s, -np.inf)))
+        self._credit_s -= float(loss_s[length])
         self.probes += 1
         return length
 
@@ -89,9 +97,9 @@ def outlook(state: EngineState, requests: int, rate: float, people: Chances) -> 
     hopeful = np.minimum(people.mean + people.deviation, 0.99)
     lengths = np.arange(state.capabilities.k_max + 1)
     drafted = requests * _running_sum(delivery)
-    rows = requests + state.load.prefill_rows + drafted
+    rows = requests + state.prompt_rows() + drafted
     least_s, most_s = state.cost.time_range_s(rows, lengths.astype(np.float64), drafted)
-    prefill_s = state.cost.prefill_time_s(requests, state.load.prefill_rows)
+    prefill_s = state.cost.prefill_time_s(requests, state.prompt_rows())
     least_s, most_s = least_s - prefill_s, most_s - prefill_s
     hoped = requests * (1.0 + _running_sum(delivery * np.cumprod(hopeful)))
     expected = requests * (1.0 + _running_sum(delivery * np.cumprod(people.mean)))

@@ -43,8 +43,13 @@ class StopGrid:
         return confidence.rule(float(EDGES[keep]), thresholds)
 
 
-def predict_stops(state: EngineState, forecast: Forecast, requests: int, rate: float) -> StopGrid:
-    """Return the predictions for a batch of `requests`; `rate`, tokens/s, prices a second of drafting."""
+def predict_stops(
+    state: EngineState, forecast: Forecast, requests: int, rate: float, begin_s: float = 0.0
+) -> StopGrid:
+    """Return the predictions for a batch of `requests`; `rate`, tokens/s, prices a second of drafting.
+
+    :param begin_s: what a step with drafts is charged for what the drafter must make up for
+    """
     worth, reach = forecast.worth, forecast.reach
     token_s, round_s = state.cost.draft_prices_s()
     position = np.arange(len(reach))[:, None]
@@ -62,9 +67,10 @@ def predict_stops(state: EngineState, forecast: Forecast, requests: int, rate: f
     sums = np.zeros((4, len(BINS), len(reach) + 1))
     np.cumsum(quantities.transpose(0, 2, 1), axis=2, out=sums[:, :, 1:])
     drafted, kept, gain = sums[:3] * requests
-    rows = kept + (requests + state.load.prefill_rows)
+    rows = kept + (requests + state.prompt_rows())
     step_s = state.cost.verify_time_s(rows) + state.cost.draft_time_s(rows, sums[3], drafted)
-    step_s = step_s - state.cost.prefill_time_s(requests, state.load.prefill_rows)
+    step_s = step_s - state.cost.prefill_time_s(requests, state.prompt_rows())
+    step_s[:, 1:] += begin_s
     return StopGrid(go_on, gain + requests, drafted, step_s)
 
 

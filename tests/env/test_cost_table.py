@@ -150,3 +150,32 @@ def test_impossible_times_teach_nothing(step: StepCost) -> None:
 )
 def test_a_curve_is_made_rising_by_weight(values: list[float], weights: list[float], expected: list[float]) -> None:
     assert rising(np.array(values), np.array(weights)).tolist() == expected
+
+
+def test_what_making_up_for_skipped_tokens_costs_is_learnt_by_itself() -> None:
+    table = CostTable()
+    for number in range(400):
+        plain, skipped = make_step(16, 1 + number % 3, 1.0), 400 if number % 8 == 0 else 0
+        extra_s = 7e-5 * skipped
+        table.learn(
+            replace(plain, total_s=plain.total_s + extra_s, draft_s=plain.draft_s + extra_s, caught_up=skipped)
+        )
+    assert table.catch_up_time_s(1000) == pytest.approx(0.07, rel=0.1)
+    assert table.catch_up_time_s(0) == 0.0
+
+
+def test_prompts_do_not_make_drafts_beside_them_look_cheap() -> None:
+    """A prompt's row costs half of a row that decodes: no LM head, no sampler."""
+    random, table = np.random.default_rng(5), CostTable()
+    for number in range(1500):
+        batch, length = int(random.choice(BATCHES)), number % 4
+        prompt = int(random.integers(60, 300)) if number % 3 == 0 else 0
+        plain = make_step(batch, length, noisy(random))
+        table.learn(
+            replace(plain, rows=plain.rows + prompt, prefill_rows=prompt, total_s=plain.total_s + 0.000375 * prompt)
+        )
+    assert table.prompt_row == pytest.approx(0.5, rel=0.2)
+    beside = 16 + table.prompt_rows(150)
+    row_s = float(table.verify_time_s(beside + 16) - table.verify_time_s(beside)) / 16
+    assert row_s == pytest.approx(0.00075, rel=0.25)
+    assert table.prefill_time_s(16, table.prompt_rows(150)) == pytest.approx(150 * 0.000375, rel=0.25)

@@ -126,6 +126,43 @@ def test_lengths_do_not_flap_when_nothing_changes() -> None:
     assert len({tuple(policy.act(state).lengths.tolist()) for _ in range(50)}) == 1
 
 
+@pytest.mark.parametrize("spec", ["price", "price:history"])
+@pytest.mark.parametrize(("missed", "drafts"), [(0, True), (400, True), (200_000, False)])
+def test_drafting_begins_only_where_what_was_skipped_pays_back(spec: str, missed: int, drafts: bool) -> None:
+    state = make_confident_state(row_ms=0.15)
+    state.has_skipped = True
+    state.requests.column("context")[:] = 50 + missed
+    state.requests.column("drafter")[:] = 50
+    for _ in range(40):
+        state.cost.learn_drafting(StepCost(8, 0, 8, 0, 1, 8, 0.1, 0.01 + 5e-5 * 600, 0.0, caught_up=600))
+    assert state.catch_up_s(state.decoding()) == pytest.approx(8 * missed * 5e-5, rel=0.3)
+    policy = make_policy(spec, state.capabilities)
+    actions = [policy.act(state) for _ in range(4 * COMPARE_DECISIONS)]
+    assert "probing" not in actions[-1].reason
+    assert (actions[-1].lengths.max() > 0) == drafts
+
+
+def test_a_request_is_up_to_date_once_it_drafts() -> None:
+    state = EngineState(CAPABILITIES)
+
+    def seen(counter: int, limit: int, drafted: int, context: int, caught_up: int = 0) -> int:
+        row = RequestRow(1, 1, limit, drafted, 0, 0, 0, 1, context, False)
+        record = StepRecord(
+            "b", counter, counter, counter * 0.1, 0.05, 0.0, 0.0, 0.0, 0.01, 0.0, 0.0, 1, 0, 0, 1,
+            0, 0.1, None, None, 0, 0, 0, 0, [], [row], caught_up=caught_up,
+        )  # fmt: skip
+        observe(state, record)
+        return state.requests.missed(state.decoding())
+
+    assert seen(0, 0, 0, 700) == 700
+    assert state.catch_up_s(state.decoding()) == 0.0  # no engine that skips, as far as is known
+    assert seen(1, 2, 0, 701, caught_up=512) == 701  # under way
+    assert state.catch_up_s(state.decoding()) > 0.0
+    assert seen(2, 2, 2, 702, caught_up=190) == 0
+    assert seen(3, 2, 0, 703) == 0  # drafted nothing that was kept, but followed
+    assert seen(4, 0, 0, 704) == 1
+
+
 def make_confident_state(row_ms: float, round_ms: float = 0.2, batch: int = 8) -> EngineState:
     """Return a state that has seen calibrated confidences around 0.6, on an engine of 10 ms + row_ms per row."""
     random, state = np.random.default_rng(0), EngineState(CAPABILITIES)
