@@ -185,7 +185,7 @@ def measure_saving(options: argparse.Namespace) -> dict[str, Any]:
         summary["price"]["accepted_per_emitted"],
     )
     summary["price"]["drawn_without_confidence"] = without
-    print(f"for the same acceptance: {summary['price']['drawn_per_emitted']:.3f} drawn per token, without {without:.3f}")
+    print(f"as much accepted: {summary['price']['drawn_per_emitted']:.3f} drawn per token, without {without:.3f}")
     return {"prompts": len(texts), "requests": options.requests, "turns": turns, "summary": summary}
 
 

@@ -34,7 +34,7 @@ def list_policies() -> None:
 def show(
     spec: Annotated[str, typer.Argument(help="The policy, as `faser policy list` names it.")] = "price",
     world: Annotated[
-        str, typer.Option(help="The simulated engine: embedded, a held-out world of `faser evaluate`, or a profile file.")
+        str, typer.Option(help="The simulated engine: embedded, a world of `faser evaluate`, or a profile file.")
     ] = EMBEDDED,
     loads: Annotated[str, typer.Option(help="Running requests.")] = "1,2,4,8,16,32,64",
     steps: Annotated[int, typer.Option(min=20, help="Engine steps that count at each load.")] = 500,
@@ -72,7 +72,8 @@ def show(
         output.write_text(draw(spec, chosen.name, strokes))
     told = _manifest_of(spec)
     if json:
-        typer.echo(json_module.dumps({"policy": spec, "world": chosen.name, **told, "loads": [_row(s) for s in strokes]}))
+        rows = [_row(stroke) for stroke in strokes]
+        typer.echo(json_module.dumps({"policy": spec, "world": chosen.name, **told, "loads": rows}))
         return
     typer.echo(_text(spec, chosen, told, strokes))
 
@@ -126,7 +127,8 @@ def _text(spec: str, world: WorldSpec, told: dict[str, Any], strokes: list[Strok
         training, results = told["manifest"]["training"], told["manifest"]["results"]
         lines.append(f"trained at commit {training.get('commit', '?')}, {training.get('steps', '?')} steps; {results}")
     lines.append("")
-    lines.append(f"{'requests':>8} {'length':>7} {'accepted':>9} {'speed':>7}  lengths 0..{len(strokes[0].shares) - 1}, %")
+    k_max = len(strokes[0].shares) - 1
+    lines.append(f"{'requests':>8} {'length':>7} {'accepted':>9} {'speed':>7}  lengths 0..{k_max}, %")
     for stroke in strokes:
         accepted = "-" if stroke.acceptance is None else f"{stroke.acceptance:.0%}"
         shares = " ".join(f"{share:4.0%}"[:-1].rjust(3) for share in stroke.shares)

@@ -108,7 +108,7 @@ class RequestTable:
         return recent
 
     def missed(self, chosen: Bools) -> int:
-        """Return how many tokens a drafter that skips where nothing is drafted lacks of the chosen requests, (size,)."""
+        """Return how many tokens of the chosen requests, (size,), a drafter lacks that skips where none are drafted."""
         lag = self.column("context") - self.column("drafter")
         return int(np.maximum(lag[chosen], 0).sum())
 

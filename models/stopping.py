@@ -43,9 +43,7 @@ class StopGrid:
         return confidence.rule(float(EDGES[keep]), thresholds)
 
 
-def predict_stops(
-    state: EngineState, forecast: Forecast, requests: int, rate: float, begin_s: float = 0.0
-) -> StopGrid:
+def predict_stops(state: EngineState, forecast: Forecast, requests: int, rate: float, begin_s: float = 0.0) -> StopGrid:
     """Return the predictions for a batch of `requests`; `rate`, tokens/s, prices a second of drafting.
 
     :param begin_s: what a step with drafts is charged for what the drafter must make up for

@@ -157,9 +157,7 @@ def test_what_making_up_for_skipped_tokens_costs_is_learnt_by_itself() -> None:
     for number in range(400):
         plain, skipped = make_step(16, 1 + number % 3, 1.0), 400 if number % 8 == 0 else 0
         extra_s = 7e-5 * skipped
-        table.learn(
-            replace(plain, total_s=plain.total_s + extra_s, draft_s=plain.draft_s + extra_s, caught_up=skipped)
-        )
+        table.learn(replace(plain, total_s=plain.total_s + extra_s, draft_s=plain.draft_s + extra_s, caught_up=skipped))
     assert table.catch_up_time_s(1000) == pytest.approx(0.07, rel=0.1)
     assert table.catch_up_time_s(0) == 0.0
 

@@ -133,9 +133,10 @@ def test_drafting_begins_only_where_what_was_skipped_pays_back(spec: str, missed
     state.has_skipped = True
     state.requests.column("context")[:] = 50 + missed
     state.requests.column("drafter")[:] = 50
+    beside_s = float(state.cost.draft_time_s(8, 1, 8))
     for _ in range(40):
-        state.cost.learn_drafting(StepCost(8, 0, 8, 0, 1, 8, 0.1, 0.01 + 5e-5 * 600, 0.0, caught_up=600))
-    assert state.catch_up_s(state.decoding()) == pytest.approx(8 * missed * 5e-5, rel=0.3)
+        state.cost.learn_drafting(StepCost(8, 0, 8, 0, 1, 8, 0.1, beside_s + 5e-5 * 600, 0.0, caught_up=600))
+    assert state.catch_up_s(state.decoding()) == pytest.approx(8 * missed * 5e-5, rel=0.05)
     policy = make_policy(spec, state.capabilities)
     actions = [policy.act(state) for _ in range(4 * COMPARE_DECISIONS)]
     assert "probing" not in actions[-1].reason
