@@ -2,7 +2,7 @@
 # PYTHON=... chooses the interpreter; PIP_ARGS=... is given to every pip install, TORCH_ARGS=... to that of torch.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: compatibility help install test proof lint format types docs bench wheel check demo doctor clean
+.PHONY: compatibility help install test proof chaos soak lint format types docs bench wheel check demo doctor clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -40,6 +40,13 @@ test: install  ## Run the tests (TESTS='tests/controller -k guard' or MARK='not 
 
 proof: install  ## Run the tests that are too long for CI
 	$(BIN)/python -m pytest -m slow --timeout=1800 $(TESTS)
+
+chaos: install  ## Run the fault tests for longer: storms on the link, fifty kills of the writer
+	FASER_CHAOS_SECONDS=30 FASER_CHAOS_SEEDS=10 FASER_CHAOS_KILLS=50 $(BIN)/python -m pytest --timeout=1800 \
+	    tests/controller/test_chaos.py tests/controller/test_fuzz.py tests/controller/test_store.py
+
+soak: install  ## Run a sidecar for ten million steps: memory, file descriptors, gaps (STEPS=...)
+	$(BIN)/python benchmarks/soak.py --steps $(or $(STEPS),10000000)
 
 lint: install  ## Check style and format
 	$(BIN)/ruff check .

@@ -95,7 +95,11 @@ def guard(action: Action, state: EngineState) -> Action:
         default = state.capabilities.default_length
         reason = f"policy gave {size} lengths for {state.requests.size} requests: default length {default}"
         action = Action(np.full(state.requests.size, default, np.int64), default, reason=reason)
-    return clamp(action, state.capabilities)
+    action = clamp(action, state.capabilities)
+    most = state.requests.column("most")
+    if not (most < action.lengths).any():
+        return action
+    return replace(action, lengths=np.minimum(action.lengths, most))
 
 
 def pack(state: EngineState, action: Action) -> tuple[list[int], list[int]]:

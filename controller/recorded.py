@@ -14,11 +14,11 @@ from typing import Final
 import msgspec
 from sqlite_utils import Database
 
-from ..engine_adapter.protocol import EventKind, Hello, Mode, RequestEvent, StepRecord
+from ..engine_adapter.protocol import MAX_DRAFT_LENGTH, EventKind, Hello, Mode, RequestEvent, StepRecord
 from .canary import Draws
 from .errors import StoreError
 from .packing import unpack_draws, unpack_lengths, unpack_rows
-from .schema import PLAIN_FIELDS
+from .schema import MOST, PLAIN_FIELDS
 
 EVENT_KINDS: Final = ("arrival", "first_token", "finish", "abort", "preempt")
 _DECISION: Final = (
@@ -138,11 +138,11 @@ def _events(
     """Return when sessions began, what happened to requests by record, and when settings were changed to what."""
     events: dict[int, list[RequestEvent]] = {}
     query = (
-        "SELECT counter, kind, handle, time_s, tokens, request_id, priority FROM events"
+        "SELECT counter, kind, handle, time_s, tokens, request_id, priority, detail FROM events"
         " WHERE run = ? AND engine = ? AND counter IS NOT NULL ORDER BY id"
     )
-    for counter, kind, handle, time_s, tokens, request_id, priority in database.execute(query, [run, engine]):
-        events.setdefault(counter, []).append(_event(kind, handle, time_s, tokens, request_id, priority))
+    for counter, *cells in database.execute(query, [run, engine]):
+        events.setdefault(counter, []).append(_event(*cells))
     starts = database.execute(
         "SELECT received_ns FROM events WHERE run = ? AND engine = ? AND kind = 'hello' ORDER BY id", [run, engine]
     ).fetchall()
@@ -154,16 +154,18 @@ def _events(
 
 def _roster(database: Database, run: int, engine: int, received_ns: int) -> list[RequestEvent]:
     query = (
-        "SELECT kind, handle, time_s, tokens, request_id, priority FROM events WHERE run = ? AND engine = ?"
+        "SELECT kind, handle, time_s, tokens, request_id, priority, detail FROM events WHERE run = ? AND engine = ?"
         " AND counter IS NULL AND handle IS NOT NULL AND received_ns = ? ORDER BY id"
     )
     return [_event(*cells) for cells in database.execute(query, [run, engine, received_ns])]
 
 
 def _event(
-    kind: EventKind, handle: int, time_s: float, tokens: int, request_id: str | None, priority: int
+    kind: EventKind, handle: int, time_s: float, tokens: int, request_id: str | None, priority: int, detail: str | None
 ) -> RequestEvent:
-    return RequestEvent(kind, handle, time_s, tokens, request_id or "", priority)
+    most = (detail or "").removeprefix(MOST)
+    limit = int(most) if most.isdecimal() else MAX_DRAFT_LENGTH
+    return RequestEvent(kind, handle, time_s, tokens, request_id or "", priority, limit)
 
 
 def _recorded(boot_id: str, row: dict[str, object], events: list[RequestEvent], settings: RunSettings) -> Recorded:

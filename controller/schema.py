@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 import msgspec
 from sqlite_utils import Database
 
-from ..engine_adapter.protocol import ActionSet, Hello, RequestEvent, StepRecord
+from ..engine_adapter.protocol import MAX_DRAFT_LENGTH, ActionSet, Hello, RequestEvent, StepRecord
 from .audit import digest
 from .canary import Draws
 from .errors import StoreError
@@ -26,6 +26,7 @@ SCHEMA_VERSION: Final = 3
 APPLICATION_ID: Final = 0x46415345  # "FASE": tells our files from other SQLite files
 
 LARGEST: Final = (1 << 63) - 1  # SQLite's; a client may give its request any priority
+MOST: Final = "most "  # in an arrival's detail, before the longest draft that its client allows
 
 Cell: TypeAlias = int | float | str | bytes | None
 Row: TypeAlias = dict[str, Cell]
@@ -217,7 +218,8 @@ def event_row(event: RequestEvent, received_ns: int, counter: int | None) -> Row
     return {
         "received_ns": received_ns, "counter": counter, "time_s": event.time_s, "kind": event.kind,
         "handle": event.handle, "request_id": event.request_id or None, "tokens": event.tokens,
-        "priority": min(max(event.priority, -LARGEST), LARGEST), "detail": None,
+        "priority": min(max(event.priority, -LARGEST), LARGEST),
+        "detail": f"{MOST}{event.most}" if event.most < MAX_DRAFT_LENGTH else None,
     }  # fmt: skip
 
 

@@ -69,6 +69,7 @@ class RequestEvent(msgspec.Struct, array_like=True, frozen=True, gc=False):
     tokens: Count
     request_id: Text = ""
     priority: Priority = 0
+    most: DraftLength = MAX_DRAFT_LENGTH  # the longest draft that its client allows; with an arrival only
 
 
 class RequestRow(msgspec.Struct, array_like=True, gc=False):

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
-from .protocol import LARGEST_PRIORITY, MAX_REQUESTS, RequestEvent, RequestRow, StepRecord
+from .protocol import LARGEST_PRIORITY, MAX_DRAFT_LENGTH, MAX_REQUESTS, RequestEvent, RequestRow, StepRecord
 from .steps import StepOrder, StepReport
 
 
@@ -35,6 +35,7 @@ class Entry:
     request_id: str
     request: LiveRequest
     arrived_s: float
+    most: int = MAX_DRAFT_LENGTH  # longest draft that its client allows
     emitted: int = 0
     confidences: tuple[float, ...] = ()  # of the draft tokens that wait for verification, and of a dropped one
 
@@ -43,7 +44,7 @@ class Entry:
         request = self.request
         priority = min(max(request.priority, -LARGEST_PRIORITY), LARGEST_PRIORITY)  # clients may ask for any
         return RequestEvent(
-            "arrival", self.handle, self.arrived_s, request.num_prompt_tokens, self.request_id, priority
+            "arrival", self.handle, self.arrived_s, request.num_prompt_tokens, self.request_id, priority, self.most
         )
 
 

@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
 from .lease import Lease
 from .protocol import (
+    MAX_DRAFT_LENGTH,
     MAX_REQUESTS,
     ActionSet,
     EventKind,
@@ -36,6 +37,7 @@ from .steps import StepOrder, StepReport
 logger = logging.getLogger(__name__)
 
 _NO_REPORT = StepReport()
+CLIENT_LIMIT: Final = "faser_max_draft"  # in a request's extra_args
 
 
 class Link(Protocol):
@@ -112,7 +114,10 @@ class Steering:
     def arrive(self, request_id: str, request: LiveRequest) -> None:
         """Count a new request in."""
         self._handles += 1
-        entry = Entry(self._handles, request_id[:512], request, time.monotonic() - waited_s(request))
+        most, fault = most_drafted(request)
+        if fault:
+            self._refuse("extra_args", fault)
+        entry = Entry(self._handles, request_id[:512], request, time.monotonic() - waited_s(request), most)
         self.entries[request_id] = entry
         if len(self.events) < MAX_REQUESTS:
             self.events.append(entry.arrival())
@@ -168,6 +173,8 @@ class Steering:
             if entry is None:
                 continue
             length = named.get(entry.handle, default) if named else default
+            if length > entry.most:
+                length = entry.most
             if length:
                 request = entry.request
                 emitted = request.num_output_tokens
@@ -253,6 +260,21 @@ class Steering:
         """Say goodbye without waiting for anything, after a failure on the engine thread."""
         self.link.send(Goodbye(self.hello.boot_id))
         self.link.close(wait_s=0.0)
+
+
+def most_drafted(request: LiveRequest) -> tuple[int, str]:
+    """Return the longest draft that a request's client allows, and what is wrong with what it asked, if anything.
+
+    The client says so in SamplingParams.extra_args, `vllm_xargs` of the OpenAI API; 0 opts out of speculation.
+    """
+    extra = getattr(getattr(request, "sampling_params", None), "extra_args", None)
+    if not extra or CLIENT_LIMIT not in extra:
+        return MAX_DRAFT_LENGTH, ""
+    asked = extra[CLIENT_LIMIT]
+    is_whole = asked.is_integer() if isinstance(asked, float) else type(asked) is int  # True is an int too
+    if is_whole and asked >= 0:
+        return min(int(asked), MAX_DRAFT_LENGTH), ""
+    return MAX_DRAFT_LENGTH, f"{CLIENT_LIMIT} {str(asked)[:80]!r}; expected a whole number from 0 on; ignored"
 
 
 def waited_s(request: LiveRequest) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import astuple
 
-from ..engine_adapter.protocol import MAX_REQUESTS, RequestEvent, RequestRow
+from ..engine_adapter.protocol import MAX_DRAFT_LENGTH, MAX_REQUESTS, RequestEvent, RequestRow
 from .acceptance import REQUEST_MEMORY_STEPS, UNTRIED_RECORDS, Floats, Ints
 
 Bools = npt.NDArray[np.bool_]
@@ -79,6 +79,7 @@ class RequestTable:
                 ("emitted", np.int64),  # tokens
                 ("limit", np.int64),  # draft length in force when the draft that waits for verification was made
                 ("priority", np.int64),
+                ("most", np.int64),  # longest draft that its client allows
                 ("arrival_s", np.float64),
                 ("is_prefill", np.bool_),
                 ("is_preempted", np.bool_),
@@ -119,6 +120,7 @@ class RequestTable:
                 place = self._add(event.handle, record_number)  # may re-allocate the table
                 row = self._rows[place]
                 row["arrival_s"], row["priority"] = event.time_s, max(min(event.priority, 1 << 62), -(1 << 62))
+                row["most"] = event.most
             elif event.kind == "preempt" and event.handle in self._place:
                 self._rows[self._place[event.handle]]["is_preempted"] = True
 
@@ -188,7 +190,7 @@ class RequestTable:
         self._rows[place] = np.zeros((), self._rows.dtype)
         self._evidence[:, place] = 0.0
         self._rows[place]["handle"], self._rows[place]["seen"] = handle, -1
-        self._rows[place]["born"] = record_number
+        self._rows[place]["born"], self._rows[place]["most"] = record_number, MAX_DRAFT_LENGTH
         self.size += 1
         return place
 

@@ -59,6 +59,7 @@ class Recorder:
         slots = simulator.scenario.slots
         self._dropped = np.zeros(slots, np.bool_)  # one more was drafted, but a stop rule dropped it
         self._cells = np.zeros((slots, simulator.scenario.positions), np.uint8)  # of the drafts that wait
+        self._drafted_for = np.zeros(slots, np.int64)  # handles of their requests
 
     def record(self, lease_sequence: int = 0) -> StepRecord:
         """Return the record of the step just simulated; `lease_sequence` 0: no lease was in force."""
@@ -80,6 +81,7 @@ class Recorder:
             drawn_tokens=at["drawn"],
         )  # fmt: skip
         self._cells, self._dropped = state.cells[e].copy(), self._was_dropped(at["is_ruled"])
+        self._drafted_for = ints[HANDLE].astype(np.int64)
         return record
 
     def _was_dropped(self, is_ruled: int) -> npt.NDArray[np.bool_]:
@@ -102,7 +104,8 @@ class Recorder:
         )
 
     def _confidences(self, i: int, verified: int) -> tuple[float, ...]:
-        told = verified + int(self._dropped[i])
+        is_same = self._drafted_for[i] == self._simulator.state.ints[self._engine, HANDLE, i]
+        told = verified + int(self._dropped[i] and is_same)
         if told == 0:
             return ()
         profile = int(self._simulator.state.engines[self._engine]["profile"])

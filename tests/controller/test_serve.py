@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,7 @@ from faser.controller.config import Config, LinkConfig, StoreConfig
 from faser.controller.engine import RunningEngine, last_error
 from faser.controller.errors import EndpointError, EngineError, FaserError, ModelError, StoreError, UsageError
 from faser.controller.launch import EngineLaunch, free_port
+from faser.controller.packing import unpack_rows
 from faser.controller.processes import ProcessTree
 from faser.controller.serve import (
     EmbeddedPair,
@@ -187,6 +191,24 @@ def test_a_proxy_is_not_asked_about_loopback(tmp_path: Path, monkeypatch: pytest
         engine.wait_ready(60.0)
 
 
+def _requests_of(file: Path, count: int) -> tuple[list[str | None], list[int]]:
+    """Return what each request's arrival tells of its limit, and how many tokens were drafted for each."""
+    end = time.monotonic() + 20
+    while True:
+        with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(file)) as store:
+            ends = store.execute("SELECT count(*) FROM events WHERE kind = 'finish'").fetchone()[0]
+            if ends >= count:
+                query = "SELECT handle, detail FROM events WHERE kind = 'arrival' ORDER BY handle"
+                arrivals = store.execute(query).fetchall()
+                drafted = dict.fromkeys((handle for handle, _ in arrivals), 0)
+                for (rows,) in store.execute("SELECT rows FROM steps"):
+                    for row in unpack_rows(rows):
+                        drafted[row.handle] += row.drafted
+                return [detail for _, detail in arrivals], list(drafted.values())
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
 @pytest.mark.engine
 def test_serve_answers_a_chat_and_ends_with_its_parent(tmp_path: Path) -> None:
     import json
@@ -210,15 +232,27 @@ def test_serve_answers_a_chat_and_ends_with_its_parent(tmp_path: Path) -> None:
             "temperature": 0,
             "max_tokens": 100,
         }
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/v1/chat/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request) as answer:
-            choice = json.load(answer)["choices"][0]
+
+        def choice_for(**more: object) -> dict[str, Any]:
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{port}/v1/chat/completions",
+                json.dumps(body | more).encode(),
+                {"Content-Type": "application/json"},
+            )
+            with urllib.request.urlopen(request) as answer:
+                choice: dict[str, Any] = json.load(answer)["choices"][0]
+            return choice
+
+        choice = choice_for()
         assert "Paris" in choice["message"]["content"]
         assert choice["finish_reason"] == "stop"
+        # A client that opts out is told in the telemetry, and nothing is drafted for it.
+        assert choice_for(vllm_xargs={"faser_max_draft": 0})["message"] == choice["message"]
+        assert "Paris" in choice_for(vllm_xargs={"faser_max_draft": "all"})["message"]["content"]  # refused: no limit
+        told, drafted = _requests_of(tmp_path / "t.sqlite", 3)
+        assert told == [None, "most 0", None]
+        assert drafted[0] > 0
+        assert drafted[1] == 0
         from faser.controller.reaper import descendants
 
         below = descendants(serve.pid)

@@ -250,7 +250,10 @@ while True:
 """
 
 
-@pytest.mark.parametrize("after_steps", [1, 200, 700])
+KILLS = int(os.environ.get("FASER_CHAOS_KILLS", "3"))  # `make chaos` kills fifty times
+
+
+@pytest.mark.parametrize("after_steps", [1 + 211 * (kill % 7) + kill for kill in range(KILLS)])
 def test_kill_9_of_the_writer_leaves_a_sound_file_with_a_prefix_of_the_steps(
     path: Path, after_steps: int, eventually: Any
 ) -> None:

@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -16,7 +16,7 @@ import zmq
 from faser.engine_adapter import protocol as wire
 from faser.engine_adapter.lease import Lease
 from faser.engine_adapter.link import HIGH_WATER_MARK, EngineLink
-from faser.engine_adapter.steering import BatchOutcome, Default, Steering
+from faser.engine_adapter.steering import CLIENT_LIMIT, BatchOutcome, Default, Steering
 from faser.engine_adapter.steps import StepReport
 
 
@@ -305,3 +305,33 @@ def test_after_a_record_that_was_never_made_confidences_are_not_taken_for_those_
     step(0.5)
     seen = [record.rows[0].confidences for record in link.sent if isinstance(record, wire.StepRecord)]
     assert seen == [(), (0.1, 0.1), (), (0.4, 0.4)]
+
+
+@dataclass
+class Sampling:
+    extra_args: dict[str, object] | None
+
+
+@dataclass
+class LimitedRequest(Request):
+    sampling_params: Sampling = field(default_factory=lambda: Sampling(None))
+
+
+@pytest.mark.parametrize(("asked", "most"), [(0, 0), (2, 2), (2.0, 2), (10**9, wire.MAX_DRAFT_LENGTH)])
+def test_a_client_may_limit_its_drafts_or_opt_out(asked: float, most: int) -> None:
+    adapter, link = steering(Default(5))
+    adapter.arrive("a", LimitedRequest(sampling_params=Sampling({CLIENT_LIMIT: asked, "other": 1})))
+    adapter.arrive("b", LimitedRequest(sampling_params=Sampling(None)))
+    assert [event.most for event in adapter.events] == [most, wire.MAX_DRAFT_LENGTH]
+    assert adapter.order({"a": 1, "b": 1}, 0.0).lengths == {"a": min(most, 5), "b": 5}  # without a lease too
+    link.arrived = [act({1: 4, 2: 3}, default_length=1)]
+    assert adapter.order({"a": 1, "b": 1}, 0.0).lengths == {"a": min(most, 4), "b": 3}
+    assert not link.refused
+
+
+@pytest.mark.parametrize("asked", [-1, 1.5, "2", True, None, float("nan"), float("inf"), [1]])
+def test_a_limit_that_is_none_is_ignored_and_counted(asked: object) -> None:
+    adapter, link = steering(Default(3))
+    adapter.arrive("a", LimitedRequest(sampling_params=Sampling({CLIENT_LIMIT: asked})))
+    assert adapter.order({"a": 1}, 0.0).lengths == {"a": 3}
+    assert link.refused == {"extra_args": 1}

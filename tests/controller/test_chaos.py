@@ -1,0 +1,297 @@
+"""Bad weather on the link: frames lost, doubled, late, out of order, a direction cut, a sidecar killed under it.
+
+A real engine link and lease on one side, a real sidecar process on the other, a proxy with a seed between them.
+`make chaos` runs the same for longer and with more seeds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from faser.controller.config import LinkConfig
+from faser.controller.snapshot import EngineStatus
+from faser.controller.status import ask
+from faser.engine_adapter.lease import Lease
+from faser.engine_adapter.link import EngineLink
+from faser.engine_adapter.protocol import Hello
+from faser.engine_adapter.steering import BatchOutcome, Default, Steering
+
+pytestmark = pytest.mark.alone
+
+BOOT, K_MAX, STEP_S = "boot-chaos", 6, 0.005
+LEASE_STEPS, LEASE_S = 32, 0.5
+SECONDS = float(os.environ.get("FASER_CHAOS_SECONDS", "4"))
+SEEDS = range(int(os.environ.get("FASER_CHAOS_SEEDS", "2")))
+SLOWEST_S = 0.5  # of a call on the engine's thread, on a machine that does other things too
+
+
+@dataclass
+class Weather:
+    """What happens to a frame: chances of loss and of a second copy, and the longest delay, which re-orders too."""
+
+    loss: float = 0.0
+    double: float = 0.0
+    delay_s: float = 0.0
+
+
+class Proxy:
+    """Stands between one engine and the sidecar; `cut` holds the directions nothing passes in."""
+
+    def __init__(self, front: str, back: str, seed: int) -> None:
+        self.weather, self.cut = Weather(), set[str]()
+        self.passed, self.lost = Counter[str](), Counter[str]()
+        self._random = random.Random(seed)
+        self._late: list[tuple[float, int, str, bytes]] = []
+        self._number = itertools.count()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._engine = self._context.socket(zmq.ROUTER)
+        self._engine.bind(front)
+        self._sidecar = self._context.socket(zmq.DEALER)
+        self._sidecar.setsockopt(zmq.ROUTING_ID, BOOT.encode())
+        self._sidecar.setsockopt(zmq.RECONNECT_IVL, 20)
+        self._sidecar.connect(back)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._engine, zmq.POLLIN)
+        poller.register(self._sidecar, zmq.POLLIN)
+        while not self._is_over.is_set():
+            ready = dict(poller.poll(2))
+            if self._engine in ready:
+                self._take("up", self._engine.recv_multipart()[1])
+            if self._sidecar in ready:
+                self._take("down", self._sidecar.recv())
+            while self._late and self._late[0][0] <= time.monotonic():
+                self._pass(*heapq.heappop(self._late)[2:])
+
+    def _take(self, way: str, frame: bytes) -> None:
+        weather, chance = self.weather, self._random.random
+        if way in self.cut or chance() < weather.loss:
+            self.lost[way] += 1
+            return
+        for _ in range(2 if chance() < weather.double else 1):
+            late_s = time.monotonic() + weather.delay_s * chance()
+            heapq.heappush(self._late, (late_s, next(self._number), way, frame))
+
+    def _pass(self, way: str, frame: bytes) -> None:
+        if way in self.cut:
+            self.lost[way] += 1
+            return
+        self.passed[way] += 1
+        with contextlib.suppress(zmq.ZMQError):
+            if way == "up":
+                self._sidecar.send(frame, zmq.NOBLOCK)
+            else:
+                self._engine.send_multipart((BOOT.encode(), frame), zmq.NOBLOCK)
+
+
+@dataclass
+class Request:
+    """As much of vLLM's request as the adapter reads; it never ends."""
+
+    num_computed_tokens: int = 100
+    num_output_tokens: int = 1
+    num_prompt_tokens: int = 100
+    max_tokens: int = 1 << 30
+    priority: int = 0
+    is_prefill_chunk: bool = False
+
+
+@dataclass
+class Engine:
+    """Steps with the real link and lease; looks at every order it is given."""
+
+    steering: Steering
+    requests: dict[str, Request] = field(default_factory=dict)
+    drafts: dict[str, list[int]] = field(default_factory=dict)
+    epochs: list[int] = field(default_factory=list)
+    slowest_s: float = 0.0
+
+    def begin(self) -> None:
+        self.steering.introduce()
+        for index in range(4):
+            self.requests[f"r{index}"] = Request()
+            self.steering.arrive(f"r{index}", self.requests[f"r{index}"])
+
+    def step(self) -> int:
+        """Run one step; return the epoch of the lease in force, 0 for the engine's default."""
+        scheduled = {name: 1 + len(self.drafts.get(name, ())) for name in self.requests}
+        begun_s = time.monotonic()
+        order = self.steering.order(scheduled, begun_s)
+        ordered_s = time.monotonic() - begun_s
+        self._look_at(order.lengths, order.lease_epoch)
+        time.sleep(STEP_S)
+        sampled = [[7] * rows for rows in scheduled.values()]
+        for (name, request), tokens in zip(self.requests.items(), sampled, strict=True):
+            request.num_output_tokens += len(tokens)
+            request.num_computed_tokens += scheduled[name]
+        rows = {name: row for row, name in enumerate(scheduled)}
+        begun_s = time.monotonic()
+        self.steering.record(order, BatchOutcome(scheduled, self.drafts, rows, sampled, 4, 0, 0.1, None))
+        self.slowest_s = max(self.slowest_s, ordered_s, time.monotonic() - begun_s)
+        self.drafts = {name: [7] * length for name, length in order.lengths.items()}
+        return order.lease_epoch
+
+    def _look_at(self, lengths: dict[str, int], epoch: int) -> None:
+        action = self.steering.lease._action
+        assert all(0 <= length <= K_MAX for length in lengths.values())
+        if epoch == 0:
+            assert set(lengths.values()) == {1}  # the engine's default
+            return
+        assert action is not None
+        assert action.boot_id == BOOT
+        assert self.steering.step <= action.valid_until_step
+        assert time.monotonic() <= action.valid_until_s + SLOWEST_S
+        assert epoch >= max(self.epochs, default=0), "an older sidecar came back into force"
+        self.epochs.append(epoch)
+
+    def run(self, seconds: float) -> list[int]:
+        """Step for so long; return the epochs in force."""
+        end_s = time.monotonic() + seconds
+        epochs = []
+        while time.monotonic() < end_s:
+            epochs.append(self.step())
+        return epochs
+
+    def run_until_steered(self, seconds: float = 15.0) -> None:
+        end_s = time.monotonic() + seconds
+        while self.step() == 0:
+            assert time.monotonic() < end_s, "control did not come back"
+
+
+class SidecarProcess:
+    """`faser sidecar` as a process that can be killed and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        base = {name: value for name, value in os.environ.items() if not name.startswith("FASER_")}
+        self._environment = base | {
+            "FASER_ENDPOINT": f"ipc://{folder / 'back.sock'}", "FASER_POLICY": "fixed:3",
+            "FASER_GUARD_ENVELOPE_MARGIN": "1", "FASER_STORE": str(folder / "t.sqlite"),
+            "FASER_MODE_STATE": str(folder / "modes.json"), "XDG_CONFIG_HOME": str(folder),
+        }  # fmt: skip
+        self.link = LinkConfig(endpoint=f"ipc://{folder / 'back.sock'}")
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-P", "-c", "from faser.controller.cli import main; main()", "sidecar"]
+        self.process = subprocess.Popen(command, env=self._environment, cwd="/", stderr=subprocess.DEVNULL)
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+        if number == signal.SIGKILL:
+            self.process.wait()
+
+    def engine(self) -> EngineStatus:
+        (engine,) = ask(self.link, timeout_s=5.0).engines
+        return engine
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@dataclass
+class Scene:
+    """Everything that takes part."""
+
+    engine: Engine
+    proxy: Proxy
+    sidecar: SidecarProcess
+
+
+@pytest.fixture
+def scene(sockets: Path, make_engine: Any, request: pytest.FixtureRequest) -> Iterator[Scene]:
+    hello: Hello = make_engine(boot_id=BOOT).hello()
+    front = f"ipc://{sockets / 'front.sock'}"
+    with contextlib.ExitStack() as stack:
+        sidecar = SidecarProcess(sockets)
+        stack.callback(sidecar.close)
+        proxy = Proxy(front, sidecar.link.endpoint, getattr(request, "param", 0))
+        stack.callback(proxy.close)
+        link = EngineLink(front, BOOT)
+        stack.callback(link.close)
+        engine = Engine(Steering(hello, link, Lease(BOOT, K_MAX, LEASE_STEPS, LEASE_S), Default(1)))
+        engine.begin()
+        engine.run_until_steered()
+        yield Scene(engine, proxy, sidecar)
+        assert engine.slowest_s < SLOWEST_S, "the engine waited for the link"
+
+
+@pytest.mark.parametrize("scene", SEEDS, indirect=True)
+def test_in_a_storm_orders_stay_valid_and_control_comes_back(scene: Scene) -> None:
+    scene.proxy.weather = Weather(loss=0.2, double=0.2, delay_s=0.05)
+    stormy = scene.engine.run(SECONDS)
+    assert scene.proxy.lost["up"] > 20
+    assert scene.proxy.lost["down"] > 5
+    assert sum(epoch > 0 for epoch in stormy) > len(stormy) // 2  # a fifth lost costs no control
+    scene.proxy.weather = Weather()
+    calm = scene.engine.run(1.0)
+    assert sum(epoch > 0 for epoch in calm[-50:]) == 50
+    seen = scene.sidecar.engine()
+    assert seen.lost_records > 0  # every hole is counted; late ones are lost and late, doubled ones late
+    assert seen.late_records > 0
+    assert seen.failures == 0
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_a_link_that_is_open_one_way_only_gives_the_default_within_the_lease(scene: Scene, way: str) -> None:
+    scene.proxy.cut.add(way)
+    scene.engine.run(LEASE_S + 0.3)
+    assert set(scene.engine.run(0.5)) == {0}
+    scene.proxy.cut.clear()
+    scene.engine.run_until_steered()
+
+
+def test_control_without_the_lease_a_cut_link_would_steer_forever(scene: Scene) -> None:
+    scene.engine.steering.lease.max_s = scene.engine.steering.lease.max_steps = 1 << 40
+    scene.engine.steering.lease.in_force = lambda step, now_s: scene.engine.steering.lease._action  # type: ignore[method-assign]
+    scene.proxy.cut.add("up")
+    with pytest.raises(AssertionError):
+        scene.engine.run(LEASE_S + 2.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_sidecar_that_ends_in_a_storm_is_followed_by_the_next(scene: Scene, number: int) -> None:
+    scene.proxy.weather = Weather(loss=0.1, double=0.1, delay_s=0.02)
+    before = max(scene.engine.epochs)
+    scene.sidecar.signal(number)
+    scene.engine.run(LEASE_S + 0.3)
+    assert set(scene.engine.run(0.3)) == {0}
+    scene.sidecar.close()
+    scene.sidecar.start()
+    scene.engine.run_until_steered()
+    assert scene.engine.epochs[-1] > before
+
+
+def test_a_sidecar_that_is_stopped_and_goes_on_does_not_bring_old_orders_into_force(scene: Scene) -> None:
+    for _ in range(max(1, round(SECONDS / 4))):
+        scene.sidecar.signal(signal.SIGSTOP)
+        scene.engine.run(LEASE_S + 0.3)
+        assert set(scene.engine.run(0.2)) == {0}
+        scene.sidecar.signal(signal.SIGCONT)
+        scene.engine.run_until_steered()
