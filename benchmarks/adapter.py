@@ -3,7 +3,8 @@
 Drives the real adapter (steering, lease, ZeroMQ link, codec) with synthetic steps of 1 to 256 requests against a real
 controller socket in another process that answers every record. Prints thread CPU time per step beside the bound
 of 20 us + 0.7 us per request, once back to back and once with a cache-flushing pause between steps, as a forward pass
-leaves it. No vLLM, so that only the adapter is measured.
+leaves it. No vLLM, so that only the adapter is measured. `wake_us` is what waking a sleeping thread costs here: a step
+wakes one, and on a virtual machine that is most of the difference to bare metal.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
 import tempfile
+import threading
 import time
 from types import SimpleNamespace
 
@@ -100,6 +103,29 @@ def measure(endpoint: str, requests: int, steps: int, flush: np.ndarray | None) 
     }
 
 
+def wake_us(times: int = 400) -> float:
+    """Return the median thread CPU time of waking a thread that sleeps on an eventfd."""
+    wake, is_over = os.eventfd(0), threading.Event()
+
+    def sleep() -> None:
+        while not is_over.is_set():
+            os.eventfd_read(wake)
+
+    sleeper = threading.Thread(target=sleep)
+    sleeper.start()
+    spent_s = []
+    for _ in range(times):
+        time.sleep(0.002)
+        started_s = time.thread_time()
+        os.eventfd_write(wake, 1)
+        spent_s.append(time.thread_time() - started_s)
+    is_over.set()
+    os.eventfd_write(wake, 1)
+    sleeper.join()
+    os.close(wake)
+    return statistics.median(spent_s) * 1e6
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -112,11 +138,12 @@ def main() -> None:
         controller = multiprocessing.get_context("spawn").Process(target=answer, args=(endpoint,), daemon=True)
         controller.start()
         time.sleep(1.0)
+        woken_us = wake_us()
         for requests in (1, 8, 64, 256):
             for name, flush in (("warm", None), ("flushed", np.zeros(8 << 20, dtype=np.float64))):
                 figures = measure(endpoint, requests, options.steps, flush)
                 bound = BOUND_US + BOUND_US_PER_REQUEST * requests
-                rows.append({"requests": requests, "caches": name, "bound_us": bound, **figures})
+                rows.append({"requests": requests, "caches": name, "bound_us": bound, **figures, "wake_us": woken_us})
                 if not options.json:
                     print(
                         f"{requests:4d} requests {name:8s} p50 {figures['p50_us']:7.1f} us"
@@ -124,6 +151,8 @@ def main() -> None:
                         f"  under lease {figures['under_lease']:.0%}"
                     )
         controller.terminate()
+    if not options.json:
+        print(f"of which waking the link's thread {woken_us:.1f} us")
     if options.json:
         print(json.dumps(rows))
 

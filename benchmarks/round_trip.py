@@ -3,13 +3,15 @@
 A real sidecar process (`faser sidecar`, policy price, recording to SQLite) and a real engine-side link. Each step sends
 a record of 64 or 256 requests and waits until the answering action set is in the engine's inbox, as `Steering` would
 find it. Bounds (DESIGN section 8, idle cores): 64 requests p50 <= 300 us and p99 <= 2 ms, 256 requests p50 <= 800 us.
-On a busy machine compare the CPU time per decision instead, which is printed beside.
+On a busy machine compare the CPU time per decision instead, which is printed beside. `bare_us` is the same trip of the
+same bytes between two processes that do nothing else: what the machine's wake-ups cost, twice, at this pace.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
 import subprocess
@@ -20,6 +22,7 @@ from collections import deque
 from pathlib import Path
 
 import numpy as np
+import zmq
 
 from faser.engine_adapter import protocol as wire
 from faser.engine_adapter.link import EngineLink
@@ -99,6 +102,33 @@ def measure(endpoint: str, requests: int, steps: int, sidecar: int) -> dict[str,
     }
 
 
+def echo(endpoint: str) -> None:
+    """Send everything back."""
+    socket = zmq.Context.instance().socket(zmq.ROUTER)
+    socket.bind(endpoint)
+    while True:
+        socket.send_multipart(socket.recv_multipart())
+
+
+def bare_us(endpoint: str, times: int = 300) -> float:
+    """Return the median trip to a process that echoes, with the same pause between two."""
+    peer = multiprocessing.get_context("spawn").Process(target=echo, args=(endpoint,), daemon=True)
+    peer.start()
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.connect(endpoint)
+    frame = wire.encode(record("bare", 2, 64, np.random.default_rng(0)))
+    trips_us = []
+    for _ in range(times):
+        time.sleep(PAUSE_S)
+        started = time.perf_counter()
+        socket.send(frame)
+        socket.recv()
+        trips_us.append((time.perf_counter() - started) * 1e6)
+    peer.terminate()
+    socket.close(linger=0)
+    return statistics.median(trips_us[times // 5 :])
+
+
 def cpu_s(pid: int) -> float:
     """Return the CPU time a process has used, all threads, seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
@@ -121,6 +151,7 @@ def main() -> None:
         finally:
             sidecar.terminate()
             sidecar.wait(10)
+        bare = bare_us(f"ipc://{folder}/bare.sock")
     for row in rows:
         p50, p99 = BOUNDS_US[int(row["requests"])]
         if not options.json:
@@ -128,8 +159,7 @@ def main() -> None:
                 f"{row['requests']:4.0f} requests: p50 {row['p50_us']:6.0f} us (bound {p50:.0f}), "
                 f"p99 {row['p99_us']:6.0f} us (bound {p99:.0f}), sidecar CPU {row['sidecar_cpu_us']:.0f} us a decision"
             )
-    if options.json:
-        print(json.dumps(rows))
+    print(json.dumps([row | {"bare_us": bare} for row in rows]) if options.json else f"bare ipc: p50 {bare:.0f} us")
 
 
 if __name__ == "__main__":
