@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m faser.env.bench", description="How fast the simulator steps.")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     parser.add_argument("--seconds", type=float, default=10.0, help="per measurement")
-    parser.add_argument("--engines", type=int, default=128, help="in the batch")
+    parser.add_argument("--engines", type=int, default=256, help="in the batch")
     parser.add_argument("--threads", type=int, default=2, help="of the first figure")
     options = parser.parse_args(arguments)
     if options.seconds <= 0 or options.engines < 1 or options.threads < 1:

@@ -59,7 +59,7 @@ class Simulator:
         self._no_lengths: Bytes = np.full((engines, scenario.slots), -1, np.int8)
         self._neutral: Singles = np.zeros((engines, len(ACTION)), np.float32)
         self._bounds = np.linspace(0, engines, min(threads, engines) + 1).astype(int).tolist()
-        self._pool = ThreadPoolExecutor(len(self._bounds) - 1) if len(self._bounds) > 2 else None
+        self._pool = ThreadPoolExecutor(len(self._bounds) - 2) if len(self._bounds) > 2 else None
 
     def seed(self, seed: int) -> None:
         """Make what the engines meet from the next reset on follow from `seed` alone."""
@@ -129,8 +129,9 @@ class Simulator:
             return self.rewards
         jobs = [
             self._pool.submit(self._run, first, last, means, named, until_s)
-            for first, last in zip(self._bounds[:-1], self._bounds[1:], strict=True)
+            for first, last in zip(self._bounds[1:-1], self._bounds[2:], strict=True)
         ]
+        self._run(0, self._bounds[1], means, named, until_s)  # its own share: one thread less to wake
         for job in jobs:
             job.result()
         return self.rewards
