@@ -54,9 +54,9 @@ from .status import ask
 TRACE: Final = "azure-conv"
 METHODS: Final = ("eagle3", "eagle", "draft_model", "ngram")
 LOW_RPS: Final = 0.5
-# On two cores, one of them for the engine, the embedded pair serves 2 to 3 requests/s of these lengths, by the speed
-# of the machine: the load is past its knee for a third of the time, and the queue drains again.
-PEAK_RPS: Final = 4.0
+# On two cores, one of them for the engine, the embedded pair serves about 2 requests/s of these lengths: the load is
+# past its knee for a third of the time, and the queue drains again.
+PEAK_RPS: Final = 3.0
 # More cores help less and less at this model's size; an estimate, the figures stand in the result.
 _CORE_EXPONENT: Final = 0.6
 LENGTHS: Final = Lengths(
