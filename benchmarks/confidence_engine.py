@@ -175,22 +175,21 @@ def measure_saving(options: argparse.Namespace) -> dict[str, Any]:
         summary[name] = total | {
             "drawn_per_emitted": total["drawn"] / total["emitted"],
             "accepted_per_emitted": total["accepted"] / total["emitted"],
+            "verified_per_emitted": total["verified"] / total["emitted"],
             "accepted_per_drawn": total["accepted"] / max(total["drawn"], 1),
             "rounds_per_step": total["rounds"] / total["steps"],
             "tokens_per_s": total["emitted"] / total["seconds"],
         }
-    others = [each for name, each in summary.items() if name != "price"]
-    without = least_drawn(
-        [(each["accepted_per_emitted"], each["drawn_per_emitted"]) for each in others],
-        summary["price"]["accepted_per_emitted"],
-    )
-    summary["price"]["drawn_without_confidence"] = without
-    print(f"as much accepted: {summary['price']['drawn_per_emitted']:.3f} drawn per token, without {without:.3f}")
+    ours, others = summary["price"], [each for name, each in summary.items() if name != "price"]
+    for what in ("drawn", "verified"):
+        points = [(each["accepted_per_emitted"], each[f"{what}_per_emitted"]) for each in others]
+        ours[f"{what}_without_confidence"] = without = least(points, ours["accepted_per_emitted"])
+        print(f"as much accepted: {ours[f'{what}_per_emitted']:.3f} {what} per token, without {without:.3f}")
     return {"prompts": len(texts), "requests": options.requests, "turns": turns, "summary": summary}
 
 
-def least_drawn(points: list[tuple[float, float]], accepted: float) -> float:
-    """Return the least drawn for `accepted` by any mixture of two of these (accepted, drawn), or of one and nothing."""
+def least(points: list[tuple[float, float]], accepted: float) -> float:
+    """Return the least work for `accepted` by any mixture of two of these (accepted, work), or of one and nothing."""
     known = [(0.0, 0.0), *points]
     mixtures = [
         left[1] + (right[1] - left[1]) * (accepted - left[0]) / (right[0] - left[0])
