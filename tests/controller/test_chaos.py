@@ -250,8 +250,9 @@ def test_in_a_storm_orders_stay_valid_and_control_comes_back(scene: Scene) -> No
     assert scene.proxy.lost["down"] > 5
     assert sum(epoch > 0 for epoch in stormy) > len(stormy) // 2  # a fifth lost costs no control
     scene.proxy.weather = Weather()
-    calm = scene.engine.run(1.0)
-    assert sum(epoch > 0 for epoch in calm[-50:]) == 50
+    end_s = time.monotonic() + 10.0
+    while not all(scene.engine.run(0.5)):  # without a gap, as soon as the machine lets it
+        assert time.monotonic() < end_s, "control has gaps in calm weather"
     seen = scene.sidecar.engine()
     assert seen.lost_records > 0  # every hole is counted; late ones are lost and late, doubled ones late
     assert seen.late_records > 0
