@@ -26,11 +26,17 @@ if TYPE_CHECKING:  # numpy comes with them: `faser --help` must not wait for it
     from ..models.policy import Policy
 
 
-def decided(state: EngineState, record: StepRecord, policy: Policy, sequence: int) -> ActionSet:
-    """Return what the decision core answers to a record."""
+def explained(state: EngineState, record: StepRecord, policy: Policy, sequence: int) -> tuple[ActionSet, str]:
+    """Return what the decision core answers to a record, and why."""
     from .decide import LeaseTerms, decide
 
-    return decide(state, record, policy, LeaseTerms(), 1, sequence).action_set
+    decision = decide(state, record, policy, LeaseTerms(), 1, sequence)
+    return decision.action_set, decision.reason
+
+
+def decided(state: EngineState, record: StepRecord, policy: Policy, sequence: int) -> ActionSet:
+    """Return what the decision core answers to a record."""
+    return explained(state, record, policy, sequence)[0]
 
 
 @contextlib.contextmanager

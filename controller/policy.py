@@ -11,9 +11,6 @@ import typer
 from .errors import PolicyError, UsageError
 
 if TYPE_CHECKING:
-    from ..engine_adapter.protocol import ActionSet, StepRecord
-    from ..env.state import EngineState
-    from ..models.policy import Policy
     from ..models.portrait import Stroke
     from ..models.worlds import WorldSpec
 
@@ -49,7 +46,7 @@ def show(
     from ..models.policy import PolicyError as PolicyNameError
     from ..models.policy import make_policy
     from ..models.portrait import portray
-    from .evaluate import whole_numbers
+    from .evaluate import explained, whole_numbers
 
     chosen = _world(world)
     running = whole_numbers(loads, "loads", 256)
@@ -94,14 +91,6 @@ def _world(name: str) -> WorldSpec:
         return WorldSpec(path.stem, f"measured: {path}", load_profile(path))
     except ProfileError as error:
         raise UsageError(f"world {name!r}: {error}", "a file that `faser profile` wrote") from None
-
-
-def explained(state: EngineState, record: StepRecord, policy: Policy, sequence: int) -> tuple[ActionSet, str]:
-    """Return what the decision core answers to a record, and why."""
-    from .decide import LeaseTerms, decide
-
-    decision = decide(state, record, policy, LeaseTerms(), 1, sequence)
-    return decision.action_set, decision.reason
 
 
 def _manifest_of(spec: str) -> dict[str, Any]:

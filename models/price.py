@@ -56,10 +56,10 @@ def least_survival(edge: int) -> float:
     return LOWEST_SURVIVAL ** (edge / BINS) if edge < BINS else -1.0
 
 
-def predict(state: EngineState, survival: Floats, bins: Ints, catch_up_s: float = 0.0) -> Grid:
+def predict(state: EngineState, survival: Floats, bins: Ints, begin_s: float = 0.0) -> Grid:
     """Return the predictions for a batch of the n requests whose survival is given.
 
-    :param catch_up_s: what the drafter would need first if all of them drafted
+    :param begin_s: what a step in which all of them draft is charged for what the drafter must make up for
     """
     n, k_max = survival.shape
     delivery = state.population.delivery
@@ -71,9 +71,8 @@ def predict(state: EngineState, survival: Floats, bins: Ints, catch_up_s: float 
     rows = drafted + (n + state.prompt_rows())
     step_s = state.cost.verify_time_s(rows) + state.cost.draft_time_s(rows, np.arange(k_max + 1), drafted)
     step_s = step_s - state.cost.prefill_time_s(n, state.prompt_rows())
-    if catch_up_s > 0.0:
-        drafting = np.minimum(drafted[:, 1:2] / max(n, 1), 1.0)
-        step_s[:, 1:] += drafting * (catch_up_s / PAY_BACK_STEPS)
+    if begin_s > 0.0:
+        step_s[:, 1:] += begin_s * np.minimum(drafted[:, 1:2] / max(n, 1), 1.0)
     return Grid(gain + n, drafted, step_s)
 
 
@@ -174,7 +173,7 @@ class PricePolicy:
 
     def _by_history(self, state: EngineState, decoding: Bools, requests: int) -> Plan:
         survival, bins = survival_bins(with_stranger(state, decoding))
-        grid = predict(state, survival[:-1], bins[:-1], state.catch_up_s(decoding))
+        grid = predict(state, survival[:-1], bins[:-1], state.catch_up_s(decoding) / PAY_BACK_STEPS)
         rate = grid.rate
         self._cell = settle(self._cell, rate)
         now = float(rate[self._cell])

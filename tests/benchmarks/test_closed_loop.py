@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -142,3 +143,16 @@ def test_a_short_run_measures_every_window(report: ModuleType, tmp_path: Path) -
     windows = report.read_results(file).windows
     assert {(window.arm, window.load) for window in windows} == {(a, n) for a in ("none", "faser") for n in (1, 2)}
     assert all(window.failed == 0 and window.tokens_per_s > 0 for window in windows)
+
+
+def test_what_is_told_of_the_committed_figures_is_in_them(report: ModuleType) -> None:
+    """docs/results.md, the README's table and the drafter's card."""
+    told, root = report.read_results(report.RESULTS), report.ROOT
+    assert report.markdown(told).strip() in (root / "docs" / "results.md").read_text()
+    readme = (root / "README.md").read_text()
+    for load in (1, 2, 4, 8, 16, 32):
+        ratios = (report.over_none(told, load), report.envelope_at(told, load).ratio)
+        cells = " | ".join(f"{each.value:.2f} ({each.low:.2f} to {each.high:.2f})" for each in ratios)
+        assert f"| {load} | {cells} |" in readme
+    card = json.loads((root / "models" / "weights" / "drafter.card.json").read_text())
+    assert card["tokens_per_s_ratio_batch1"] == round(report.over_none(told, 1).value, 3)

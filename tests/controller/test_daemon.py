@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from faser.controller import session as session_module
 from faser.controller.config import Config, LinkConfig, PolicyConfig, StoreConfig
@@ -21,6 +22,7 @@ from faser.controller.daemon import Daemon
 from faser.controller.errors import PolicyError, StoreError
 from faser.controller.link import MAX_INCOMING_BYTES
 from faser.controller.status import ask
+from faser.engine_adapter.link import EngineLink
 from faser.engine_adapter.protocol import HEADER, MAX_FRAME_BYTES, VERSION, HelloRequest, Release, encode
 
 Start = Callable[..., Any]
@@ -378,3 +380,13 @@ def test_nothing_is_recorded_when_recording_is_off(start_daemon: Start, make_eng
     assert ask(config.link).store.path == ""
     daemon.stop()
     assert not config.store.path.exists()
+
+
+def test_neither_end_of_the_link_uses_heartbeats(start_daemon: Start, config: Config) -> None:
+    daemon, link = start_daemon(), EngineLink(config.link.endpoint, "boot-h")
+    try:
+        for socket in (daemon.daemon._router.socket, link._socket):
+            assert socket.getsockopt(zmq.HEARTBEAT_IVL) <= 0
+            assert socket.getsockopt(zmq.TCP_KEEPALIVE) == 1
+    finally:
+        link.close()

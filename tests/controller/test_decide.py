@@ -238,3 +238,11 @@ def test_tokens_that_a_stop_rule_let_through_say_nothing_about_acceptance_withou
     assert state.population.trials[0] == pytest.approx(50.0, rel=0.02)
     assert chosen.population.trials[0] == pytest.approx(1.0)  # drafted before the rule
     assert state.acceptance()[0, 0] > chosen.acceptance()[0, 0]
+
+
+def test_a_clients_own_limit_is_not_planned_beyond() -> None:
+    arrivals = [RequestEvent("arrival", 1, 0.0, 9, "a", 0, 1), RequestEvent("arrival", 2, 0.0, 9, "b")]
+    record = make_record(0, [row(1), row(2)], arrivals)
+    decision = decide(EngineState(CAPABILITIES), record, make_policy("fixed:3", CAPABILITIES), LeaseTerms(), 1, 0)
+    assert decision.action.lengths.tolist() == [1, 3]
+    assert dict(zip(decision.action_set.handles, decision.action_set.lengths, strict=True)) == {1: 1}

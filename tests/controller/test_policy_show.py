@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from faser.controller.cli import app
 from faser.controller.errors import FaserError
-from faser.controller.policy import explained
+from faser.controller.evaluate import explained
 from faser.models.policy import POLICIES
 from faser.models.portrait import portray
 from faser.models.worlds import held_out

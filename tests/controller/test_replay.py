@@ -19,11 +19,11 @@ from faser.controller.control import Switch
 from faser.controller.daemon import Daemon
 from faser.controller.errors import PolicyError, UsageError
 from faser.controller.offpolicy import Sample, estimate
-from faser.controller.recorded import read_sessions
+from faser.controller.recorded import _event, read_sessions
 from faser.controller.replay import replay, run_replay
-from faser.controller.schema import open_for_reading
+from faser.controller.schema import event_row, open_for_reading
 from faser.controller.status import ask, order
-from faser.engine_adapter.protocol import ActionSet, RequestEvent, RequestRow, StepRecord
+from faser.engine_adapter.protocol import MAX_DRAFT_LENGTH, ActionSet, RequestEvent, RequestRow, StepRecord
 
 REQUESTS = 12
 
@@ -216,3 +216,11 @@ def test_too_little_is_refused_not_shown(samples: list[Sample], reason: str) -> 
     result = estimate(samples)
     assert reason in result.refusal
     assert result.accepted is None
+
+
+@pytest.mark.parametrize("most", [0, 3, MAX_DRAFT_LENGTH])
+def test_a_clients_limit_comes_back_out_of_the_file(most: int) -> None:
+    event = RequestEvent("arrival", 5, 1.0, 90, "r", 2, most)
+    row = event_row(event, 1, 1)
+    cells = (row[name] for name in ("kind", "handle", "time_s", "tokens", "request_id", "priority", "detail"))
+    assert _event(*cells) == event

@@ -12,6 +12,7 @@ from faser.env.state import EngineState, observe
 from faser.models.baselines import LengthTable
 from faser.models.policy import POLICIES, PolicyError, make_policy
 from faser.models.price import COMPARE_DECISIONS
+from faser.models.probe import Chances, ProbeAccount
 
 K_MAX = 5
 CAPABILITIES = Capabilities(k_max=K_MAX)
@@ -217,3 +218,11 @@ def test_without_confidence_in_the_name_or_with_steps_in_flight_nothing_stops() 
     in_flight = Capabilities(k_max=K_MAX, is_async=True)
     for policy in (make_policy("price:history", CAPABILITIES), make_policy("price", in_flight)):
         assert all(policy.act(state).stop is None for _ in range(2 * COMPARE_DECISIONS))
+
+
+def test_a_probe_pays_for_what_the_drafter_must_make_up_for() -> None:
+    state = make_state(dict.fromkeys(range(1, 9), 0.6), row_ms=0.05)
+    free = ProbeAccount().choose(state, 8, 1.0, 0, Chances(np.full(K_MAX, 0.5), np.full(K_MAX, 0.4)))
+    dear = ProbeAccount().choose(state, 8, 1.0, 0, Chances(np.full(K_MAX, 0.5), np.full(K_MAX, 0.4)), begin_s=1e3)
+    assert free is not None
+    assert dear is None
