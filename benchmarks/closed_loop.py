@@ -1,22 +1,21 @@
 """Compare FASER with no speculation and with every fixed draft length, at a constant number of concurrent requests.
 
-    python benchmarks/closed_loop.py [--loads 1,2,4,8,16,32] [--rounds 3] [--budget-minutes 18] [--resume] [--smoke]
+    python benchmarks/closed_loop.py [--loads 1,2,4,8,16,32] [--minutes 8] [--resume] [--smoke] [--docs docs]
 
-Every arm is a vLLM server of its own, all alive side by side; one works, the others are halted (SIGSTOP). A round gives
-each arm one window at each load, in rotating order and with the same prompts. After --rounds full rounds the time left
-goes to the loads whose ratio to the best rival is not yet sharp, there only to FASER and the rivals near the best. Each
-window is in the JSON file as soon as it is measured. closed_loop_report.py makes table and picture from that file.
+Every arm is a vLLM engine in a process of its own, FASER's with a real sidecar beside it; the rivals are vLLM without
+FASER. The engines take turns of a second or two: who is not at work waits with its requests half done. All serve the
+same stream of held-out prompts, and a turn ends when its arm has emitted the same total of tokens as the others, so
+that a round compares the same work within seconds. The first steps of a turn are not measured. After --rounds full
+rounds a load goes on with FASER, no speculation and the rivals near the best until its ratio is sharp or its minutes
+are over. Every turn is in the JSON file when its round is over; closed_loop_report.py makes table and picture of it.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
-import dataclasses
 import itertools
 import json
-import math
 import os
 import platform
 import shutil
@@ -24,13 +23,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from closed_loop_report import (
@@ -40,7 +38,7 @@ from closed_loop_report import (
     Machine,
     Results,
     Settings,
-    Window,
+    Turn,
     envelope_at,
     name_of,
     read_results,
@@ -48,45 +46,131 @@ from closed_loop_report import (
     write_documents,
     write_results,
 )
+from remote import Remote, process_cpu_s, serve
 from rich.console import Console
 from rich.table import Table
 
 from faser.controller.config import load as load_config
-from faser.controller.engine import RunningEngine
 from faser.controller.errors import EngineError, FaserError, UsageError
-from faser.controller.launch import EngineLaunch, available_cores, default_threads
-from faser.controller.loadgen import LoadGenerator, LoadOptions
+from faser.controller.launch import SCHEDULER_CLASS, WORKER_CLASS, available_cores, default_threads
 from faser.controller.processes import ProcessTree
-from faser.controller.serve import (
-    EMBEDDED_K_MAX,
-    EmbeddedPair,
-    embedded_launch,
-    ensure_embedded_pair,
-    start_sidecar,
-    stopping_on_sigterm,
-)
+from faser.controller.serve import EMBEDDED_K_MAX, ensure_embedded_pair, start_sidecar, stopping_on_sigterm
 from faser.controller.status import ask
 from faser.env.prompt import KINDS, held_out_prompts
-from faser.env.workload import TimedRequest
-from faser.models.embedded import TARGET_NAME
+from faser.models.embedded import TARGET_NAME, ensure_embedded_drafter, ensure_embedded_target
 
-ARMS = ("none", "k1", "k2", "k3", "k4", OURS)
-# Without the prefix cache a prompt costs the same in whichever window it comes back. With an explicit cache of this
-# size six servers fit in 16 GB.
-ARGUMENTS = ("--no-enable-prefix-caching", "--kv-cache-memory-bytes", str(512 << 20))
-MAX_LOAD = 48  # requests of the longest prompt and answer that fit that cache
-SPARE_REQUESTS = 400
-RAMP_LIMIT_S = 60.0
-EDGE_S = 1.0
-QUIET_S = 0.06
-QUIET_LIMIT_S = 5.0
-READY_S = 600.0
-SERVER_GIB = 2.9  # of memory a server takes while it starts
+ARMS = ("none", *(f"k{length}" for length in range(1, EMBEDDED_K_MAX + 1)), OURS)
+MAX_LOAD = 48  # requests of the longest prompt and answer that fit the KV cache
+KV_BYTES = 512 << 20
+UNMEASURED_STEPS = 3  # at the start of a turn: caches are cold, and FASER's lease is over
+SETTLE_TURNS = 4  # of each arm at each load, unmeasured
+ENGINE_GIB = 2.2  # of memory an engine takes
 NEAR = 0.93  # of the best rival's tokens/s: what may still turn out the best
-NOISE_CPU = 0.15  # of a core used by others during a window
+NOISE_CPU = 0.15  # of a core used by others during a turn
 NOISE_STEAL = 0.03  # of all cores' time
-ATTEMPTS = 2
 TICKS = os.sysconf("SC_CLK_TCK")
+
+
+# -- in the child ------------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """One arm: a vLLM engine that serves an endless stream of prompts to a constant number of clients."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        from transformers import AutoTokenizer
+        from vllm import LLM
+
+        target, arm = str(ensure_embedded_target()), order["arm"]
+        named: dict[str, Any] = {}
+        if arm != "none":
+            length = EMBEDDED_K_MAX if arm == OURS else int(arm[1:])
+            drafter = str(ensure_embedded_drafter())
+            named["speculative_config"] = {"method": "eagle3", "model": drafter, "num_speculative_tokens": length}
+        if arm == OURS:
+            named |= {"scheduler_cls": SCHEDULER_CLASS, "worker_cls": WORKER_CLASS}
+        # Without the prefix cache a prompt costs the same whenever it comes back.
+        llm = LLM(
+            target, enforce_eager=True, max_model_len=2048, max_num_seqs=64, enable_prefix_caching=False,
+            kv_cache_memory_bytes=KV_BYTES, disable_log_stats=False, **named,
+        )  # fmt: skip
+        self.llm = llm
+        self.engine: Any = llm.llm_engine
+        tokenizer = AutoTokenizer.from_pretrained(target)
+        self.prompts = [
+            tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)["input_ids"]
+            for text in (prompt.text for prompt in stream_prompts(order["max_prompt_tokens"]))
+        ]
+        self.max_tokens: int = order["max_tokens"]
+        self.live: dict[str, int] = {}  # request -> tokens emitted
+        self.emitted = self.sent = 0
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the engine runs with."""
+        config = self.engine.vllm_config
+        return {"pid": os.getpid(), "is_async": bool(config.scheduler_config.async_scheduling)}
+
+    def begin(self, order: list[int], firsts: list[int]) -> None:
+        """Start the clients of a load anew.
+
+        :param order: prompts in the order in which they are sent, over and over
+        :param firsts: tokens of each client's first answer: staggered, so that the load is at once as it stays
+        """
+        self.engine.abort_request(list(self.live))
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        self.live, self.emitted = {}, 0
+        self.stream = itertools.cycle(order)
+        for tokens in firsts:
+            self._send(tokens)
+
+    def _send(self, tokens: int) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self.sent += 1
+        params = SamplingParams(
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+        )
+        self.engine.add_request(str(self.sent), {"prompt_token_ids": self.prompts[next(self.stream)]}, params)
+        self.live[str(self.sent)] = 0
+
+    def step(self) -> None:
+        """Run one engine step; a client whose answer is done sends its next prompt."""
+        for output in self.engine.step():
+            self.emitted += len(output.outputs[0].token_ids)
+            if output.finished:
+                del self.live[output.request_id]
+                self._send(self.max_tokens)
+
+    def turn(self, until: int, unmeasured: int) -> dict[str, float]:
+        """Serve until so many tokens are emitted since `begin`; return the figures of the measured steps."""
+        for _ in range(unmeasured):
+            self.step()
+        tokens, drafting, sent = self.emitted, self._drafting(), self.sent
+        began_s, cpu_s, steps = time.perf_counter(), time.process_time(), 0
+        while self.emitted < until or not steps:
+            self.step()
+            steps += 1
+        seconds, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
+        after = self._drafting()
+        return {
+            "seconds": seconds, "cpu_s": cpu_s, "steps": steps, "tokens": self.emitted - tokens,
+            "emitted": self.emitted, "requests": self.sent - sent,
+            **{name: after[name] - drafting[name] for name in after},
+        }  # fmt: skip
+
+    def _drafting(self) -> dict[str, int]:
+        """Return vLLM's own counters."""
+        names = {"draft_tokens": 0, "accepted_tokens": 0}
+        for metric in self.llm.get_metrics():
+            name = metric.name.removeprefix("vllm:spec_decode_num_")
+            if name in names:
+                names[name] += int(metric.value)
+        return names
+
+
+# -- in the parent -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,64 +180,10 @@ class Plan:
     loads: tuple[int, ...]
     arms: tuple[str, ...]
     rounds: int
-    window_s: float
-    settle_s: float
-    budget_s: float
-    attempts: int
+    minutes: float  # for each load
+    turn_s: float
     is_sharpened: bool
     settings: Settings
-
-    def window_at(self, load: int) -> float:
-        """Return a window's length: twice as long at one request, where few prompts fit in it."""
-        return self.window_s * max(1.0, 2.0 - math.log2(load) / 2)
-
-
-@dataclass(slots=True)
-class Arm:
-    """A server, for FASER with its sidecar."""
-
-    name: str
-    engine: RunningEngine
-    sidecar: ProcessTree | None = None
-
-    def trees(self) -> list[ProcessTree]:
-        """Return the sidecar's processes, then the engine's."""
-        return [*([self.sidecar] if self.sidecar else []), self.engine.tree]
-
-    def pause(self) -> None:
-        """Halt the engine once it does nothing any more.
-
-        The sidecar stays: it sleeps while its engine does. Halted, its pages were taken back, and it took up to 2.6 s
-        of its next window to fetch them again.
-        """
-        end_s = time.monotonic() + QUIET_LIMIT_S
-        used_s, still = self.cpu_s(), 0
-        while still < 2 and time.monotonic() < end_s:
-            time.sleep(QUIET_S)
-            now_s = self.cpu_s()
-            still = still + 1 if now_s - used_s < 1.5 / TICKS else 0
-            used_s = now_s
-        self.engine.tree.pause()
-
-    def resume(self) -> None:
-        """Let it go on."""
-        self.engine.tree.resume()
-
-    def cpu_s(self) -> float:
-        """Return the CPU time used so far."""
-        return sum(tree.cpu_s() for tree in self.trees())
-
-    def drafting(self) -> np.ndarray:
-        """Return vLLM's counters of drafts, draft tokens and accepted tokens, (3,) int."""
-        names = ("drafts", "draft_tokens", "accepted_tokens")
-        counts = np.zeros(3, np.int64)
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"{self.engine.launch.url}/metrics", timeout=30.0) as reply:
-            for line in reply.read().decode().splitlines():
-                for position, name in enumerate(names):
-                    if line.startswith(f"vllm:spec_decode_num_{name}_total"):
-                        counts[position] += int(float(line.rsplit(" ", 1)[1]))
-        return counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,299 +204,173 @@ class Processor:
 
 @dataclass(slots=True)
 class Bench:
-    """The run: arms, plan and what was measured."""
+    """The run: engines, plan and what was measured."""
 
     plan: Plan
     results: Results
     path: Path
     folder: Path
     console: Console
-    arms: dict[str, Arm] = field(default_factory=dict)
+    arms: dict[str, Remote] = field(default_factory=dict)
+    sidecar: ProcessTree | None = None
     begin_s: float = field(default_factory=time.monotonic)
-    warm_s: float = field(default_factory=time.monotonic)
-    cost_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # of each window, by load
 
     def say(self, text: str) -> None:
         """Tell the user what happens now."""
         self.console.print(f"closed_loop {time.monotonic() - self.begin_s:5.0f} s: {text}", soft_wrap=True)
 
-    def left_s(self) -> float:
-        """Return what is left of the budget, which begins when all is warm."""
-        return self.plan.budget_s - (time.monotonic() - self.warm_s)
+    # -- processes -----------------------------------------------------------------------------------------------
 
-    # -- servers -------------------------------------------------------------------------------------------------
-
-    def start(self, stack: ExitStack, pair: EmbeddedPair, sockets: Path) -> None:
-        """Start every arm, as many at a time as there are cores; halt each when it is ready."""
+    def start(self, stack: ExitStack, sockets: Path) -> None:
+        """Start the sidecar and every arm, as many at a time as there are cores."""
         require_memory(len(self.plan.arms))
-        for first in range(0, len(self.plan.arms), available_cores()):
-            names = self.plan.arms[first : first + available_cores()]
-            require_memory(len(names))
-            group = [self._launch(stack, name, pair, sockets) for name in names]
-            for arm in group:
-                try:
-                    waited_s = arm.engine.wait_ready(READY_S)
-                    self._await_introduction(arm, sockets)
-                except EngineError as error:
-                    self.drop(arm, error)
-                    continue
-                self.arms[arm.name] = arm
-                self.say(f"{arm.name} is ready after another {waited_s:.0f} s")
-            for arm in group:
-                arm.pause()
+        ensure_embedded_pair()
+        if OURS in self.plan.arms:
+            self._start_sidecar(stack, sockets)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        cores, names = available_cores(), self.plan.arms
+        for group in (names[at : at + cores] for at in range(0, len(names), cores)):
+            for name in group:
+                self.arms[name] = self._launch(name, sockets)
+                stack.callback(self.arms[name].end)
+            for name in group:
+                self.arms[name].wait_ready()
+                self.say(f"{name_of(name)} is ready")
 
-    def _launch(self, stack: ExitStack, name: str, pair: EmbeddedPair, sockets: Path) -> Arm:
-        sidecar = None
+    def _launch(self, name: str, sockets: Path) -> Remote:
+        settings = self.plan.settings
+        order = {"arm": name, "max_tokens": settings.max_tokens, "max_prompt_tokens": settings.max_prompt_tokens}
+        environment = {"VLLM_PLUGINS": "faser" if name == OURS else "none"}
         if name == OURS:
-            flags = {
-                "link.endpoint": f"ipc://{sockets / 'engine.sock'}",
-                "link.status_endpoint": f"ipc://{sockets / 'status.sock'}",
-                "policy.spec": self.plan.settings.policy,
-                "store.path": self.folder / "telemetry.sqlite",
-                "mode.state": self.folder / "modes.json",
-            }
-            config = load_config(None, os.environ, flags).config
-            sidecar = start_sidecar(config, self.folder / "sidecar.log")
-            assert sidecar is not None
-            stack.enter_context(sidecar)
-        launch = launch_of(name, pair, f"ipc://{sockets / 'engine.sock'}", self.plan.settings.threads)
-        engine = stack.enter_context(RunningEngine(launch, self.folder / f"{name}.log"))
-        return Arm(name, engine, sidecar)
+            environment["FASER_ENDPOINT"] = f"ipc://{sockets / 'engine.sock'}"
+        log = self.folder / f"{name}.log"
+        return Remote(__file__, [json.dumps(order)], self.folder, settings.threads, environment, log)
 
-    def _await_introduction(self, arm: Arm, sockets: Path) -> None:
-        if arm.sidecar is None:
-            return
+    def _start_sidecar(self, stack: ExitStack, sockets: Path) -> None:
         flags = {
             "link.endpoint": f"ipc://{sockets / 'engine.sock'}",
             "link.status_endpoint": f"ipc://{sockets / 'status.sock'}",
+            "policy.spec": self.plan.settings.policy,
+            "store.path": self.folder / "telemetry.sqlite",
+            "mode.state": self.folder / "modes.json",
         }
-        link = load_config(None, os.environ, flags).config.link
+        config = load_config(None, os.environ, flags).config
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.sidecar = start_sidecar(config, self.folder / "sidecar.log")
+        assert self.sidecar is not None
+        stack.enter_context(self.sidecar)
         end_s = time.monotonic() + 30.0
         while time.monotonic() < end_s:
             with contextlib.suppress(FaserError):
-                if ask(link, timeout_s=1.0).engines:
-                    return
+                ask(config.link, timeout_s=1.0)
+                return
             time.sleep(0.1)
-        raise EngineError("FASER's engine did not introduce itself to the sidecar", remedy=f"see {self.folder}")
-
-    def drop(self, arm: Arm, error: Exception) -> None:
-        """Go on without an arm whose server failed."""
-        self.say(f"{arm.name} is left out from here on: {error}")
-        self.arms.pop(arm.name, None)
-        arm.engine.stop()
+        raise EngineError("the sidecar did not start", remedy=f"see {self.folder / 'sidecar.log'}")
 
     # -- measuring -----------------------------------------------------------------------------------------------
 
-    def warm_up(self) -> None:
-        """Give every arm a short load, unmeasured; FASER's estimates see every load once."""
-        for arm in list(self.arms.values()):
-            loads = self.plan.loads if arm.name == OURS else self.plan.loads[:1]
-            for load in loads:
-                self._try(arm, load, round_=-1, window_s=self.plan.settle_s)
-        self.warm_s = time.monotonic()
-        self.say(f"warm; {self.plan.budget_s / 60:g} minutes for measuring")
-
     def run(self) -> None:
-        """Measure the full rounds, then sharpen until all is sharp or the time is used up."""
-        for round_ in range(self.plan.rounds):
-            for load in self.plan.loads:
-                if not self.measure(load, round_, self.plan.arms):
-                    return
-        while self.plan.is_sharpened and (load := self._bluntest()):
-            round_ = max(window.round for window in self.results.windows if window.load == load) + 1
-            if not self.measure(load, round_, self.contenders(load)):
-                return
-        self.say("every ratio is sharp" if self.plan.is_sharpened and OURS in self.arms else "all rounds are done")
+        """Measure every load until its ratio is sharp or its minutes are over."""
+        for load in self.plan.loads:
+            self.say(f"{load} requests: every arm settles")
+            quantum = self._settle(load)
+            end_s = time.monotonic() + 60.0 * self.plan.minutes
+            first = max((turn.round for turn in self.results.turns if turn.load == load), default=-1) + 1
+            goal, names = SETTLE_TURNS * quantum, self.plan.arms
+            for round_ in itertools.count(first):
+                names = self.contenders(load, round_ - first, names)
+                if time.monotonic() > end_s or not names:
+                    break
+                goal += quantum
+                self._round(load, round_, names, goal)
 
-    def measure(self, load: int, round_: int, names: Sequence[str]) -> bool:
-        """Measure what is missing of one round at one load; return False if there is no time left for it."""
-        done = {window.arm for window in self.results.windows if (window.load, window.round) == (load, round_)}
-        turn = (round_ + self.plan.loads.index(load)) % len(names)
-        order = [name for name in (*names[turn:], *names[:turn]) if name in self.arms and name not in done]
-        needed_s = len(order) * float(np.mean(self.cost_s[load] or [self.plan.window_at(load) + 2.0]))
-        if needed_s > self.left_s():
-            self.say(f"no time left for round {round_ + 1} at {load} requests ({needed_s:.0f} s)")
-            return False
-        for name in order:
-            self._window(self.arms[name], load, round_)
-        return True
-
-    def _window(self, arm: Arm, load: int, round_: int) -> None:
-        for attempt in range(self.plan.attempts):
-            begin_s = time.monotonic()
-            window = self._try(arm, load, round_, self.plan.window_at(load), attempt)
-            if window is None:
-                return
-            self.cost_s[load].append(time.monotonic() - begin_s)
-            self.results.windows.append(window)
-            write_results(self.results, self.path)
-            note = f", disturbed: {window.other_cpu:.2f} cores, {window.steal_share:.1%} stolen"
-            self.say(
-                f"round {round_ + 1}, {load:2d} requests, {name_of(arm.name):14} {window.tokens_per_s:6.1f} tokens/s"
-                f"{note if window.is_disturbed else ''}"
-            )
-            if not window.is_disturbed:
-                return
-
-    def _try(self, arm: Arm, load: int, round_: int, window_s: float, attempt: int = 0) -> Window | None:
-        """Measure one window, None if the server is gone."""
-        arm.resume()
-        try:
-            return self._under_load(arm, load, round_, window_s, attempt)
-        except (EngineError, OSError) as error:
-            self.drop(arm, error)
-            return None
-        finally:
-            if arm.name in self.arms:
-                arm.pause()
-
-    def _under_load(self, arm: Arm, load: int, round_: int, window_s: float, attempt: int) -> Window:
+    def _settle(self, load: int) -> int:
+        """Start the load in every arm and serve some turns, unmeasured; return the tokens of a turn."""
         settings = self.plan.settings
-        work = requests_of(load, round_, settings)
-        options = LoadOptions(
-            arm.engine.launch.url, settings.target, max_connections=load, ignore_eos=True, request_timeout_s=120.0
-        )
-        generator = LoadGenerator(work, options)
-        before, client_s, start_s = arm.drafting(), time.process_time(), time.monotonic()
-        span = asyncio.run(_drive(generator, arm, load, window_s))
-        client_s = (time.process_time() - client_s) / (time.monotonic() - start_s)
-        drafts, draft_tokens, accepted = (arm.drafting() - before).tolist()
-        seconds = span.end_s - span.begin_s
-        other_cpu = (span.machine.busy_s - span.arm_s - span.client_s) / seconds
-        steal = span.machine.steal_s / seconds / (os.cpu_count() or 1)
-        failed = sum(result.outcome == "failed" for result in generator.results)
-        if failed:
-            arm.engine.require_running()
-        return Window(
-            round=round_, load=load, arm=arm.name, tokens_per_s=rate_within(generator, span.begin_s, span.end_s),
-            window_s=seconds, ramp_s=span.begin_s, tokens=generator.tokens,
-            requests=sum(result.sent_s is not None for result in generator.results), failed=failed, drafts=drafts,
-            draft_tokens=draft_tokens, accepted_tokens=accepted, engine_cpu=span.arm_s / seconds, client_cpu=client_s,
-            other_cpu=max(other_cpu, 0.0), steal_share=steal, load_average=os.getloadavg()[0],
-            is_disturbed=other_cpu > NOISE_CPU or steal > NOISE_STEAL or failed > 0, attempt=attempt,
+        random = np.random.default_rng((len(self.results.turns), load))
+        order = stream_order(settings.max_prompt_tokens, random)
+        firsts = [max(1, round(settings.max_tokens * (place + 1) / load)) for place in random.permutation(load)]
+        quantum = 0
+        for name in self.plan.arms:
+            engine = self.arms[name]
+            engine.ask("begin", order, firsts)
+            if not quantum:
+                engine.ask("turn", 2 * load, 0)  # the first prompts
+                trial = engine.ask("turn", 6 * load, 0)
+                quantum = max(round(trial["tokens"] / trial["seconds"] * self.plan.turn_s), load)
+            for turn in range(SETTLE_TURNS):
+                engine.ask("turn", (turn + 1) * quantum, UNMEASURED_STEPS)
+        return quantum
+
+    def _round(self, load: int, round_: int, names: Sequence[str], goal: int) -> None:
+        """Give each arm a turn, in rotating order; those no longer measured stay where they are."""
+        first = round_ % len(names)
+        for name in (*names[first:], *names[:first]):
+            self.results.turns.append(self._turn(name, load, round_, goal))
+        write_results(self.results, self.path)
+        rates = {
+            each.arm: each.tokens_per_s for each in self.results.turns if (each.load, each.round) == (load, round_)
+        }
+        told = ", ".join(f"{name_of(name)} {rates[name]:.1f}" for name in self.plan.arms if name in rates)
+        self.say(f"{load:2d} requests, round {round_ + 1}: {told} tokens/s; {envelope_at(self.results, load).ratio}")
+
+    def _turn(self, name: str, load: int, round_: int, goal: int) -> Turn:
+        machine, own_s, start_s = Processor.now(), self._own_cpu_s(name), time.monotonic()
+        seen = self.arms[name].ask("turn", goal, UNMEASURED_STEPS)
+        whole_s, after = time.monotonic() - start_s, Processor.now()
+        own_s = self._own_cpu_s(name) - own_s
+        other_cpu = (after.busy_s - machine.busy_s - own_s) / whole_s
+        steal = (after.steal_s - machine.steal_s) / whole_s / (os.cpu_count() or 1)
+        return Turn(
+            round=round_, load=load, arm=name, tokens_per_s=seen["tokens"] / seen["seconds"], seconds=seen["seconds"],
+            steps=int(seen["steps"]), tokens=int(seen["tokens"]), requests=int(seen["requests"]),
+            draft_tokens=int(seen["draft_tokens"]), accepted_tokens=int(seen["accepted_tokens"]),
+            engine_cpu=seen["cpu_s"] / seen["seconds"], own_cpu=own_s / whole_s, other_cpu=max(other_cpu, 0.0),
+            steal_share=steal, is_disturbed=other_cpu > NOISE_CPU or steal > NOISE_STEAL,
             at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )  # fmt: skip
 
-    # -- what next -----------------------------------------------------------------------------------------------
+    def _own_cpu_s(self, name: str) -> float:
+        """Return the CPU time of an arm, for FASER with its sidecar."""
+        sidecar = self.sidecar.cpu_s() if self.sidecar is not None and name == OURS else 0.0
+        return process_cpu_s(self.arms[name].process.pid) + sidecar
 
-    def _bluntest(self) -> int | None:
-        """Return the load whose ratio has the widest interval, None if all are sharp enough."""
-        if OURS not in self.arms or len(self.arms) < 2:
-            return None
-        ratios = {load: envelope_at(self.results, load).ratio for load in self.plan.loads}
-        open_ = {load: ratio for load, ratio in ratios.items() if not ratio.is_sharp()}
-        return max(open_, key=lambda load: np.nan_to_num(open_[load].half_width, nan=np.inf), default=None)
-
-    def contenders(self, load: int) -> tuple[str, ...]:
-        """Return FASER and the rivals near the best, at one request no speculation too."""
-        rates = {arm: rate for arm, rate in self.results.rates(load).items() if arm in self.arms}
+    def contenders(self, load: int, rounds: int, names: Sequence[str]) -> Sequence[str]:
+        """Return which of those of the last round have a turn in a load's next one; none: the load is done."""
+        if rounds < self.plan.rounds:
+            return self.plan.arms
+        if not self.plan.is_sharpened or not {OURS, "none"} <= set(names):
+            return ()
+        if envelope_at(self.results, load).ratio.is_sharp():
+            return ()
+        rates = self.results.rates(load)
         level = {arm: float(np.nanmedian(rate)) for arm, rate in rates.items() if arm != OURS}
         best = max(level.values())
-        keep = {arm for arm, rate in level.items() if rate >= NEAR * best} | {OURS}
-        if load == 1:
-            keep.add("none")
-        return tuple(arm for arm in self.plan.arms if arm in keep and arm in self.arms)
+        near = {arm for arm, rate in level.items() if rate >= NEAR * best} | {OURS, "none"}
+        return tuple(arm for arm in names if arm in near)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The measured part of a run: seconds since its start, and the CPU time spent in it."""
-
-    begin_s: float
-    end_s: float
-    machine: Processor
-    arm_s: float
-    client_s: float
+def stream_prompts(max_tokens: int) -> list[Any]:
+    """Return the held-out prompts that are short enough, kind by kind."""
+    return [prompt for prompt in held_out_prompts() if prompt.tokens <= max_tokens]
 
 
-async def _drive(generator: LoadGenerator, arm: Arm, load: int, window_s: float) -> Span:
-    """Run the load until every client has its first token and for the window after that."""
-    stop = asyncio.Event()
-    run = asyncio.create_task(generator.run(stop))
-    edge_s = min(EDGE_S, window_s / 4)
-    try:
-        await _ramp(generator, run, load)
-        await asyncio.sleep(edge_s / 2)
-        begin_s, machine, arm_s, client_s = generator.elapsed_s, Processor.now(), arm.cpu_s(), time.process_time()
-        await asyncio.sleep(window_s)
-        end_s, after = generator.elapsed_s, Processor.now()
-        used = Processor(after.busy_s - machine.busy_s, after.steal_s - machine.steal_s)
-        span = Span(begin_s, end_s, used, arm.cpu_s() - arm_s, time.process_time() - client_s)
-        await asyncio.sleep(edge_s / 2)
-    finally:
-        stop.set()
-        await run
-    if generator.results[-1].sent_s is not None:
-        raise EngineError(f"all {len(generator.results)} requests were sent before the window's end")
-    return span
+def stream_order(max_tokens: int, random: np.random.Generator) -> list[int]:
+    """Return the prompts' places in the order in which they are sent: shuffled, the kinds in turn while they last."""
+    kinds = np.array([KINDS.index(prompt.kind) for prompt in stream_prompts(max_tokens)])
+    decks = [random.permutation(np.flatnonzero(kinds == kind)).tolist() for kind in range(len(KINDS))]
+    return [deck[at] for at in range(max(map(len, decks))) for deck in decks if at < len(deck)]
 
 
-async def _ramp(generator: LoadGenerator, run: asyncio.Task[object], load: int) -> None:
-    end_s = time.monotonic() + RAMP_LIMIT_S
-    while not all(result.token_times_s or result.failure for result in generator.results[:load]):
-        if run.done() or time.monotonic() > end_s:
-            raise EngineError(f"not every one of {load} requests had a token within {RAMP_LIMIT_S:g} s")
-        await asyncio.sleep(0.02)
-
-
-def rate_within(generator: LoadGenerator, begin_s: float, end_s: float) -> float:
-    """Return tokens/s within a window with soft edges: a step's burst at an edge counts in part.
-
-    Hard edges would add an error of up to one step's tokens, percents of a window at many requests.
-    """
-    half_s = min(EDGE_S, (end_s - begin_s) / 4) / 2
-    corners = (begin_s - half_s, begin_s + half_s, end_s - half_s, end_s + half_s)
-    total = 0.0
-    for result in generator.results:
-        if result.token_times_s:
-            counts = np.diff(result.token_counts, prepend=0)
-            total += float(counts @ np.interp(result.token_times_s, corners, (0.0, 1.0, 1.0, 0.0)))
-    return total / (end_s - begin_s)
-
-
-def requests_of(load: int, round_: int, settings: Settings) -> list[TimedRequest]:
-    """Return a round's requests: held-out prompts, kinds in turn, the same for every arm.
-
-    The first of each client end early at staggered lengths, so that the load is from its start as it stays.
-    """
-    random = np.random.default_rng((round_ + 1, load))
-    prompts = [prompt for prompt in held_out_prompts() if prompt.tokens <= settings.max_prompt_tokens]
-    decks = []
-    for kind in KINDS:
-        deck = [prompt for prompt in prompts if prompt.kind == kind]
-        decks.append(itertools.cycle([deck[at] for at in random.permutation(len(deck))]))
-    first = random.permutation(load)
-    work = []
-    for index, deck in zip(range(load + SPARE_REQUESTS), itertools.cycle(decks), strict=False):
-        prompt = next(deck)
-        share = (int(first[index]) + 1) / load if index < load else 1.0
-        tokens = max(1, round(settings.max_tokens * share))
-        work.append(TimedRequest(0.0, prompt.text, prompt.kind, tokens, prompt.id, prompt.tokens))
-    return work
-
-
-def launch_of(name: str, pair: EmbeddedPair, endpoint: str, threads: int) -> EngineLaunch:
-    """Return an arm's server; the rivals are vLLM without FASER's plugin."""
-    launch = dataclasses.replace(
-        embedded_launch(pair, endpoint, arguments=ARGUMENTS), threads=threads, kv_cache_gib=None
-    )
-    if name == OURS:
-        return launch
-    speculative = None if name == "none" else pair.speculative(int(name[1:]))
-    return dataclasses.replace(
-        launch, has_faser=False, speculative=speculative, environment_extra={"VLLM_PLUGINS": "none"}
-    )
-
-
-def require_memory(servers: int) -> None:
+def require_memory(engines: int) -> None:
     """Raise EngineError rather than let the kernel choose a process to kill."""
     with open("/proc/meminfo", encoding="ascii") as file:
         facts = dict(line.split(":") for line in file)
     free_gib = int(facts["MemAvailable"].split()[0]) / 2**20
-    if free_gib < servers * SERVER_GIB:
+    if free_gib < engines * ENGINE_GIB:
         raise EngineError(
             f"{free_gib:.1f} GiB of memory are free",
-            f"{servers * SERVER_GIB:.1f} for the next {servers} servers",
+            f"{engines * ENGINE_GIB:.1f} for {engines} engines",
             "stop other work or measure fewer --arms at a time",
         )
 
@@ -521,8 +425,8 @@ def open_results(path: Path, settings: Settings, is_resumed: bool) -> Results:
 def plan_of(options: argparse.Namespace) -> Plan:
     """Return the plan; raise UsageError for what cannot be measured."""
     if options.smoke:
-        options.loads, options.arms, options.rounds = "1,2", f"none,{OURS}", 1
-        options.window_s, options.settle_s, options.budget_minutes, options.max_tokens = 1.5, 0.5, 3.0, 24
+        options.loads, options.arms, options.rounds = "1,2", f"none,{OURS}", 2
+        options.turn_s, options.minutes, options.max_tokens = 0.5, 1.0, 24
     arms = tuple(arm for arm in ARMS if arm in options.arms.split(","))
     if unknown := set(options.arms.split(",")) - set(ARMS):
         raise UsageError(f"--arms {','.join(sorted(unknown))}", f"some of {','.join(ARMS)}")
@@ -534,15 +438,11 @@ def plan_of(options: argparse.Namespace) -> Plan:
         raise UsageError(f"--loads {options.loads}", f"numbers from 1 to {MAX_LOAD}, separated by commas")
     card = json.loads((ROOT / "models" / "weights" / "drafter.card.json").read_text())
     settings = Settings(
-        window_s=options.window_s, max_tokens=options.max_tokens, max_prompt_tokens=options.max_prompt_tokens,
+        turn_s=options.turn_s, max_tokens=options.max_tokens, max_prompt_tokens=options.max_prompt_tokens,
         threads=options.threads or default_threads(available_cores()), k_max=EMBEDDED_K_MAX, policy=options.policy,
-        target=TARGET_NAME, drafter_sha256=card["sha256"], arguments=ARGUMENTS,
+        target=TARGET_NAME, drafter_sha256=card["sha256"],
     )  # fmt: skip
-    return Plan(
-        loads=loads, arms=arms, rounds=options.rounds, window_s=options.window_s, settle_s=options.settle_s,
-        budget_s=60.0 * options.budget_minutes, attempts=1 if options.smoke else ATTEMPTS,
-        is_sharpened=not options.smoke, settings=settings,
-    )  # fmt: skip
+    return Plan(loads, arms, options.rounds, options.minutes, options.turn_s, not options.smoke, settings)
 
 
 @contextlib.contextmanager
@@ -565,25 +465,24 @@ def run(options: argparse.Namespace) -> int:
     with stopping_on_sigterm(), socket_folder() as sockets:
         try:
             with ExitStack() as stack:
-                bench.say(f"{len(plan.arms)} servers, {plan.settings.threads} threads each, logs in {folder}")
-                bench.start(stack, ensure_embedded_pair(), sockets)
-                bench.warm_up()
+                bench.say(f"{len(plan.arms)} engines, {plan.settings.threads} threads each, logs in {folder}")
+                bench.start(stack, sockets)
                 bench.run()
                 bench.say("stopping")
         except KeyboardInterrupt:
             code = 130
-    if results.windows:
+    if results.turns:
         print_table(results)
         if options.docs is not None:
             write_documents(results, options.docs)
             bench.say(f"wrote {options.docs / 'results.md'} and closed_loop.svg")
-    return code or int(not bench.arms)
+    return code
 
 
 def print_table(results: Results) -> None:
     """Print what was measured so far."""
     heading, rows = table_rows(results)
-    table = Table(title=f"tokens/s, {results.settings.target}, window {results.settings.window_s:g} s")
+    table = Table(title=f"tokens/s, {results.settings.target}, turns of {results.settings.turn_s:g} s")
     for text in heading:
         table.add_column(text, justify="right")
     for row in rows:
@@ -596,22 +495,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loads", default="1,2,4,8,16,32", help="concurrent requests")
     parser.add_argument("--arms", default=",".join(ARMS))
-    parser.add_argument("--rounds", type=int, default=3, help="full rounds before time goes where it is needed")
-    parser.add_argument("--window-s", type=float, default=4.0, help="measured seconds; twice that at one request")
-    parser.add_argument("--settle-s", type=float, default=3.0, help="unmeasured load per arm, for FASER per load")
-    parser.add_argument("--budget-minutes", type=float, default=18.0, help="for measuring; starting takes 2 to 4 more")
+    parser.add_argument("--rounds", type=int, default=10, help="full rounds at each load before some arms drop out")
+    parser.add_argument("--turn-s", type=float, default=1.5, help="about what a turn takes without speculation")
+    parser.add_argument("--minutes", type=float, default=8.0, help="at most, for each load")
     parser.add_argument("--max-tokens", type=int, default=96, help="length of each answer")
     parser.add_argument("--max-prompt-tokens", type=int, default=300)
     parser.add_argument("--policy", default="price", help="FASER's policy")
     parser.add_argument("--threads", type=int, help="of each engine; default: all cores but one")
-    parser.add_argument("--json", type=Path, default=RESULTS, help="where the windows are written")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="where the turns are written")
     parser.add_argument(
         "--docs", type=Path, help="folder whose results.md and closed_loop.svg are rewritten at the end"
     )
     parser.add_argument("--resume", action="store_true", help="continue the JSON file")
-    parser.add_argument("--smoke", action="store_true", help="two loads, two arms, one short round")
+    parser.add_argument("--smoke", action="store_true", help="two loads, two arms, two short rounds")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child is not None:
+        serve(Engine(json.loads(options.child)))
+        return
     try:
-        code = run(parser.parse_args())
+        code = run(options)
     except FaserError as error:
         print(f"closed_loop: {error}", file=sys.stderr)
         code = error.exit_code

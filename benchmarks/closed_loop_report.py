@@ -41,9 +41,9 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What must be the same for windows to be compared."""
+    """What must be the same for turns to be compared."""
 
-    window_s: float
+    turn_s: float
     max_tokens: int
     max_prompt_tokens: int
     threads: int
@@ -51,59 +51,53 @@ class Settings(msgspec.Struct, frozen=True):
     policy: str
     target: str
     drafter_sha256: str
-    arguments: tuple[str, ...]
 
 
-class Window(msgspec.Struct, frozen=True):
-    """One arm under one load for one window. Shares are of one core; counts are of the run with its ramp."""
+class Turn(msgspec.Struct, frozen=True):
+    """One arm under one load for about a second. Shares are of one core; counts are of the measured steps."""
 
     round: int
     load: int
     arm: str
     tokens_per_s: float
-    window_s: float
-    ramp_s: float
+    seconds: float
+    steps: int
     tokens: int
-    requests: int
-    failed: int
-    drafts: int  # vLLM's counters
-    draft_tokens: int
+    requests: int  # begun
+    draft_tokens: int  # vLLM's counters
     accepted_tokens: int
-    engine_cpu: float  # with its sidecar
-    client_cpu: float
+    engine_cpu: float
+    own_cpu: float  # with the sidecar, and the steps that are not measured
     other_cpu: float
     steal_share: float  # of all cores' time
-    load_average: float
     is_disturbed: bool
-    attempt: int
     at: str
 
 
 class Results(msgspec.Struct):
-    """The whole file; `commits` are those the code had when windows were added."""
+    """The whole file; `commits` are those the code had when turns were added."""
 
     machine: Machine
     versions: dict[str, str]
     commits: list[str]
     settings: Settings
-    windows: list[Window] = []
+    turns: list[Turn] = []
 
     def loads(self) -> list[int]:
         """Return the loads measured, ascending."""
-        return sorted({window.load for window in self.windows})
+        return sorted({turn.load for turn in self.turns})
 
     def arms(self) -> list[str]:
         """Return the arms measured, in the table's order."""
-        return sorted({window.arm for window in self.windows}, key=lambda arm: (arm == OURS, arm != "none", arm))
+        return sorted({turn.arm for turn in self.turns}, key=lambda arm: (arm == OURS, arm != "none", arm))
 
     def rates(self, load: int, is_clean: bool = False) -> dict[str, Floats]:
         """Return tokens/s by arm, (rounds,) each; NaN where an arm was not measured or, if asked for, disturbed."""
-        windows = [window for window in self.windows if window.load == load]
-        count = 1 + max((window.round for window in windows), default=-1)
+        turns = [turn for turn in self.turns if turn.load == load]
+        count = 1 + max((turn.round for turn in turns), default=-1)
         rates = {arm: np.full(count, np.nan) for arm in self.arms()}
-        for window in windows:  # a repeated window comes later and counts instead
-            dirty = is_clean and window.is_disturbed
-            rates[window.arm][window.round] = np.nan if dirty else window.tokens_per_s
+        for turn in turns:
+            rates[turn.arm][turn.round] = np.nan if is_clean and turn.is_disturbed else turn.tokens_per_s
         return rates
 
 
@@ -192,7 +186,7 @@ def _has_any(values: Floats) -> bool:
 
 
 def envelope_at(results: Results, load: int) -> Envelope:
-    """Return the envelope ratio at a load, from undisturbed windows if there are enough of them."""
+    """Return the envelope ratio at a load, from undisturbed turns if there are enough of them."""
     clean, whole = envelope(results.rates(load, is_clean=True)), envelope(results.rates(load))
     if clean.ratio.pairs >= min(LEAST_PAIRS, whole.ratio.pairs):
         return clean
@@ -200,7 +194,7 @@ def envelope_at(results: Results, load: int) -> Envelope:
 
 
 def over_none(results: Results, load: int) -> Ratio:
-    """Return FASER over no speculation at a load, from the same windows as the envelope."""
+    """Return FASER over no speculation at a load, from the same turns as the envelope."""
     rates = results.rates(load, is_clean=not envelope_at(results, load).is_disturbed)
     return paired_ratio(np.log(rates[OURS]) - np.log(rates["none"]))
 
@@ -241,9 +235,9 @@ def _spread(rates: Floats) -> str:
 
 def mean_length(results: Results, load: int, arm: str = OURS) -> float:
     """Return the draft tokens verified per token that no draft gave, i.e. per request and step."""
-    windows = [window for window in results.windows if window.load == load and window.arm == arm]
-    own = sum(window.tokens - window.accepted_tokens for window in windows)
-    return sum(window.draft_tokens for window in windows) / own if own > 0 else math.nan
+    turns = [turn for turn in results.turns if turn.load == load and turn.arm == arm]
+    own = sum(turn.tokens - turn.accepted_tokens for turn in turns)
+    return sum(turn.draft_tokens for turn in turns) / own if own > 0 else math.nan
 
 
 def markdown(results: Results) -> str:
@@ -261,8 +255,9 @@ def _conditions(results: Results) -> list[str]:
         f"threads; {versions};",
         f"commit {', '.join(results.commits)}; drafter sha256 {settings.drafter_sha256[:12]}.",
         f"Each of N clients sends its next held-out prompt when its {settings.max_tokens}-token answer is done;",
-        "the first answers are staggered. Greedy, the five kinds of prompts in turn, the same prompts for each arm of",
-        "a round. Every arm is a vLLM server of its own; one works, the others are halted.",
+        "the first answers are staggered. Greedy, the five kinds of prompts in turn, the same stream for every arm.",
+        "Every arm is a vLLM engine in a process of its own, FASER's with its sidecar beside it; they take turns of",
+        f"about {settings.turn_s:g} s, each serving as many tokens as the others, while those that wait use no time.",
         f"Policy: {settings.policy}, longest draft {settings.k_max}.",
         "",
         "![tokens/s relative to no speculation](closed_loop.svg)",
@@ -270,15 +265,15 @@ def _conditions(results: Results) -> list[str]:
 
 
 def _legend(results: Results) -> list[str]:
-    disturbed = sum(window.is_disturbed for window in results.windows)
+    disturbed = sum(turn.is_disturbed for turn in results.turns)
     return [
         "Tokens/s: median (lowest to highest) over rounds. *FASER's length*: draft tokens verified per request and",
         "step. Ratios: geometric mean over paired rounds with its 95 % interval. The best rival is chosen on every",
         "other round and compared on the rounds between, and the other way round.",
         f"*Bar*: ratio at least {LEAST_RATIO}, lower end at least {LEAST_LOW}, half-width at most "
         f"{WANTED_HALF_WIDTH:.0%}; *open*: the interval is still wider.",
-        f"{len(results.windows)} windows, {disturbed} of them disturbed by other work or stolen time and repeated; "
-        "* marks loads that use such windows.",
+        f"{len(results.turns)} turns, {disturbed} of them disturbed by other work or stolen time and left out; "
+        "* marks loads that use such turns.",
         "Reproduce: `python benchmarks/closed_loop.py --docs docs`.",
         "",
     ]

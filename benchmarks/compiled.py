@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from confidence_engine import conditions
-from skip import Remote
+from remote import Remote, serve
 
 from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
 
@@ -93,21 +91,13 @@ class Engine:
         return rate
 
 
-def child(mode: str) -> None:
-    """Answer one JSON line per order."""
-    engine = Engine(mode)
-    answers = os.fdopen(3, "w", buffering=1)
-    answers.write("null\n")
-    for line in sys.stdin:
-        name, *arguments = json.loads(line)
-        answers.write(json.dumps(getattr(engine, name)(*arguments)) + "\n")
-
-
 def measure(loads: list[int], rounds: int, threads: int, minutes: float) -> dict[str, Any]:
     """Return start times and, for each load and length, both medians and the paired ratio with its range."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        engines = {mode: Remote(mode, folder, __file__, threads) for mode in ("eager", "compiled")}
+        engines = {mode: Remote(__file__, [mode], folder, threads) for mode in ("eager", "compiled")}
+        for engine in engines.values():
+            engine.wait_ready()
         starts = {mode: engine.ask("started") for mode, engine in engines.items()}
         print("start, s:", {mode: round(value, 1) for mode, value in starts.items()}, flush=True)
         pairs: dict[tuple[int, int], list[tuple[float, float]]] = {(n, k): [] for n in loads for k in LENGTHS}
@@ -154,7 +144,7 @@ def main() -> None:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
-        child(options.child)
+        serve(Engine(options.child))
         return
     found = measure([int(load) for load in options.loads.split(",")], options.rounds, options.threads, options.minutes)
     if options.json is not None:

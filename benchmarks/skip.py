@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from typing import Any
 
-from faser.controller.launch import openmp_library
+from remote import Remote, serve
+
 from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
 
 STEPS, WARM_UP, MISSED = 24, 4, 50
@@ -92,59 +90,6 @@ class Engine:
         return missed, first, usual
 
 
-def child(drafter: str) -> None:
-    """Answer one JSON line per order."""
-    engine = Engine(drafter)
-    answers = os.fdopen(3, "w", buffering=1)
-    answers.write("null\n")
-    for line in sys.stdin:
-        name, *arguments = json.loads(line)
-        answers.write(json.dumps(getattr(engine, name)(*arguments)) + "\n")
-
-
-class Remote:
-    """In the parent: an engine in a process of its own."""
-
-    def __init__(self, drafter: str, folder: str, script: str = __file__, threads: int = 1) -> None:
-        environment = os.environ | {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_USE_V2_MODEL_RUNNER": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": str(threads),
-            "LD_PRELOAD": str(openmp_library() or ""),
-            "FASER_ENDPOINT": f"ipc://{folder}/nobody.sock",
-            "FASER_CATCH_UP_TOKENS": "100000",
-        }
-        reading, writing = os.pipe()
-        self.process = subprocess.Popen(
-            ["bash", "-c", f'exec 3>&{writing}; exec "$@"', "-", sys.executable, script, "--child", drafter],
-            stdin=subprocess.PIPE,
-            stdout=sys.stderr,
-            env=environment,
-            cwd=folder,
-            pass_fds=(writing,),
-            text=True,
-        )
-        os.close(writing)
-        self.answers = os.fdopen(reading)
-        self.answers.readline()
-
-    def end(self) -> None:
-        """End the process and wait for it."""
-        self.process.terminate()
-        self.process.wait()
-
-    def ask(self, *order: Any) -> Any:
-        """Return the engine's answer."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.answers.readline())
-
-
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -154,11 +99,16 @@ def main() -> None:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
-        child(options.child)
+        serve(Engine(options.child))
         return
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        plain, drafting = Remote("", folder), Remote(str(ensure_embedded_drafter()), folder)
+        apart = {"FASER_ENDPOINT": f"ipc://{folder}/nobody.sock", "FASER_CATCH_UP_TOKENS": "100000"}
+        plain, drafting = (
+            Remote(__file__, [drafter], folder, environment=apart) for drafter in ("", str(ensure_embedded_drafter()))
+        )
+        for engine in (plain, drafting):
+            engine.wait_ready()
         for requests in map(int, options.loads.split(",")):
             turns = [
                 (

@@ -97,14 +97,16 @@ def test_a_restarted_daemon_asks_a_known_engine_who_it_is_and_goes_on(start_daem
     assert engine.action().epoch == question.epoch
 
 
-def test_an_unknown_engine_is_asked_once_per_second_not_per_record(start_daemon: Start, make_engine: Make) -> None:
+def test_an_unknown_engine_is_asked_once_per_second_not_per_record(
+    start_daemon: Start, make_engine: Make, eventually: Any
+) -> None:
     daemon = start_daemon()
     engine = make_engine()
     for _ in range(30):
         engine.step()
     assert isinstance(engine.receive(), HelloRequest)
     assert engine.is_silent(0.2)
-    assert ask(daemon.config.link).link.dropped["unknown_engine"] == 30
+    eventually(lambda: ask(daemon.config.link).link.dropped["unknown_engine"] == 30, "all are counted")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,9 @@ def test_a_frame_beyond_any_bound_costs_its_sender_the_connection_only(
     eventually(lambda: len(ask(daemon.config.link).engines) == 2, "the engine is back")
 
 
-def test_several_frames_in_one_message_and_foreign_boot_ids_are_dropped(start_daemon: Start, make_engine: Make) -> None:
+def test_several_frames_in_one_message_and_foreign_boot_ids_are_dropped(
+    start_daemon: Start, make_engine: Make, eventually: Any
+) -> None:
     daemon = start_daemon()
     engine = make_engine(identity=b"somebody-else")
     engine.hello()
@@ -154,7 +158,9 @@ def test_several_frames_in_one_message_and_foreign_boot_ids_are_dropped(start_da
     honest.hello()
     honest.step()
     honest.action()
-    assert ask(daemon.config.link).link.dropped == {"wrong_identity": 1, "multipart": 1}
+    eventually(  # the other socket's frames may arrive after the honest engine's
+        lambda: ask(daemon.config.link).link.dropped == {"wrong_identity": 1, "multipart": 1}, "both are counted"
+    )
 
 
 def test_gaps_and_late_records_are_counted_and_late_ones_get_no_answer(start_daemon: Start, make_engine: Make) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -83,9 +84,13 @@ class Door:
         self.router.close()
 
     def heard(self, deadline_ms: int = 10_000) -> set[str]:
-        """Return who was heard at the next opportunity."""
-        self.router.socket.poll(deadline_ms)
-        return {incoming.message.boot_id for incoming in self.router.drain()}
+        """Return who is heard first; the socket also wakes for handshakes, in which nobody is heard."""
+        end_s = time.monotonic() + deadline_ms / 1e3
+        names: set[str] = set()
+        while not names and time.monotonic() < end_s:
+            self.router.socket.poll(deadline_ms)
+            names = {incoming.message.boot_id for incoming in self.router.drain()}
+        return names
 
 
 @pytest.fixture
@@ -211,7 +216,7 @@ def test_keys_are_private_named_and_never_overwritten(folder: Path, tmp_path: Pa
 
 
 def test_a_flood_of_one_engine_is_cut_and_its_neighbour_is_served(
-    start_daemon: Start, make_engine: Any, config: Config
+    start_daemon: Start, make_engine: Any, config: Config, eventually: Any
 ) -> None:
     start_daemon(link=replace(config.link, frames_per_s=20))
     loud, quiet = make_engine(), make_engine(boot_id="boot-2")
@@ -221,7 +226,7 @@ def test_a_flood_of_one_engine_is_cut_and_its_neighbour_is_served(
     quiet.hello()
     quiet.step()
     assert quiet.action().boot_id == "boot-2"
-    assert ask(config.link).link.dropped["rate"] > 150
+    eventually(lambda: ask(config.link).link.dropped.get("rate", 0) > 150, "the flood is cut")
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=300), st.integers(1, 50))

@@ -101,7 +101,7 @@ def test_an_engine_refuses_an_action_set_that_says_it_is_not_meant(mode: Mode) -
 
 
 def test_an_engine_is_switched_while_it_runs_and_gets_its_lease_released_once(
-    start_daemon: Start, make_engine: Make, config: Config
+    start_daemon: Start, make_engine: Make, config: Config, eventually: Any
 ) -> None:
     start_daemon()
     engine, neighbour = make_engine(), make_engine(boot_id="boot-2")
@@ -115,12 +115,14 @@ def test_an_engine_is_switched_while_it_runs_and_gets_its_lease_released_once(
     engine.step()
     neighbour.step()
     assert neighbour.action().mode == "active"
+    eventually(lambda: ask(config.link).engines[0].records == 2, "the advised step has arrived")
     assert ask(config.link).engines[0].decisions == 2
     assert engine.is_silent(0.02)
     order(config.link, Switch("boot-1", "off"))
     engine.step()
     neighbour.step()
     neighbour.action()
+    eventually(lambda: ask(config.link).engines[0].records == 3, "the step that nobody decides has arrived")
     assert ask(config.link).engines[0].decisions == 2
     order(config.link, Switch("boot-1", None))
     engine.step()
@@ -128,7 +130,7 @@ def test_an_engine_is_switched_while_it_runs_and_gets_its_lease_released_once(
 
 
 def test_a_restarted_sidecar_goes_on_in_the_switched_mode(
-    start_daemon: Start, make_engine: Make, config: Config
+    start_daemon: Start, make_engine: Make, config: Config, eventually: Any
 ) -> None:
     first = start_daemon()
     engine = make_engine()
@@ -141,6 +143,7 @@ def test_a_restarted_sidecar_goes_on_in_the_switched_mode(
     reborn = make_engine(boot_id="boot-2")
     reborn.hello()
     reborn.step()
+    eventually(lambda: [each.records for each in ask(config.link).engines] == [1], "the step has arrived")
     (status,) = ask(config.link).engines
     assert (status.steering.mode, status.reason) == ("off", "off: switched off")
 
