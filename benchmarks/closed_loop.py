@@ -3,7 +3,7 @@
     python benchmarks/closed_loop.py [--loads 1,2,4,8,16,32] [--minutes 8] [--resume] [--smoke] [--docs docs]
 
 Every arm is a vLLM engine in a process of its own, FASER's with a real sidecar beside it; the rivals are vLLM without
-FASER. The engines take turns of a second or two: who is not at work waits with its requests half done. All serve the
+FASER. The engines take turns of a few seconds: who is not at work waits with its requests half done. All serve the
 same stream of held-out prompts, and a turn ends when its arm has emitted the same total of tokens as the others, so
 that a round compares the same work within seconds. The first steps of a turn are not measured. After --rounds full
 rounds a load goes on with FASER, no speculation and the rivals near the best until its ratio is sharp or its minutes
@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import platform
 import shutil
@@ -63,9 +64,10 @@ ARMS = ("none", *(f"k{length}" for length in range(1, EMBEDDED_K_MAX + 1)), OURS
 MAX_LOAD = 48  # requests of the longest prompt and answer that fit the KV cache
 KV_BYTES = 512 << 20
 UNMEASURED_STEPS = 3  # at the start of a turn: caches are cold, and FASER's lease is over
-SETTLE_TURNS = 4  # of each arm at each load, unmeasured
+LEAST_TOKENS = 192  # of a turn: fewer depend too much on where in a text it begins and ends
+SETTLE_TURNS = 2  # of each arm at each load, unmeasured
 ENGINE_GIB = 2.2  # of memory an engine takes
-NEAR = 0.93  # of the best rival's tokens/s: what may still turn out the best
+NEAR = 0.92  # of the best rival's tokens/s: what may still turn out the best
 NOISE_CPU = 0.15  # of a core used by others during a turn
 NOISE_STEAL = 0.03  # of all cores' time
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -297,7 +299,7 @@ class Bench:
             if not quantum:
                 engine.ask("turn", 2 * load, 0)  # the first prompts
                 trial = engine.ask("turn", 6 * load, 0)
-                quantum = max(round(trial["tokens"] / trial["seconds"] * self.plan.turn_s), load)
+                quantum = max(round(trial["tokens"] / trial["seconds"] * self.plan.turn_s), LEAST_TOKENS)
             for turn in range(SETTLE_TURNS):
                 engine.ask("turn", (turn + 1) * quantum, UNMEASURED_STEPS)
         return quantum
@@ -344,9 +346,8 @@ class Bench:
         if envelope_at(self.results, load).ratio.is_sharp():
             return ()
         rates = self.results.rates(load)
-        level = {arm: float(np.nanmedian(rate)) for arm, rate in rates.items() if arm != OURS}
-        best = max(level.values())
-        near = {arm for arm, rate in level.items() if rate >= NEAR * best} | {OURS, "none"}
+        level = {arm: float(np.nanmean(np.log(rates[arm] / rates[OURS]))) for arm in names if arm != OURS}
+        near = {arm for arm, log in level.items() if log >= max(level.values()) + math.log(NEAR)} | {OURS, "none"}
         return tuple(arm for arm in names if arm in near)
 
 

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from faser.controller.launch import openmp_library
+from faser.engine_adapter.decision import TokenHeads
 from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
 
 MODES = ("none", "full", "confidence", "pruned", "both", "oracle")
 ANSWER_TOKENS = 48
 
 
-class Oracle:
+class Oracle(TokenHeads):
     """Exit heads that know the answer: the tokens that the unpruned run of the same prompts emitted."""
 
     has_candidates = False

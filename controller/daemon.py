@@ -113,9 +113,10 @@ class Daemon:
         poller.register(self._status, zmq.POLLIN)
         self._notifier.ready()
         while not self._is_stopping.is_set():
-            poller.poll(int(TICK_S * 1e3))
+            ready = dict(poller.poll(int(TICK_S * 1e3)))
             self._serve_engines(time.monotonic())
-            self._answer_questions()
+            if self._status in ready:
+                self._answer_questions()
             self._look_after_engines(time.monotonic())
 
     def stop(self) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     Numbers = NDArray[np.int64]
 
 MEMORY_LIMIT_BYTES: Final = 1 << 30  # of target states; the system commits only pages that were written
+WHOLE_ROWS: Final = 8  # up to here vLLM's own pass, rejected rows and all, costs less than cutting it to fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,11 @@ class CatchUp:
         follows if it will. A request with more missed tokens than the step may make up for is not ready yet.
         """
         step = _read_step(inputs)
+        if self._takes_whole(step, lengths):
+            which, positions = spans(step.firsts, step.ends)
+            self._held[self._slots(step, which, positions)] = True
+            whole = list(range(len(lengths)))
+            return FirstRows(whole, whole, inputs, 0)
         starts, stops = self._choose(step, lengths, follows)
         first_kept = np.maximum(step.firsts, stops)
         self._keep(step, *spans(first_kept, step.ends))
@@ -93,6 +99,12 @@ class CatchUp:
         ready = [int(row) for row in rows if stops[row] == step.ends[row] and lengths[row] > 0]
         narrowed = self._narrow(step, rows, starts[rows], stops[rows])
         return FirstRows(rows.tolist(), ready, narrowed, missed)
+
+    def _takes_whole(self, step: _Step, lengths: Sequence[int]) -> bool:
+        """Tell whether everybody drafts, nobody has missed a token, and the step is small."""
+        if len(step.inputs["target_token_ids"]) > WHOLE_ROWS or not all(lengths):
+            return False
+        return bool((self._held_until(step, np.arange(len(lengths))) == step.firsts).all())
 
     def can_keep(self, hidden: Tensor) -> bool:
         """Tell whether target states like `hidden` (rows, width) may be kept for every slot of the KV cache."""

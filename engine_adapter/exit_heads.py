@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from .decision import Batch, Decision, TokenHeads
 from .exits import ExitError, check_model, read_facts
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def features(scores: Tensor, is_draft: Tensor, confidences: Tensor, positions: T
     return torch.stack(columns, dim=1)
 
 
-class ExitHeads:
+class ExitHeads(TokenHeads):
     """The heads of one file, on the target's device, beside the target's own LM head."""
 
     has_candidates = True
@@ -92,6 +93,16 @@ class ExitHeads:
         """Tell for each token whether its predicted acceptance reaches the threshold."""
         passing: Bools = (self.accepts(layer, checks) >= threshold).cpu().numpy()
         return passing
+
+    def decide(self, layer: int, threshold: float, checks: Checks, batch: Batch) -> Decision:
+        """Cut each request behind its first token that does not pass; on CUDA in one launch."""
+        if checks.states.is_cuda:
+            try:
+                from .exit_kernel import decide
+            except ImportError:  # a CUDA build without Triton
+                return super().decide(layer, threshold, checks, batch)
+            return decide(self._heads[layer], self._lm_head, threshold, checks, batch)
+        return super().decide(layer, threshold, checks, batch)
 
     def accepts(self, layer: int, checks: Checks) -> Tensor:
         """Return the predicted acceptance (tokens,)."""

@@ -1,6 +1,6 @@
 """Cuts the target's forward pass of one step in two: behind layer L the rows leave that the step will not need.
 
-Owned by the V1 runner mixin. `Heads` predict after layer L which draft tokens the target accepts; rows behind each
+Owned by the V1 runner mixin. Heads predict after layer L which draft tokens the target accepts; rows behind each
 request's first predicted rejection are dropped from the remaining layers, the LM head and the sampler. The rules
 that keep outputs exact are in cut.py and docs/pruning.md. Everything is built before anything is replaced, so any
 failure is a step without pruning, logged once; vLLM's own tensors are never written to.
@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .cut import Bools, Cut, Ints, after_first_failure
+from .cut import Bools, Cut, Ints
+from .decision import Batch
 from .patches.pruning import (
     attention_layer,
     cut_attention,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from .decision import TokenHeads
     from .protocol import Prune
 
 logger = logging.getLogger(__name__)
@@ -53,16 +55,6 @@ class Checks:
     positions: Tensor  # (tokens,) 1 is a request's first draft token
 
 
-class Heads(Protocol):
-    """What predicts early which draft tokens will be accepted."""
-
-    layers: tuple[int, ...]
-    has_candidates: bool  # whether it needs the drafter's candidates and confidences
-
-    def passes(self, layer: int, threshold: float, checks: Checks) -> Bools:
-        """Tell for each token whether it may well be accepted; must not look at later rows."""
-
-
 @dataclass(slots=True)
 class Notes:
     """What the drafter noted in the last step, by batch row of that step."""
@@ -75,7 +67,7 @@ class Notes:
 class Pruning:
     """One step at a time: `open` before the forward pass, `attached` around it, then `narrow` around the sampler."""
 
-    def __init__(self, runner: Any, heads: Heads) -> None:
+    def __init__(self, runner: Any, heads: TokenHeads) -> None:
         self.heads = heads
         self.cut: Cut | None = None  # in force for the step under way
         self.is_on = True  # False after a failure
@@ -137,11 +129,11 @@ class Pruning:
         step = self._step
         assert step is not None
         positions, hidden, residual, *rest = arguments
-        passes = self.heads.passes(step.prune.layer, step.prune.threshold, step.checks(hidden, residual))
-        cut = after_first_failure(step.drafts, passes | step.unknown())
+        batch = Batch(step.drafts, step.lengths(), step.unknown())
+        decision = self.heads.decide(step.prune.layer, step.prune.threshold, step.checks(hidden, residual), batch)
+        cut, index = decision.cut, decision.rows
         if not cut.removed.any():
             return None
-        index = _index(cut.batch_rows(step.lengths()), hidden)
         names = [attention_layer(layer) for layer in list(self._decoder.layers)[step.prune.layer :]]
         common = cut_common(step.common, index, cut.removed)
         cut_positions = positions[index]

@@ -236,14 +236,17 @@ class RaggedModelDrafter(DrafterHooks):
         return FirstPass(indices, metadata, last, hidden)
 
     def _open_batch(self, first: FirstPass, step: FirstRows, sampling: Any) -> tuple[DraftBatch, Tensor | None]:
-        rows, place_of = step.ready, {row: place for place, row in enumerate(step.rows)}
-        index = _index([place_of[row] for row in rows], first.last)
-        chosen = first.indices[index]
-        self._drafting = rows
-        sampling = narrow_sampling(sampling, _index(rows, first.last))
-        tokens, probabilities = sample_draft(self, first.last[chosen], sampling)
+        rows, chosen = step.ready, first.indices
         metadata = draft_metadata(first.metadata, step.inputs["num_rejected_tokens_gpu"])
-        narrow_metadata(metadata, index)
+        if len(rows) < len(step.rows):
+            place_of = {row: place for place, row in enumerate(step.rows)}
+            index = _index([place_of[row] for row in rows], first.last)
+            chosen = chosen[index]
+            narrow_metadata(metadata, index)
+        self._drafting = rows
+        if sampling.temperature is not None and len(rows) < len(sampling.temperature):
+            sampling = narrow_sampling(sampling, _index(rows, first.last))
+        tokens, probabilities = sample_draft(self, first.last[chosen], sampling)
         positions = self.positions[chosen]  # type: ignore[attr-defined]
         return DraftBatch(rows, tokens, positions, first.hidden[chosen], metadata, sampling), probabilities
 
@@ -296,7 +299,7 @@ class _Store:
         self.probabilities: Tensor | None = None  # (requests, longest, vocabulary); other cells are never read
 
     def put(self, rows: list[int], column: int, tokens: Tensor, probabilities: Tensor | None) -> None:
-        index = _index(rows, self.drafts)
+        index = slice(None) if len(rows) == len(self.drafts) else _index(rows, self.drafts)
         self.drafts[index, column] = tokens.to(self.drafts.dtype)
         if probabilities is None:
             return

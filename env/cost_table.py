@@ -29,6 +29,9 @@ MIN_STEP_S, MAX_STEP_S, MIN_LEVEL_S = 1e-6, 60.0, 1e-9  # beyond: a broken clock
 MAX_ROWS = 1 << 20
 MAX_NODES = 80
 ANCHOR_SLACK = 0.05  # log: below it the unit is left as it is
+# A step of more rows may be faster: matrix products have kernels for some row counts and not for others (two rows take
+# 12 % longer than three on the CPU build). Believed beyond DIP_DOUBT standard errors of a node's measurement.
+DIP_DOUBT = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class CostTable:
     _prior: Floats = field(init=False)
     _correction: Floats = field(init=False)  # log factor on the prior, per node
     _curve: Floats = field(init=False)
+    _rising: Floats = field(init=False)  # the curve made monotone
     _spread: Floats = field(init=False)  # usual absolute surprise (log), per node; wide while new
     _overlap_share: float = 0.0
     _drafting: DraftCost = field(default_factory=DraftCost)
@@ -82,7 +86,7 @@ class CostTable:
         self.visits = np.zeros(len(self.nodes))
         self._correction = np.zeros(len(self.nodes))
         self._spread = np.ones(len(self.nodes))
-        self._curve = self._prior
+        self._curve = self._rising = self._prior
 
     def learn(self, cost: StepCost) -> None:
         """Take in one step."""
@@ -184,7 +188,7 @@ class CostTable:
         if cost.prefill_rows < LEAST_PROMPT_ROWS:
             return
         units = verify_s / self.level_s
-        alike = float(np.interp(units, self._curve, self.nodes)) * max(units / float(self._curve[-1]), 1.0)
+        alike = float(np.interp(units, self._rising, self.nodes)) * max(units / float(self._rising[-1]), 1.0)
         found = (alike - (cost.rows - cost.prefill_rows)) / cost.prefill_rows
         surprise = math.log(min(max(found, MIN_PROMPT_ROW), MAX_PROMPT_ROW) / self.prompt_row)
         self._prompt_steps += 1
@@ -220,7 +224,7 @@ class CostTable:
         self.level_s = min(max(level_s, MIN_LEVEL_S), MAX_STEP_S)
         self.visits *= 1.0 - 1.0 / MEMORY_RECORDS
         self._anchor()
-        self._curve = self._bend()
+        self._bend()
 
     def _anchor(self) -> None:
         """Let the level be what an empty step takes, as the prior's and the drafting's units assume.
@@ -234,13 +238,17 @@ class CostTable:
             self.level_s = min(max(self.level_s * math.exp(shift), MIN_LEVEL_S), MAX_STEP_S)
             self._drafting.rescale(math.exp(-shift))
 
-    def _bend(self) -> Floats:
-        """Return the curve at all nodes: visited ones as measured, others as their visited neighbours bend."""
+    def _bend(self) -> None:
+        """Renew the curve at all nodes: visited ones as measured, others as their visited neighbours bend."""
         seen = self.visits >= SEEN_VISITS
         known = self.visits / (self.visits + 0.5)
         around = np.interp(self._log_nodes, self._log_nodes[seen], self._correction[seen]) if seen.any() else 0.0
         curve = self._prior * np.exp(known * self._correction + (1.0 - known) * around)
-        return rising(curve, self.visits + 0.01)
+        self._rising = rising(curve, self.visits + 0.01)
+        off = curve / self._rising - 1.0
+        doubt = DIP_DOUBT * self._spread / np.sqrt(np.minimum(self.visits, 1.0 / NODE_GAIN) + 1.0)
+        trust = np.maximum(1.0 - np.square(doubt / np.maximum(np.abs(off), 1e-9)), 0.0)  # Breiman's garrote
+        self._curve = self._rising * (1.0 + trust * off)
 
     def _units(self, rows: Floats) -> Floats:
         padded = self._padded(rows)
@@ -259,7 +267,7 @@ class CostTable:
 def rising(values: Floats, weights: Floats) -> Floats:
     """Return the non-decreasing sequence nearest to `values`, (m,), in weighted least squares.
 
-    Pool adjacent violators. More rows never cost less, and a node with few visits yields to a neighbour with many.
+    Pool adjacent violators. A node with few visits yields to a neighbour with many.
     """
     blocks: list[tuple[float, float, int]] = []  # (mean, weight, nodes)
     for value, weight in zip(values.tolist(), weights.tolist(), strict=True):

@@ -25,7 +25,7 @@ LOCALITY = 0.6  # weight of cells of half or twice the batch size in the fit
 NEAR_BATCH, NEAR_ROUNDS = 0.5, 0.1  # what evidence from half the batch, or from a round more or less, tells
 MISSED_STEPS = 15  # the cost of a missed token is the median of so many steps
 LEAST_MISSED = 64  # tokens; of fewer the cost drowns in the step's own
-SOLVE_ALWAYS, SOLVE_EVERY = 64, 4  # steps: each of the first, then every so many
+SOLVE_ALWAYS, SOLVE_EVERY = 64, 16  # steps: each of the first, then every so many, and those of a new cell
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class DraftCost:
         cell.count += 1.0
         self.steps += 1
         cell.last = self.steps
-        if self.steps < SOLVE_ALWAYS or self.steps % SOLVE_EVERY == 0:
+        if self.steps < SOLVE_ALWAYS or cell.count <= FULL_STEPS or self.steps % SOLVE_EVERY == 0:
             self._fit(key[1])
 
     def learn_missed(self, rows: int, rounds: int, drafted: int, missed: int, units: float) -> None:

@@ -50,6 +50,10 @@ def predict_stops(state: EngineState, forecast: Forecast, requests: int, rate: f
     """
     worth, reach = forecast.worth, forecast.reach
     token_s, round_s = state.cost.draft_prices_s()
+    is_alone = requests == 1  # what it keeps is the whole batch: every row at its own price, not at that of a mean
+    if is_alone:
+        alone_s = state.cost.verify_time_s(np.arange(len(reach) + 1) + (1.0 + state.prompt_rows()))
+        worth = (forecast.gain - forecast.kept * (rate * np.diff(alone_s))[:, None, None]).transpose(0, 2, 1)
     position = np.arange(len(reach))[:, None]
     # A round that others want anyway costs little more; who goes alone pays all of it.
     go_on = _best_start(worth, (reach * (rate * token_s))[:, None, :])
@@ -66,10 +70,22 @@ def predict_stops(state: EngineState, forecast: Forecast, requests: int, rate: f
     np.cumsum(quantities.transpose(0, 2, 1), axis=2, out=sums[:, :, 1:])
     drafted, kept, gain = sums[:3] * requests
     rows = kept + (requests + state.prompt_rows())
-    step_s = state.cost.verify_time_s(rows) + state.cost.draft_time_s(rows, sums[3], drafted)
+    verify_s = _of_one(alone_s, kept) if is_alone else state.cost.verify_time_s(rows)
+    step_s = verify_s + state.cost.draft_time_s(rows, sums[3], drafted)
     step_s = step_s - state.cost.prefill_time_s(requests, state.prompt_rows())
     step_s[:, 1:] += begin_s
     return StopGrid(go_on, gain + requests, drafted, step_s)
+
+
+def _of_one(alone_s: Floats, kept: Floats) -> Floats:
+    """Return the mean time of steps whose rows are one request's: (bins, k_max + 1) from its kept tokens so far.
+
+    :param alone_s: (k_max + 1,) seconds with 0, 1, ... draft rows
+    """
+    share = np.diff(kept, axis=1)  # of drafts that keep the token at each position
+    extra = np.concatenate([np.zeros((len(kept), 1)), (share * np.diff(alone_s)).cumsum(axis=1)], axis=1)
+    verify_s: Floats = float(alone_s[0]) + extra
+    return verify_s
 
 
 def all_drafts(state: EngineState, forecast: Forecast) -> Chances:

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 
+from ...engine_adapter.decision import TokenHeads
 from ...engine_adapter.pruning import Pruning
 from ...env.prompt import Prompt
 
@@ -128,14 +129,13 @@ class _Recorder(Pruning):
         return output
 
 
-class _NoHeads:
+class _NoHeads(TokenHeads):
+    """Never asked: the recorder's own `Pruning` keeps what it sees instead of cutting."""
+
     has_candidates = True
 
     def __init__(self, layers: tuple[int, ...]) -> None:
         self.layers = layers
-
-    def passes(self, layer: int, threshold: float, checks: Any) -> Any:
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,11 @@ import numpy as np
 
 from faser.engine_adapter import engine_facts, pruning, runner_pruning
 from faser.engine_adapter.cut import Cut
+from faser.engine_adapter.decision import TokenHeads
 from faser.engine_adapter.prune_gate import PruneGate
 
 
-class CoinHeads:
+class CoinHeads(TokenHeads):
     """Heads that toss a coin for every draft token: `threshold` is the share of failing checks."""
 
     has_candidates = False

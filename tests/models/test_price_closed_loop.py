@@ -43,8 +43,10 @@ class SyntheticEngine:
     seed: int = 0
     noise: float = 0.08
     cheap_draft: bool = False  # an n-gram: drafting costs nothing, rows as usual
+    slow_two: float = 1.0  # factor on a step of two rows: some matrix products have no kernel for them
     spread: float = 0.0  # each token's chance is Beta(m / spread, (1 - m) / spread), and the drafter's confidence in it
     handles: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)  # of every step
 
     def __post_init__(self) -> None:
         self.random = np.random.default_rng(self.seed)
@@ -90,6 +92,7 @@ class SyntheticEngine:
             )
         ]
         self.steps += 1
+        self.rows.append(self.batch + int(verified.sum()))
         return StepRecord(
             "boot", self.steps, self.steps, self.time_s, runner_s + draft_s, 0.0, runner_s, 0.0, draft_s, 0.0, 0.0,
             self.batch, 0, 0, self.batch, int(verified.sum()), 0.1, None, None, 1, self.sequence, 0, 0, events, rows,
@@ -123,7 +126,8 @@ class SyntheticEngine:
     def cost_s(self, verified: npt.NDArray[np.int64], limits: npt.NDArray[np.int64]) -> tuple[float, float]:
         """Return seconds of verifying (all but drafting) and of ragged drafting."""
         rows = self.batch + int(verified.sum())
-        runner_ms = np.interp(rows, *RUNNER_MS) + np.interp(self.batch, *LOOP_MS)
+        runner_ms = np.interp(rows, *RUNNER_MS) * (self.slow_two if rows == 2 else 1.0)
+        runner_ms += np.interp(self.batch, *LOOP_MS)
         if self.cheap_draft:
             return float(runner_ms) / 1e3, 2e-5
         batches = [int((limits > j).sum()) for j in range(int(limits.max()))]
@@ -241,6 +245,23 @@ def test_it_finds_out_when_a_bad_drafter_becomes_good() -> None:
         asked.drafts.append(drive(engine, state, policy, asked, sequence))
     assert np.mean(asked.drafts[1000:1500]) / 4 < 0.3
     assert np.mean(asked.drafts[-500:]) / 4 > 1.0
+
+
+def test_one_request_keeps_away_from_a_row_count_that_is_slow() -> None:
+    """A stop rule that often leaves one draft token is right where rows cost alike, and wrong where two are slow."""
+    alike, slow = (
+        SyntheticEngine(1, lambda _: MIDDLING, seed=3, spread=SPREAD, slow_two=factor) for factor in (1.0, 1.25)
+    )
+    for engine in (alike, slow):
+        run_policy(engine, make_policy("price", Capabilities(k_max=K_MAX)), 3000)
+    assert share_of_two(slow) < 0.5 * share_of_two(alike)
+    assert slow.tokens / slow.quiet_s > 0.97 * alike.tokens / alike.quiet_s
+
+
+def share_of_two(engine: SyntheticEngine) -> float:
+    """Return the share of steps with two rows, in the second half of the run."""
+    late = engine.rows[len(engine.rows) // 2 :]
+    return late.count(2) / len(late)
 
 
 def with_confidence(

@@ -1,0 +1,61 @@
+"""What the exit heads decide in one step: the cut of every request, and the rows of the batch that stay.
+
+Made behind layer L by whatever predicts acceptance (`TokenHeads` from one answer per token, exit_kernel.py in one
+launch on CUDA); used by `Pruning`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .cut import Bools, Cut, Ints, after_first_failure
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .pruning import Checks
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The step's shape, as far as the decision needs it.
+
+    :param drafts: (requests,) draft tokens under verification.
+    :param lengths: (requests,) rows of each request in the batch; those of its drafts and the one before are its last.
+    :param spared: (draft tokens,) which of them pass unseen: nothing is known of their request's drafter.
+    """
+
+    drafts: Ints
+    lengths: Ints
+    spared: Bools
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What stays."""
+
+    cut: Cut
+    rows: Tensor  # (rows that stay,) int64 places in the batch, on the states' device
+
+
+class TokenHeads:
+    """Heads that tell of each draft token by itself whether it may well be accepted."""
+
+    layers: tuple[int, ...]
+    has_candidates: bool  # whether the drafter's candidates and confidences are needed
+
+    def passes(self, layer: int, threshold: float, checks: Checks) -> Bools:
+        """Return (draft tokens,) which of them pass; must not look at later rows."""
+        raise NotImplementedError
+
+    def decide(self, layer: int, threshold: float, checks: Checks, batch: Batch) -> Decision:
+        """Cut each request behind its first token that does not pass."""
+        import torch
+
+        passing = self.passes(layer, threshold, checks) | batch.spared
+        cut = after_first_failure(batch.drafts, passing)
+        rows = np.ascontiguousarray(cut.batch_rows(batch.lengths), dtype=np.int64)
+        return Decision(cut, torch.from_numpy(rows).to(checks.states.device))
