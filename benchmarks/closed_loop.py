@@ -47,7 +47,7 @@ from closed_loop_report import (
     write_documents,
     write_results,
 )
-from remote import Remote, process_cpu_s, serve
+from remote import Remote, RemoteError, process_cpu_s, serve
 from rich.console import Console
 from rich.table import Table
 
@@ -106,11 +106,6 @@ class Engine:
         self.max_tokens: int = order["max_tokens"]
         self.live: dict[str, int] = {}  # request -> tokens emitted
         self.emitted = self.sent = 0
-
-    def facts(self) -> dict[str, Any]:
-        """Return what the engine runs with."""
-        config = self.engine.vllm_config
-        return {"pid": os.getpid(), "is_async": bool(config.scheduler_config.async_scheduling)}
 
     def begin(self, order: list[int], firsts: list[int]) -> None:
         """Start the clients of a load anew.
@@ -183,7 +178,6 @@ class Plan:
     arms: tuple[str, ...]
     rounds: int
     minutes: float  # for each load
-    turn_s: float
     is_sharpened: bool
     settings: Settings
 
@@ -299,7 +293,7 @@ class Bench:
             if not quantum:
                 engine.ask("turn", 2 * load, 0)  # the first prompts
                 trial = engine.ask("turn", 6 * load, 0)
-                quantum = max(round(trial["tokens"] / trial["seconds"] * self.plan.turn_s), LEAST_TOKENS)
+                quantum = max(round(trial["tokens"] / trial["seconds"] * settings.turn_s), LEAST_TOKENS)
             for turn in range(SETTLE_TURNS):
                 engine.ask("turn", (turn + 1) * quantum, UNMEASURED_STEPS)
         return quantum
@@ -443,7 +437,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         threads=options.threads or default_threads(available_cores()), k_max=EMBEDDED_K_MAX, policy=options.policy,
         target=TARGET_NAME, drafter_sha256=card["sha256"],
     )  # fmt: skip
-    return Plan(loads, arms, options.rounds, options.minutes, options.turn_s, not options.smoke, settings)
+    return Plan(loads, arms, options.rounds, options.minutes, not options.smoke, settings)
 
 
 @contextlib.contextmanager
@@ -516,9 +510,9 @@ def main() -> None:
         return
     try:
         code = run(options)
-    except FaserError as error:
-        print(f"closed_loop: {error}", file=sys.stderr)
-        code = error.exit_code
+    except (FaserError, RemoteError) as error:
+        print(f"closed_loop: {error}; what was measured is in {options.json}", file=sys.stderr)
+        code = getattr(error, "exit_code", 3)
     sys.exit(code)
 
 

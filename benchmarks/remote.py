@@ -86,10 +86,6 @@ class Remote:
             raise RemoteError(f"the engine ended with {self.process.wait(10)}")
         return json.loads(line)
 
-    def cpu_s(self) -> float:
-        """Return the processor time used so far, all threads."""
-        return process_cpu_s(self.process.pid)
-
     def end(self) -> None:
         """End the process and wait for it."""
         self.process.kill()

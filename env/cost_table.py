@@ -71,8 +71,9 @@ class CostTable:
     _log_nodes: Floats = field(init=False)
     _prior: Floats = field(init=False)
     _correction: Floats = field(init=False)  # log factor on the prior, per node
-    _curve: Floats = field(init=False)
+    _known_curve: Floats = field(init=False)
     _rising: Floats = field(init=False)  # the curve made monotone
+    _is_stale: bool = False  # nodes have changed since: most steps learn, few are followed by a question
     _spread: Floats = field(init=False)  # usual absolute surprise (log), per node; wide while new
     _overlap_share: float = 0.0
     _drafting: DraftCost = field(default_factory=DraftCost)
@@ -86,7 +87,7 @@ class CostTable:
         self.visits = np.zeros(len(self.nodes))
         self._correction = np.zeros(len(self.nodes))
         self._spread = np.ones(len(self.nodes))
-        self._curve = self._rising = self._prior
+        self._known_curve = self._rising = self._prior
 
     def learn(self, cost: StepCost) -> None:
         """Take in one step."""
@@ -188,7 +189,8 @@ class CostTable:
         if cost.prefill_rows < LEAST_PROMPT_ROWS:
             return
         units = verify_s / self.level_s
-        alike = float(np.interp(units, self._rising, self.nodes)) * max(units / float(self._rising[-1]), 1.0)
+        last = float(self._curve()[-1])
+        alike = float(np.interp(units, self._rising, self.nodes)) * max(units / last, 1.0)
         found = (alike - (cost.rows - cost.prefill_rows)) / cost.prefill_rows
         surprise = math.log(min(max(found, MIN_PROMPT_ROW), MAX_PROMPT_ROW) / self.prompt_row)
         self._prompt_steps += 1
@@ -205,7 +207,7 @@ class CostTable:
         weight = (1.0 - cost.prefill_rows / cost.rows) ** 2 + 0.02  # prefill rows skip the LM head and the sampler
         for node in (low, high):
             if self.visits[node] < SEEN_VISITS:  # new: start from what its neighbours suggest
-                self._correction[node] = math.log(self._curve[node] / self._prior[node])
+                self._correction[node] = math.log(self._curve()[node] / self._prior[node])
         # Against the nodes' own values, not the monotone curve: that would wind up where the curve holds them back.
         own = self._prior[[low, high]] * np.exp(self._correction[[low, high]])
         expected = self.level_s * float(own[0] * (1.0 - share) + own[1] * share)
@@ -224,7 +226,7 @@ class CostTable:
         self.level_s = min(max(level_s, MIN_LEVEL_S), MAX_STEP_S)
         self.visits *= 1.0 - 1.0 / MEMORY_RECORDS
         self._anchor()
-        self._bend()
+        self._is_stale = True
 
     def _anchor(self) -> None:
         """Let the level be what an empty step takes, as the prior's and the drafting's units assume.
@@ -238,8 +240,11 @@ class CostTable:
             self.level_s = min(max(self.level_s * math.exp(shift), MIN_LEVEL_S), MAX_STEP_S)
             self._drafting.rescale(math.exp(-shift))
 
-    def _bend(self) -> None:
-        """Renew the curve at all nodes: visited ones as measured, others as their visited neighbours bend."""
+    def _curve(self) -> Floats:
+        """Return the curve at all nodes: visited ones as measured, others as their visited neighbours bend."""
+        if not self._is_stale:
+            return self._known_curve
+        self._is_stale = False
         seen = self.visits >= SEEN_VISITS
         known = self.visits / (self.visits + 0.5)
         around = np.interp(self._log_nodes, self._log_nodes[seen], self._correction[seen]) if seen.any() else 0.0
@@ -248,12 +253,13 @@ class CostTable:
         off = curve / self._rising - 1.0
         doubt = DIP_DOUBT * self._spread / np.sqrt(np.minimum(self.visits, 1.0 / NODE_GAIN) + 1.0)
         trust = np.maximum(1.0 - np.square(doubt / np.maximum(np.abs(off), 1e-9)), 0.0)  # Breiman's garrote
-        self._curve = self._rising * (1.0 + trust * off)
+        self._known_curve = self._rising * (1.0 + trust * off)
+        return self._known_curve
 
     def _units(self, rows: Floats) -> Floats:
         padded = self._padded(rows)
         beyond = np.maximum(padded - self.nodes[-1], 0.0) / self.nodes[-1]
-        units: Floats = np.interp(padded, self.nodes, self._curve) * (1.0 + beyond)
+        units: Floats = np.interp(padded, self.nodes, self._curve()) * (1.0 + beyond)
         return units
 
     def _padded(self, rows: Floats) -> Floats:
