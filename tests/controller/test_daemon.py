@@ -66,16 +66,16 @@ def test_a_backlog_is_observed_in_order_and_answered_once(start_daemon: Start, m
 def hold(daemon: Any) -> Iterator[None]:
     """Stop the loop between two rounds."""
     entered, leave = threading.Event(), threading.Event()
-    original = daemon.daemon._answer_questions
+    original = daemon.daemon._look_after_engines
 
-    def wait() -> None:
+    def wait(now_s: float) -> None:
         entered.set()
         leave.wait()
 
-    daemon.daemon._answer_questions = wait
+    daemon.daemon._look_after_engines = wait
     assert entered.wait(5.0)
     yield
-    daemon.daemon._answer_questions = original
+    daemon.daemon._look_after_engines = original
     leave.set()
 
 

@@ -196,7 +196,7 @@ def test_a_full_disk_stops_recording_with_an_alarm_and_nothing_else(
     assert "full" in error or "I/O" in error
     assert not store.put(StepEntry(record(1), 11))
     assert store.health().dropped > 0
-    assert "ALARM telemetry stops, deciding goes on" in caplog.text
+    eventually(lambda: "ALARM telemetry stops, deciding goes on" in caplog.text, "the alarm is in the log")
     store.close()
     steps, events = (query(path, f"SELECT count(*) FROM {table}")[0][0] for table in ("steps", "events"))
     assert steps == events - 1 == store.health().written - 1, "a batch is written whole or not at all"
