@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import signal
+import sys
 
 
 def main() -> None:
-    """Run the command line; until it is there, Ctrl-C has the meaning it has for any program."""
+    """Run the command line; until it is there, Ctrl-C has the meaning it has for any program.
+
+    For the sidecar until its own handlers stand: KeyboardInterrupt raised within an import may be dropped by Python.
+    """
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:  # not where the shell said to ignore it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from .cli import main as run
 
-    signal.signal(signal.SIGINT, handler)
+    if sys.argv[1:2] != ["sidecar"]:
+        signal.signal(signal.SIGINT, handler)
     run()
