@@ -252,6 +252,7 @@ def markdown(results: Results) -> str:
 
 def _conditions(results: Results) -> list[str]:
     machine, settings = results.machine, results.settings
+    low_s, high_s = np.percentile([turn.seconds for turn in results.turns], [5, 95])
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
     return [
         f"{settings.target} on {machine.cpu}, {machine.cores} cores, {settings.threads} of them for the engine's",
@@ -260,7 +261,7 @@ def _conditions(results: Results) -> list[str]:
         f"Each of N clients sends its next held-out prompt when its {settings.max_tokens}-token answer is done;",
         "the first answers are staggered. Greedy, the five kinds of prompts in turn, the same stream for every arm.",
         "Every arm is a vLLM engine in a process of its own, FASER's with its sidecar beside it; they take turns of",
-        f"about {settings.turn_s:g} s, each serving as many tokens as the others, while those that wait use no time.",
+        f"{low_s:.1f} to {high_s:.1f} s, each serving as many tokens as the others; those that wait use no time.",
         f"Policy: {settings.policy}, longest draft {settings.k_max}.",
         "",
         "![tokens/s relative to no speculation](closed_loop.svg)",

@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,8 +100,8 @@ class DemoOptions:
 def run_demo(options: DemoOptions) -> int:
     """Run the demo; return 0, 1 if a request failed, 130 after Ctrl-C."""
     requests = make_requests(options.duration_s, options.seed)
-    with _socket_folder() as sockets, stopping_on_sigterm() as heed:
-        demo = Demo(options, _configure(options, sockets), heed)
+    with _socket_folder() as sockets, stopping_on_sigterm():
+        demo = Demo(options, _configure(options, sockets))
         processes = ExitStack()
         try:
             demo.run(processes, requests)
@@ -129,11 +129,9 @@ def make_requests(duration_s: float, seed: int) -> list[TimedRequest]:
 class Demo:
     """One run: engine, sidecar, load, figures."""
 
-    def __init__(self, options: DemoOptions, config: Config, heed: Callable[[], None]) -> None:
-        """`heed` raises where an interrupt has come and did not get through."""
+    def __init__(self, options: DemoOptions, config: Config) -> None:
         self.options = options
         self.config = config
-        self._heed = heed
         self.folder = config.store.path.parent
         self.generator: LoadGenerator | None = None
         self.is_interrupted = False
@@ -208,12 +206,7 @@ class Demo:
             self.say(f"starting vLLM on {launch.url}")
             with deferred_interrupts():
                 engine = processes.enter_context(RunningEngine(launch, self.folder / "engine.log"))
-
-            def wait(what: str, share: float) -> None:
-                self._heed()
-                show(what, share)
-
-            waited_s = engine.wait_ready(progress=wait)
+            waited_s = engine.wait_ready(progress=show)
         self.say(f"vLLM is ready after {waited_s:.1f} s")
         self._await_introduction(sidecar)
         return engine, sidecar
@@ -232,7 +225,6 @@ class Demo:
         """Wait until the engine has introduced itself to the sidecar; raise EngineError if it does not."""
         end_s = time.monotonic() + _INTRODUCTION_S
         while time.monotonic() < end_s:
-            self._heed()
             if (code := sidecar.poll()) is not None:
                 raise EngineError(f"the sidecar ended with code {code} while starting", remedy=f"see {sidecar.log}")
             with contextlib.suppress(FaserError):

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import signal
-import sys
 
 
 def main() -> None:
-    """Run the command line; until it is there, Ctrl-C has the meaning it has for any program.
-
-    For the sidecar until its own handlers stand: KeyboardInterrupt raised within an import may be dropped by Python.
-    """
+    """Run the command line; until it is there, Ctrl-C has the meaning it has for any program."""
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:  # not where the shell said to ignore it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from .cli import main as run
 
-    if sys.argv[1:2] != ["sidecar"]:
-        signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGINT, handler)
     run()

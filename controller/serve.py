@@ -123,7 +123,7 @@ def run_serve(model: str, vllm_arguments: Sequence[str], config: Config) -> int:
     require_free_port(launch.port, launch.host)
     log = log_folder() / f"engine-{launch.port}.log"
     log.unlink(missing_ok=True)
-    with ExitStack() as stack, stopping_on_sigterm() as heed:
+    with ExitStack() as stack, stopping_on_sigterm():
         with deferred_interrupts():
             sidecar = start_sidecar(config)
             if sidecar is None:
@@ -132,19 +132,18 @@ def run_serve(model: str, vllm_arguments: Sequence[str], config: Config) -> int:
                 stack.enter_context(sidecar)
             engine = stack.enter_context(RunningEngine(launch, log, cwd=Path.cwd()))
         try:
-            return _follow(engine, sidecar, console, heed)
+            return _follow(engine, sidecar, console)
         except KeyboardInterrupt as interrupt:
             console.print("faser: stopping", highlight=False, soft_wrap=True)
             return 143 if isinstance(interrupt, Terminated) else 130
 
 
-def _follow(engine: RunningEngine, sidecar: ProcessTree | None, console: Console, heed: Callable[[], None]) -> int:
+def _follow(engine: RunningEngine, sidecar: ProcessTree | None, console: Console) -> int:
     """Copy both logs to the terminal until the engine ends; a lost sidecar is reported, the engine serves on."""
     is_ready, is_sidecar_lost = False, False
     with ExitStack() as stack:
         logs = [stack.enter_context(path.open("rb")) for path in (engine.log, *([sidecar.log] if sidecar else []))]
         while True:
-            heed()
             if sidecar is not None and not is_ready and (code := sidecar.poll()) is not None:
                 _require_no_complaint(sidecar, code)  # before its log is copied: its one line is said once
             for log in logs:
@@ -233,30 +232,17 @@ class Terminated(KeyboardInterrupt):
 
 
 @contextmanager
-def stopping_on_sigterm() -> Iterator[Callable[[], None]]:
-    """Turn SIGTERM into an interrupt, so that an orderly end takes the same way as Ctrl-C.
-
-    Gives a function for loops that wait: it raises once more where an interrupt has come and did not get through.
-    Python drops an exception that is raised within a callback, such as those of its own imports and finalisers.
-    """
-    seen: list[type[KeyboardInterrupt]] = []
+def stopping_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into an interrupt, so that an orderly end takes the same way as Ctrl-C."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        seen.append(Terminated if number == signal.SIGTERM else KeyboardInterrupt)
-        raise seen[-1]
+        raise Terminated
 
-    def heed() -> None:
-        if seen:
-            raise seen[-1]
-
-    previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, interrupt)}
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the shell said to ignore it
-        previous[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
+    previous = signal.signal(signal.SIGTERM, interrupt)
     try:
-        yield heed
+        yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, previous)
 
 
 def flag_value(arguments: Sequence[str], flag: str) -> str | None:

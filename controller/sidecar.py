@@ -37,9 +37,6 @@ def run_sidecar(config: Config, reload: Callable[[], Config] | None = None) -> i
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     set_up_logging(config.log)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Raised within an import or a constructor, KeyboardInterrupt may be swallowed there, and the sidecar ran on.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
     from .daemon import Daemon
 
     daemon = Daemon(config, reload)

@@ -6,6 +6,7 @@ launch on CUDA); used by `Pruning`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,15 +42,15 @@ class Decision:
     rows: Tensor  # (rows that stay,) int64 places in the batch, on the states' device
 
 
-class TokenHeads:
+class TokenHeads(ABC):
     """Heads that tell of each draft token by itself whether it may well be accepted."""
 
     layers: tuple[int, ...]
     has_candidates: bool  # whether the drafter's candidates and confidences are needed
 
+    @abstractmethod
     def passes(self, layer: int, threshold: float, checks: Checks) -> Bools:
         """Return (draft tokens,) which of them pass; must not look at later rows."""
-        raise NotImplementedError
 
     def decide(self, layer: int, threshold: float, checks: Checks, batch: Batch) -> Decision:
         """Cut each request behind its first token that does not pass."""

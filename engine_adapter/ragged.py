@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from .candidates import CandidateBook
 from .catch_up import CatchUp, FirstRows
 from .confidence import ConfidenceBook, top_probability
+from .draft_batch import DraftBatch, draft_metadata, index_of, narrow_metadata, narrow_sampling, shape_metadata
 from .patches.v1 import (
     DrafterHooks,
     advance_positions,
@@ -48,26 +49,6 @@ class FirstPass:
     metadata: Any  # CommonAttentionMetadata of the pass; never changed here
     last: Tensor  # (rows, hidden size) what the LM head reads
     hidden: Tensor  # (rows, hidden size) what the next pass reads
-
-
-@dataclass(slots=True)
-class DraftBatch:
-    """The requests that still draft, row by row."""
-
-    rows: list[int]  # row in the engine's batch
-    tokens: Tensor  # (rows,) newest draft token
-    positions: Tensor  # (rows,)
-    hidden: Tensor  # (rows, hidden size)
-    metadata: Any
-    sampling: Any
-
-    def keep(self, places: list[int]) -> None:
-        """Drop every row that is not named in `places`."""
-        index = _index(places, self.tokens)
-        self.rows = [self.rows[place] for place in places]
-        self.tokens, self.positions, self.hidden = self.tokens[index], self.positions[index], self.hidden[index]
-        self.sampling = narrow_sampling(self.sampling, index)
-        narrow_metadata(self.metadata, index)
 
 
 class RaggedModelDrafter(DrafterHooks):
@@ -240,12 +221,11 @@ class RaggedModelDrafter(DrafterHooks):
         metadata = draft_metadata(first.metadata, step.inputs["num_rejected_tokens_gpu"])
         if len(rows) < len(step.rows):
             place_of = {row: place for place, row in enumerate(step.rows)}
-            index = _index([place_of[row] for row in rows], first.last)
+            index = index_of([place_of[row] for row in rows], first.last)
             chosen = chosen[index]
             narrow_metadata(metadata, index)
         self._drafting = rows
-        if sampling.temperature is not None and len(rows) < len(sampling.temperature):
-            sampling = narrow_sampling(sampling, _index(rows, first.last))
+        sampling = narrow_sampling(sampling, rows)
         tokens, probabilities = sample_draft(self, first.last[chosen], sampling)
         positions = self.positions[chosen]  # type: ignore[attr-defined]
         return DraftBatch(rows, tokens, positions, first.hidden[chosen], metadata, sampling), probabilities
@@ -299,7 +279,7 @@ class _Store:
         self.probabilities: Tensor | None = None  # (requests, longest, vocabulary); other cells are never read
 
     def put(self, rows: list[int], column: int, tokens: Tensor, probabilities: Tensor | None) -> None:
-        index = slice(None) if len(rows) == len(self.drafts) else _index(rows, self.drafts)
+        index = slice(None) if len(rows) == len(self.drafts) else index_of(rows, self.drafts)
         self.drafts[index, column] = tokens.to(self.drafts.dtype)
         if probabilities is None:
             return
@@ -317,49 +297,6 @@ def recorded(model: Any) -> Iterator[list[Any]]:
         yield outputs
     finally:
         handle.remove()
-
-
-def draft_metadata(metadata: Any, rejected: Tensor | None) -> Any:
-    """Return one-token-per-request metadata with tensors of its own, behind the rejected tokens."""
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-
-    bound = metadata.seq_lens_cpu_upper_bound
-    return CommonAttentionMetadata(
-        query_start_loc=metadata.query_start_loc,
-        query_start_loc_cpu=metadata.query_start_loc_cpu,
-        seq_lens=metadata.seq_lens.clone() if rejected is None else metadata.seq_lens - rejected,
-        num_reqs=metadata.num_reqs,
-        num_actual_tokens=metadata.num_reqs,
-        max_query_len=1,
-        max_seq_len=metadata.max_seq_len,
-        block_table_tensor=metadata.block_table_tensor,
-        slot_mapping=metadata.slot_mapping,
-        seq_lens_cpu_upper_bound=None if bound is None else bound.clone(),
-    )
-
-
-def narrow_metadata(metadata: Any, index: Tensor) -> None:
-    """Keep the requests of `index`; the rest of the shape follows in `shape_metadata`."""
-    metadata.seq_lens = metadata.seq_lens[index]
-    metadata.block_table_tensor = metadata.block_table_tensor[index]
-    if metadata.seq_lens_cpu_upper_bound is not None:
-        metadata.seq_lens_cpu_upper_bound = metadata.seq_lens_cpu_upper_bound[index.cpu()]
-
-
-def shape_metadata(metadata: Any, size: int, drafter: Any) -> None:
-    """Set the fields that follow from `size` requests with one token each."""
-    import torch
-
-    metadata.num_reqs = metadata.num_actual_tokens = size
-    metadata.query_start_loc = drafter.arange[: size + 1]
-    metadata.query_start_loc_cpu = torch.arange(size + 1, dtype=torch.int32)
-
-
-def narrow_sampling(sampling: Any, index: Tensor) -> Any:
-    """Keep the temperatures of `index`, all that vLLM reads when it draws draft tokens (0.32)."""
-    if sampling.temperature is None or len(index) == len(sampling.temperature):
-        return sampling
-    return replace(sampling, temperature=sampling.temperature[index])
 
 
 def adopt(drafter: Any, method: str) -> bool:
@@ -390,13 +327,6 @@ def _mixin_for(drafter: Any, method: str) -> type | None:
         or drafter.vllm_config.parallel_config.enable_eplb
     )
     return None if is_foreign else RaggedModelDrafter
-
-
-def _index(rows: list[int], like: Tensor) -> Tensor:
-    import torch
-
-    on_host = torch.tensor(rows, dtype=torch.int64, pin_memory=like.device.type == "cuda")
-    return on_host.to(like.device, non_blocking=True)
 
 
 def _int64() -> Any:

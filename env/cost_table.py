@@ -71,9 +71,7 @@ class CostTable:
     _log_nodes: Floats = field(init=False)
     _prior: Floats = field(init=False)
     _correction: Floats = field(init=False)  # log factor on the prior, per node
-    _known_curve: Floats = field(init=False)
-    _rising: Floats = field(init=False)  # the curve made monotone
-    _is_stale: bool = False  # nodes have changed since: most steps learn, few are followed by a question
+    _bent: tuple[Floats, Floats] | None = None  # see `_curves`; None: nodes have changed since
     _spread: Floats = field(init=False)  # usual absolute surprise (log), per node; wide while new
     _overlap_share: float = 0.0
     _drafting: DraftCost = field(default_factory=DraftCost)
@@ -87,7 +85,6 @@ class CostTable:
         self.visits = np.zeros(len(self.nodes))
         self._correction = np.zeros(len(self.nodes))
         self._spread = np.ones(len(self.nodes))
-        self._known_curve = self._rising = self._prior
 
     def learn(self, cost: StepCost) -> None:
         """Take in one step."""
@@ -189,8 +186,8 @@ class CostTable:
         if cost.prefill_rows < LEAST_PROMPT_ROWS:
             return
         units = verify_s / self.level_s
-        last = float(self._curve()[-1])
-        alike = float(np.interp(units, self._rising, self.nodes)) * max(units / last, 1.0)
+        _, curve = self._curves()
+        alike = float(np.interp(units, curve, self.nodes)) * max(units / float(curve[-1]), 1.0)
         found = (alike - (cost.rows - cost.prefill_rows)) / cost.prefill_rows
         surprise = math.log(min(max(found, MIN_PROMPT_ROW), MAX_PROMPT_ROW) / self.prompt_row)
         self._prompt_steps += 1
@@ -207,7 +204,7 @@ class CostTable:
         weight = (1.0 - cost.prefill_rows / cost.rows) ** 2 + 0.02  # prefill rows skip the LM head and the sampler
         for node in (low, high):
             if self.visits[node] < SEEN_VISITS:  # new: start from what its neighbours suggest
-                self._correction[node] = math.log(self._curve()[node] / self._prior[node])
+                self._correction[node] = math.log(self._curves()[0][node] / self._prior[node])
         # Against the nodes' own values, not the monotone curve: that would wind up where the curve holds them back.
         own = self._prior[[low, high]] * np.exp(self._correction[[low, high]])
         expected = self.level_s * float(own[0] * (1.0 - share) + own[1] * share)
@@ -226,7 +223,7 @@ class CostTable:
         self.level_s = min(max(level_s, MIN_LEVEL_S), MAX_STEP_S)
         self.visits *= 1.0 - 1.0 / MEMORY_RECORDS
         self._anchor()
-        self._is_stale = True
+        self._bent = None  # most steps are followed by no question
 
     def _anchor(self) -> None:
         """Let the level be what an empty step takes, as the prior's and the drafting's units assume.
@@ -240,26 +237,28 @@ class CostTable:
             self.level_s = min(max(self.level_s * math.exp(shift), MIN_LEVEL_S), MAX_STEP_S)
             self._drafting.rescale(math.exp(-shift))
 
-    def _curve(self) -> Floats:
-        """Return the curve at all nodes: visited ones as measured, others as their visited neighbours bend."""
-        if not self._is_stale:
-            return self._known_curve
-        self._is_stale = False
+    def _curves(self) -> tuple[Floats, Floats]:
+        """Return the curve at all nodes, and the same made monotone: it can be asked for rows.
+
+        Visited nodes are as measured, others as their visited neighbours bend.
+        """
+        if self._bent is not None:
+            return self._bent
         seen = self.visits >= SEEN_VISITS
         known = self.visits / (self.visits + 0.5)
         around = np.interp(self._log_nodes, self._log_nodes[seen], self._correction[seen]) if seen.any() else 0.0
         curve = self._prior * np.exp(known * self._correction + (1.0 - known) * around)
-        self._rising = rising(curve, self.visits + 0.01)
-        off = curve / self._rising - 1.0
+        monotone = rising(curve, self.visits + 0.01)
+        off = curve / monotone - 1.0
         doubt = DIP_DOUBT * self._spread / np.sqrt(np.minimum(self.visits, 1.0 / NODE_GAIN) + 1.0)
         trust = np.maximum(1.0 - np.square(doubt / np.maximum(np.abs(off), 1e-9)), 0.0)  # Breiman's garrote
-        self._known_curve = self._rising * (1.0 + trust * off)
-        return self._known_curve
+        self._bent = monotone * (1.0 + trust * off), monotone
+        return self._bent
 
     def _units(self, rows: Floats) -> Floats:
         padded = self._padded(rows)
         beyond = np.maximum(padded - self.nodes[-1], 0.0) / self.nodes[-1]
-        units: Floats = np.interp(padded, self.nodes, self._curve()) * (1.0 + beyond)
+        units: Floats = np.interp(padded, self.nodes, self._curves()[0]) * (1.0 + beyond)
         return units
 
     def _padded(self, rows: Floats) -> Floats:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from ...engine_adapter.decision import TokenHeads
@@ -130,12 +131,15 @@ class _Recorder(Pruning):
 
 
 class _NoHeads(TokenHeads):
-    """Never asked: the recorder's own `Pruning` keeps what it sees instead of cutting."""
+    """Lets everything pass: a recording sees whole steps."""
 
     has_candidates = True
 
     def __init__(self, layers: tuple[int, ...]) -> None:
         self.layers = layers
+
+    def passes(self, layer: int, threshold: float, checks: Any) -> Any:
+        return np.ones(len(checks.tokens), dtype=np.bool_)
 
 
 @dataclass(frozen=True, slots=True)

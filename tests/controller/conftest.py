@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import shutil
+import signal
 import socket
 import tempfile
 import threading
@@ -33,6 +34,10 @@ from faser.engine_adapter.protocol import (
     decode_from_controller,
     encode,
 )
+
+# Started in the background, as by `make test &`, this process ignores Ctrl-C, and what tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 DEADLINE_S = 10.0
 T = TypeVar("T")

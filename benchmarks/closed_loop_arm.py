@@ -1,0 +1,132 @@
+"""One arm of closed_loop.py, run as its child: a vLLM engine that serves a stream of prompts in turns.
+
+The child's orders are `begin` and `turn` (remote.py); which prompts there are, and in which order, is said here too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from closed_loop_report import OURS
+from remote import serve
+
+from faser.controller.launch import SCHEDULER_CLASS, WORKER_CLASS
+from faser.controller.serve import EMBEDDED_K_MAX
+from faser.env.prompt import KINDS, held_out_prompts
+from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
+
+KV_BYTES = 512 << 20
+
+
+class Engine:
+    """One arm: a vLLM engine that serves an endless stream of prompts to a constant number of clients."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        from transformers import AutoTokenizer
+        from vllm import LLM
+
+        target, arm = str(ensure_embedded_target()), order["arm"]
+        named: dict[str, Any] = {}
+        if arm != "none":
+            length = EMBEDDED_K_MAX if arm == OURS else int(arm[1:])
+            drafter = str(ensure_embedded_drafter())
+            named["speculative_config"] = {"method": "eagle3", "model": drafter, "num_speculative_tokens": length}
+        if arm == OURS:
+            named |= {"scheduler_cls": SCHEDULER_CLASS, "worker_cls": WORKER_CLASS}
+        # Without the prefix cache a prompt costs the same whenever it comes back.
+        llm = LLM(
+            target, enforce_eager=True, max_model_len=2048, max_num_seqs=64, enable_prefix_caching=False,
+            kv_cache_memory_bytes=KV_BYTES, disable_log_stats=False, **named,
+        )  # fmt: skip
+        self.llm = llm
+        self.engine: Any = llm.llm_engine
+        tokenizer = AutoTokenizer.from_pretrained(target)
+        self.prompts = [
+            tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)["input_ids"]
+            for text in (prompt.text for prompt in stream_prompts(order["max_prompt_tokens"]))
+        ]
+        self.max_tokens: int = order["max_tokens"]
+        self.live: dict[str, int] = {}  # request -> tokens emitted
+        self.emitted = self.sent = 0
+
+    def begin(self, order: list[int], firsts: list[int]) -> None:
+        """Start the clients of a load anew.
+
+        :param order: prompts in the order in which they are sent, over and over
+        :param firsts: tokens of each client's first answer: staggered, so that the load is at once as it stays
+        """
+        self.engine.abort_request(list(self.live))
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        self.live, self.emitted = {}, 0
+        self.stream = itertools.cycle(order)
+        for tokens in firsts:
+            self._send(tokens)
+
+    def _send(self, tokens: int) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self.sent += 1
+        params = SamplingParams(
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+        )
+        self.engine.add_request(str(self.sent), {"prompt_token_ids": self.prompts[next(self.stream)]}, params)
+        self.live[str(self.sent)] = 0
+
+    def step(self) -> None:
+        """Run one engine step; a client whose answer is done sends its next prompt."""
+        for output in self.engine.step():
+            self.emitted += len(output.outputs[0].token_ids)
+            if output.finished:
+                del self.live[output.request_id]
+                self._send(self.max_tokens)
+
+    def turn(self, until: int, unmeasured: int) -> dict[str, float]:
+        """Serve until so many tokens are emitted since `begin`; return the figures of the measured steps."""
+        for _ in range(unmeasured):
+            self.step()
+        tokens, drafting, sent = self.emitted, self._drafting(), self.sent
+        began_s, cpu_s, steps = time.perf_counter(), time.process_time(), 0
+        while self.emitted < until or not steps:
+            self.step()
+            steps += 1
+        seconds, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
+        after = self._drafting()
+        return {
+            "seconds": seconds, "cpu_s": cpu_s, "steps": steps, "tokens": self.emitted - tokens,
+            "emitted": self.emitted, "requests": self.sent - sent,
+            **{name: after[name] - drafting[name] for name in after},
+        }  # fmt: skip
+
+    def _drafting(self) -> dict[str, int]:
+        """Return vLLM's own counters."""
+        names = {"draft_tokens": 0, "accepted_tokens": 0}
+        for metric in self.llm.get_metrics():
+            name = metric.name.removeprefix("vllm:spec_decode_num_")
+            if name in names:
+                names[name] += int(metric.value)
+        return names
+
+
+def stream_prompts(max_tokens: int) -> list[Any]:
+    """Return the held-out prompts that are short enough, kind by kind."""
+    return [prompt for prompt in held_out_prompts() if prompt.tokens <= max_tokens]
+
+
+def stream_order(max_tokens: int, random: np.random.Generator) -> list[int]:
+    """Return the prompts' places in the order in which they are sent: shuffled, the kinds in turn while they last."""
+    kinds = np.array([KINDS.index(prompt.kind) for prompt in stream_prompts(max_tokens)])
+    decks = [random.permutation(np.flatnonzero(kinds == kind)).tolist() for kind in range(len(KINDS))]
+    return [deck[at] for at in range(max(map(len, decks))) for deck in decks if at < len(deck)]
+
+
+if __name__ == "__main__":
+    _, flag, order = sys.argv
+    assert flag == "--child"
+    serve(Engine(json.loads(order)))
