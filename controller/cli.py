@@ -72,6 +72,7 @@ class ExportFormat(StrEnum):
 
     csv = "csv"
     jsonl = "jsonl"
+    parquet = "parquet"
 
 
 class ExportTable(StrEnum):
@@ -242,11 +243,13 @@ def show_config(json: Json = False, config: ConfigFile = None) -> None:
 @store_app.command()
 def export(
     file: Annotated[Path, typer.Argument(help="A telemetry file.")],
-    format: Annotated[ExportFormat, typer.Option(help="csv or jsonl.")] = ExportFormat.jsonl,
+    format: Annotated[
+        ExportFormat, typer.Option(help="csv, jsonl, or parquet (needs the extra parquet).")
+    ] = ExportFormat.jsonl,
     table: Annotated[
         ExportTable, typer.Option(help="One line per request and step, per step, or per event.")
     ] = ExportTable.requests,
-    output: Annotated[Path | None, typer.Option(help="Where to write; default: stdout.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Where to write; default: stdout (not for parquet).")] = None,
 ) -> None:
     """Unfold the packed columns of a telemetry file."""
     from .export import run_export

@@ -1,0 +1,45 @@
+"""Files that are there whole or not at all: written beside their place, then moved into it.
+
+Called by whatever writes a file that a reader must never find half done, or that a failure must not destroy.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path to write to; `path` has its content once the block ends, and is as before if it raises.
+
+    A link is followed. What is no regular file, such as a pipe, cannot be replaced and is written to directly.
+    """
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    place = Path(os.path.realpath(path))
+    mode = place.stat().st_mode & 0o777 if place.exists() else 0o666 & ~_umask()
+    handle, name = tempfile.mkstemp(prefix=f".{place.name}.", suffix=".partial", dir=place.parent)
+    try:
+        os.close(handle)
+        yield Path(name)
+        os.chmod(name, mode)
+        with open(name, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(name, place)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _umask() -> int:
+    """Return the process's mask; only setting it tells, on Linux /proc does."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    return 0o077
