@@ -50,7 +50,12 @@ KINDS: Final[dict[str, dict[str, Kind]]] = {
     table: {name: _OF_TABLES.get(name, "int") for name in columns} for table, columns in COLUMNS.items()
 }
 KINDS["requests"].update(
-    {**dict.fromkeys(RequestRow.__struct_fields__, "int"), "is_prefill": "bool", "confidences": "floats", "propensity": "float"}
+    {
+        **dict.fromkeys(RequestRow.__struct_fields__, "int"),
+        "is_prefill": "bool",
+        "confidences": "floats",
+        "propensity": "float",
+    }
 )
 
 

@@ -2,6 +2,8 @@
 
 Called by the daemon. Handing over never blocks: when the queue is full or the disk has failed, entries are dropped
 and counted. Exactly one connection writes and checkpoints (SQLite before 3.51.3 can corrupt a WAL file otherwise).
+Checkpoints are asked for, not left to SQLite: it says nothing when one of its own fails, and a disk that fails has to
+be noticed.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 ENTRIES_PER_COMMIT: Final = 512
 LOOK_S: Final = 10.0  # between two looks at the file's size while it is within its limits
 BITES_PER_LOOK: Final = 8
+ENTRIES_PER_CHECKPOINT: Final = 2048  # a few MB of log
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,7 @@ class Store:
         self._queue: deque[Entry] = deque()
         self._queue_entries = queue_entries
         self._flush_s = flush_s
-        self._written = self._dropped = self._unwritable = 0
+        self._written = self._dropped = self._unwritable = self._in_log = 0
         self._has_waited = False
         self._error = ""
         self._engine_keys: dict[str, int] = {}
@@ -168,6 +171,7 @@ class Store:
             if not prune(self._database, self._retention, time.time_ns()):
                 self._next_look_s = time.monotonic() + LOOK_S
                 return
+            self._checkpoint()
 
     def _write_batch(self) -> None:
         batch = [self._queue.popleft() for _ in range(min(len(self._queue), ENTRIES_PER_COMMIT))]
@@ -182,6 +186,13 @@ class Store:
             else:
                 self._dropped += len(batch)
             raise
+        if self._in_log >= ENTRIES_PER_CHECKPOINT:
+            self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        """Bring the log into the file, as far as readers allow; raise sqlite3.Error if the disk does not take it."""
+        self._database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        self._in_log = 0
 
     def _commit(self, batch: Sequence[Entry]) -> None:
         known = dict(self._engine_keys)
@@ -192,6 +203,7 @@ class Store:
             self._engine_keys = known  # rows made in this transaction are gone
             raise
         self._written += len(batch)
+        self._in_log += len(batch)
 
     def _commit_alone(self, entry: Entry) -> None:
         try:
@@ -280,6 +292,7 @@ def _open(path: Path, run: RunEntry) -> tuple[FileLock, Database, int]:
         create(database)
         database.enable_wal()
         database.execute("PRAGMA synchronous = NORMAL")
+        database.execute("PRAGMA wal_autocheckpoint = 0")
         database.table("runs").insert(
             {"epoch": run.epoch, "started_ns": run.started_ns, "version": run.version, "config": run.config}
         )
