@@ -43,7 +43,11 @@ class Sidecar:
             f'[policy]\nspec = "fixed:3"\n[store]\npath = "{config.store.path}"\nflush_s = 0.02\n'
             "[guard]\nstale_ms = 600000\nenvelope_margin = 1.0\n"
         )
-        self._environment = {**os.environ, "FAILING_DISK_FLAG": str(self._flag), "FAILING_DISK_FILE": str(config.store.path)}
+        self._environment = {
+            **os.environ,
+            "FAILING_DISK_FLAG": str(self._flag),
+            "FAILING_DISK_FILE": str(config.store.path),
+        }
         if COMPILER:
             library = folder / "failing_disk.so"
             subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl"], check=True)
