@@ -2,7 +2,7 @@
 # PYTHON=... chooses the interpreter; PIP_ARGS=... is given to every pip install, TORCH_ARGS=... to that of torch.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: compatibility help install test proof chaos soak lint format types docs bench wheel check demo doctor clean
+.PHONY: compatibility help install browser screenshots test proof chaos soak lint format types docs bench wheel check demo doctor clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -37,6 +37,14 @@ demo: install  ## Serve the embedded model to a replayed production load and ste
 test: install  ## Run the tests (TESTS='tests/controller -k guard' or MARK='not engine' for some)
 	$(BIN)/python -m pytest -m 'not slow and not alone$(if $(MARK), and ($(MARK)))' -n $(WORKERS) --dist loadfile $(TESTS) || test $$? = 5
 	$(BIN)/python -m pytest -m 'alone and not slow$(if $(MARK), and ($(MARK)))' $(TESTS) || test $$? = 5
+
+browser:  ## Install Debian's Chromium, in which the web page is tested; without it those tests are skipped
+	@command -v chromium >/dev/null && exit 0; \
+	test "$$(id -u)" = 0 || { echo "make: no chromium found; expected the browser or root to install it; run: sudo make browser" >&2; exit 1; }; \
+	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install --yes -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null
+
+screenshots: install  ## Take the documentation's pictures of the web page again (docs/page-*.png)
+	REQUIRE_BROWSER=1 SCREENSHOTS=docs $(BIN)/python -m pytest -q -k pictures tests/controller/test_browser.py
 
 proof: install  ## Run the tests that are too long for CI
 	$(BIN)/python -m pytest -m slow --timeout=1800 $(TESTS)

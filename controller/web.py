@@ -39,11 +39,12 @@ EVENTS_PER_S: Final = 5.0
 MAX_STREAMS: Final = 32
 MIN_TOKEN: Final = 16
 START_S: Final = 10.0
-OPEN_PATHS: Final = frozenset({"/healthz", "/readyz", "/", "/page.js", "/page.css"})  # they show nothing of an engine
 PAGE: Final = {"/": ("page.html", "text/html"), "/page.js": ("page.js", "text/javascript"),
-               "/page.css": ("page.css", "text/css")}  # fmt: skip
+               "/page.css": ("page.css", "text/css"), "/icon.svg": ("icon.svg", "image/svg+xml")}  # fmt: skip
+OPEN_PATHS: Final = frozenset({"/healthz", "/readyz", *PAGE})  # they show nothing of an engine
 HEADERS: Final = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",

@@ -21,18 +21,23 @@ const fs = require("fs");
 const [script, snapshot] = process.argv.slice(2);
 const elements = new Map(), frames = [];
 let fills = 0, html = 0;
-const pen = new Proxy({}, { get: (target, name) => name in target ? target[name] : (...numbers) => {
+const pixels = [];
+const pen = new Proxy({ createImageData: (width, height) => ({ data: new Uint8ClampedArray(width * height * 4) }),
+  putImageData: (image) => pixels.push(image.data.filter((value) => value).length) }, {
+  get: (target, name) => name in target ? target[name] : (...numbers) => {
   if (numbers.some((number) => typeof number === "number" && !Number.isFinite(number)))
     throw new Error(`${String(name)} of ${numbers}`);
   fills += name === "fillRect"; } });
 const element = () => ({ style: {}, dataset: {}, classList: { toggle() {} }, options: [], children: [], value: "",
+  setAttribute() {},
   clientWidth: 400, clientHeight: 200, addEventListener(kind, act) { this[kind] = act; }, getContext: () => pen,
   get childElementCount() { return this.children.length; }, append(...more) { this.children.push(...more); },
   replaceChildren(...more) { this.children = more; this.options = more; }, set innerHTML(text) { html++; } });
-Object.assign(globalThis, { window: { devicePixelRatio: 2 }, sessionStorage: { getItem: () => null, setItem() {} },
+Object.assign(globalThis, { window: { devicePixelRatio: 2, matchMedia: () => ({ matches: false }) },
+  sessionStorage: { getItem: () => null, setItem() {} },
   Option: function (text, value) { this.textContent = text; this.value = value; },
-  getComputedStyle: () => ({ color: "#000" }), requestAnimationFrame: (act) => frames.push(act), setTimeout() {},
-  document: { body: {}, querySelectorAll: () => [element()], createElement: element,
+  requestAnimationFrame: (act) => frames.push(act), setTimeout() {},
+  document: { body: element(), querySelectorAll: () => [element()], createElement: element,
     getElementById: (id) => { if (!elements.has(id)) elements.set(id, element()); return elements.get(id); } } });
 const chunk = new TextEncoder().encode(`data: ${snapshot}\n\n`), half = chunk.length >> 1;
 const parts = [chunk.slice(0, half), chunk.slice(half), chunk];
@@ -41,9 +46,9 @@ globalThis.fetch = async () => ({ ok: true, body: { getReader: () => ({
 (0, eval)(fs.readFileSync(script, "utf8"));
 setImmediate(() => {
   frames.pop()();
-  console.log(JSON.stringify({ fills, html, state: elements.get("state").textContent,
+  console.log(JSON.stringify({ fills, html, pixels, state: elements.get("state").textContent,
     overview: elements.get("overview").textContent, reason: elements.get("reason").textContent,
-    health: elements.get("health").children.length,
+    health: ["lease", "link", "deciding", "about"].map((id) => elements.get(id).children.length),
     engines: elements.get("engine").children.map((each) => each.value) }));
 });
 """
@@ -68,6 +73,8 @@ def test_the_script_reads_a_stream_and_draws_it(
     drawn = json.loads(done.stdout)
     assert drawn["engines"] == ["boot-1"]
     assert drawn["reason"] == "policy fixed:3"
-    assert (drawn["html"], drawn["health"]) == (0, 10)
-    # two snapshots: a cell per request in the heat map, a bar per position, five phases per step
-    assert drawn["fills"] == 2 * 4 + 6 + 2 * 5
+    assert (drawn["html"], drawn["health"]) == (0, [4, 4, 4, 4])
+    # two snapshots: a pixel (four values) per request in the heat map, three lines between its lanes; elsewhere a bar
+    # per position, five phases per step, and three lines in each of the four scales
+    assert drawn["pixels"] == [2 * 4 * 4]
+    assert drawn["fills"] == 3 + 6 + 2 * 5 + 4 * 3

@@ -107,7 +107,7 @@ def test_the_page_loads_its_parts_from_here_and_runs_no_other_code(server: WebSe
     assert "default-src 'none'" in headers["Content-Security-Policy"]
     assert re.findall(r"https?://", page) == []
     sources = re.findall(r'(?:src|href)="([^"]+)"', page)
-    assert sources == ["/page.css", "/page.js"]
+    assert sources == ["/icon.svg", "/page.css", "/page.js"]
     for source in sources:
         assert fetch(server, source)[0] == 200
     assert re.findall(r"<script(?![^>]*src=)|\son\w+=|style=", page) == []
@@ -117,7 +117,7 @@ def test_the_page_loads_its_parts_from_here_and_runs_no_other_code(server: WebSe
 
 def test_every_element_and_field_that_the_script_reads_exists(server: WebServer) -> None:
     script, page = (TEMPLATES / "page.js").read_text(), (TEMPLATES / "page.html").read_text()
-    named = set(re.findall(r'(?:byId|surface|lines|legend)\("([a-z-]+)"', script))
+    named = set(re.findall(r'(?:byId|surface|curves|rows|legend)\("([a-z-]+)"', script))
     assert named <= set(re.findall(r'id="([a-z-]+)"', page))
     engine = json.loads(fetch(server, "/status")[1])["engines"][0]
     assert set(re.findall(r"\bengine\.(\w+)", script)) <= set(engine)
