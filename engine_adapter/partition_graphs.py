@@ -26,18 +26,20 @@ class PartitionGraphs:
         self._cuda = cuda
         self._graphs: dict[tuple[str, Phase, Hashable], Any] = {}
         self._pools: dict[Phase, Any] = {}
+        self._unsplit: dict[Phase, Any] = {}  # streams to capture on: the default one cannot be
 
     def capture(self, partition: CudaPartition, phase: Phase, shape: Hashable, work: Callable[[], None]) -> None:
         """Capture `work` for one partition and shape; a second capture takes the place of the first."""
-        stream = partition.stream(phase) if partition.streams else self._cuda.Stream(partition.device)
+        stream = self._capture_stream(partition, phase)
         stream.wait_stream(self._cuda.current_stream(partition.device))
         with self._cuda.stream(stream):
             for _ in range(WARM_UPS):
                 work()
         self._cuda.synchronize(partition.device)
         graph = self._cuda.CUDAGraph()
-        pool = self._pools.setdefault(phase, self._cuda.graph_pool_handle())
-        with self._cuda.graph(graph, pool=pool, stream=stream):
+        if phase not in self._pools:
+            self._pools[phase] = self._cuda.graph_pool_handle()
+        with self._cuda.graph(graph, pool=self._pools[phase], stream=stream):
             work()
         self._graphs[partition.name, phase, shape] = graph
 
@@ -48,6 +50,13 @@ class PartitionGraphs:
             raise PartitionError(f"no graph of {phase} for shape {shape!r} was captured for {partition.name}")
         with partition.on(phase):
             graph.replay()
+
+    def _capture_stream(self, partition: CudaPartition, phase: Phase) -> Any:
+        if partition.streams:
+            return partition.stream(phase)
+        if phase not in self._unsplit:  # one for all: libraries keep a workspace for every stream they see
+            self._unsplit[phase] = self._cuda.Stream(partition.device)
+        return self._unsplit[phase]
 
     def clear(self) -> None:
         """Forget all graphs; before their partitions are closed."""

@@ -49,8 +49,8 @@ def ping_pong_bound(whole: PhaseTimes, half: PhaseTimes) -> float:
 def draft_ahead_bound(times: PhaseTimes, hit_rate: float = 1.0) -> float:
     """Return how many times faster drafting the next chunk under the verification of this one can be.
 
-    1 / max(d, 1 - d) if every chunk drafted ahead is of use. Of the chunks that are not, the step is serial again, so with
-    a hit rate h it is 1 / (1 - h min(d, 1 - d)): never below 1, because the bound charges a miss nothing.
+    1 / max(d, 1 - d) if every chunk drafted ahead is of use. A chunk that is not leaves its step serial, so with a
+    hit rate h it is 1 / (1 - h min(d, 1 - d)): never below 1, because the bound charges a miss nothing.
     """
     if not 0.0 <= hit_rate <= 1.0:
         raise ValueError(f"hit rate {hit_rate:g}; expected 0 to 1")

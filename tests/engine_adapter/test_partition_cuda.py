@@ -311,6 +311,17 @@ def test_graphs_are_captured_on_their_partitions_own_stream_after_warming_it_up(
     assert graph.captured_on is partition.stream("draft")
 
 
+def test_unsplit_graphs_are_captured_on_one_stream_and_replayed_on_the_callers() -> None:
+    cuda = Cuda()
+    graphs, (partition,) = captured(cuda, [UNSPLIT])
+    graphs.capture(partition, "draft", 16, lambda: cuda.launch("draft"))
+    streams = {graph.captured_on for (_, phase, _), graph in graphs._graphs.items() if phase == "draft"}
+    assert len(streams) == 1
+    assert cuda.current_stream(0) not in streams
+    graphs.replay(partition, "draft", 16)
+    assert cuda.streams["draft"] is cuda.current_stream(0)
+
+
 def test_a_replay_runs_on_the_partitions_stream() -> None:
     cuda = Cuda()
     graphs, (streams, split) = captured(cuda, [STREAMS, "1:1"])
