@@ -211,18 +211,21 @@ def top(
 
 @app.command()
 def replay(
-    file: Annotated[Path, typer.Argument(help="A telemetry file.")],
+    file: Annotated[Path, typer.Argument(help="A telemetry file, or forward-pass metrics (JSON lines, -: stdin).")],
     policy: Annotated[str | None, typer.Option(help="Also ask this policy, and estimate what it would earn.")] = None,
     counterfactual: Annotated[
-        bool, typer.Option("--counterfactual", help="Says where speed can be estimated.")
+        bool,
+        typer.Option("--counterfactual", help="Simulate the policy's speed, with the simulator's error beside it."),
     ] = False,
+    profile: Annotated[Path | None, typer.Option(help="The simulator's profile; default: the shipped one.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write it all to this HTML file, with pictures.")] = None,
     floor: Annotated[float, typer.Option(min=10.0, help="Effective samples below which no estimate is given.")] = 100.0,
     json: Json = False,
 ) -> None:
     """Make every recorded decision again and compare it byte for byte."""
-    from .replay import run_replay
+    from .replay_command import ReplayOptions, run_replay
 
-    raise typer.Exit(run_replay(file, policy, counterfactual, json, floor))
+    raise typer.Exit(run_replay(ReplayOptions(file, policy, counterfactual, profile, report, floor, json)))
 
 
 @app.command()

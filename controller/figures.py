@@ -85,14 +85,22 @@ def _timeline(steps: StepTable) -> _Timeline:
 
 
 def _svg(timeline: _Timeline, draw: Callable[[Axes], None]) -> str:
+    def within(axes: Axes) -> None:
+        draw(axes)
+        axes.set_xlim(0.0, timeline.edges_s[-1])
+
+    return svg(within, "time (s)")
+
+
+def svg(draw: Callable[[Axes], None], x_label: str) -> str:
+    """Return a picture as SVG text that can stand within HTML; the same bytes for the same content."""
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "faser", "font.size": 9}):
         canvas = Canvas(figsize=_SIZE_INCHES, layout="constrained")
         FigureCanvasSVG(canvas)
         axes = canvas.add_subplot()
-        axes.set_xlabel("time (s)")
+        axes.set_xlabel(x_label)
         axes.spines[["top", "right"]].set_visible(False)
         draw(axes)
-        axes.set_xlim(0.0, timeline.edges_s[-1])
         text = io.StringIO()
         canvas.savefig(text, format="svg", metadata={"Date": None})
     whole = text.getvalue()

@@ -1,8 +1,9 @@
-"""`faser replay`: a telemetry file through the decision core again: what was decided, what another policy would have.
+"""A telemetry file through the decision core again: what was decided, what another policy would have asked for.
 
-Called by the CLI. Three honest kinds: decision replay is exact, byte for byte, and says nothing about speed; an
-off-policy estimate needs a canary's logged probabilities and is refused where there are too few; a model-based
-counterfactual needs a simulator and its measured error (`faser fidelity`). Opens no socket, never writes the file.
+Called by controller/replay_command.py. Three honest kinds: decision replay is exact, byte for byte, and says nothing
+about speed; an off-policy estimate needs a canary's logged probabilities and is refused where there are too few; a
+model-based counterfactual (controller/counterfactual.py) needs a simulator and prints its error on the same file.
+Opens no socket, never writes the file.
 """
 
 from __future__ import annotations
@@ -13,20 +14,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-import msgspec
-import numpy as np
-from rich.console import Console
-from rich.table import Table
-
 from ..engine_adapter.protocol import MAX_DRAFT_LENGTH, RequestRow, StepRecord
 from ..env.spaces import Action, Capabilities, clamp
 from ..env.state import EngineState, observe
 from ..models.policy import Policy, PolicyError, make_policy
 from .audit import digest
 from .config import GuardConfig, ModeConfig
+from .counterfactual import Counterfactual
 from .decide import Decision, LeaseTerms, decide, guard
 from .errors import PolicyError as UnknownPolicy
-from .errors import UsageError
 from .governor import Governor
 from .offpolicy import FLOOR, OffPolicy, Sample, estimate
 from .recorded import Recorded, RecordedSession, RunSettings, read_sessions
@@ -62,10 +58,29 @@ class Report:
     lengths: dict[int, int] = field(default_factory=dict)
     alternative_lengths: dict[int, int] = field(default_factory=dict)
     off_policy: OffPolicy | None = None
+    counterfactual: Counterfactual | None = None
 
     def is_exact(self) -> bool:
         """Return whether every decision that could be compared came out the same."""
         return self.identical + self.unrecorded + self.partial == self.decisions
+
+
+@dataclass(slots=True)
+class Trail:
+    """The decisions one by one, for pictures; as many entries each, in the file's order. Lengths are means, tokens."""
+
+    running: list[int] = field(default_factory=list)
+    recorded: list[float] = field(default_factory=list)
+    alternative: list[float] = field(default_factory=list)  # empty without another policy
+
+    def note(self, running: int, recorded: list[int], alternative: list[int] | None) -> None:
+        """Take one decision in, unless it was about nobody."""
+        if not recorded:
+            return
+        self.running.append(running)
+        self.recorded.append(sum(recorded) / max(len(recorded), 1))
+        if alternative is not None:
+            self.alternative.append(sum(alternative) / max(len(alternative), 1))
 
 
 class Replayer:
@@ -125,7 +140,7 @@ def _policy(spec: str, capabilities: Capabilities) -> Policy:
         raise UnknownPolicy(str(error)) from None
 
 
-def replay(path: Path, policy: str | None = None, floor: float = FLOOR) -> Report:
+def replay(path: Path, policy: str | None = None, floor: float = FLOOR, trail: Trail | None = None) -> Report:
     """Run every session of a file again; with `policy` also ask that one, and estimate what it would have earned."""
     if policy:
         _policy(policy, Capabilities(k_max=MAX_DRAFT_LENGTH))
@@ -144,11 +159,13 @@ def replay(path: Path, policy: str | None = None, floor: float = FLOOR) -> Repor
                 if replayed is None:
                     continue
                 _compare(report, session, replayed)
-                lengths.update(_lengths(replayed.recorded, replayed.handles))
-                if replayed.alternative is not None:
-                    wanted = replayed.alternative.lengths.tolist()
+                ours = _lengths(replayed.recorded, replayed.handles)
+                lengths.update(ours)
+                wanted = replayed.alternative.lengths.tolist() if replayed.alternative is not None else None
+                if trail is not None:
+                    trail.note(recorded.record.running, ours, wanted)
+                if wanted is not None:
                     alternatives.update(wanted)
-                    ours = _lengths(replayed.recorded, replayed.handles)
                     same += sum(a == b for a, b in zip(wanted, ours, strict=True))
                     outcomes.expect(recorded, dict(zip(replayed.handles, wanted, strict=True)))
             samples += outcomes.samples
@@ -219,66 +236,7 @@ class _Outcomes:
         return Sample(self._session << 40 | row.handle, propensity, is_match, row.accepted, row.verified)
 
 
-def run_replay(path: Path, policy: str | None, is_counterfactual: bool, is_json: bool, floor: float) -> int:
-    """Print the report; return 1 if a decision came out differently."""
-    if is_counterfactual:
-        raise UsageError(
-            "--counterfactual: decision replay cannot tell speed",
-            "a simulator whose error on this file is known",
-            "see: faser fidelity",
-        )
-    report = replay(path, policy, floor)
-    console = Console(soft_wrap=True, highlight=False)
-    if is_json:
-        console.out(msgspec.json.encode(report).decode(), highlight=False)
-    else:
-        _show(report, path, console)
-    return 0 if report.is_exact() else 1
-
-
-def _show(report: Report, path: Path, console: Console) -> None:
-    table = Table(title=f"decision replay of {path.name}", title_justify="left", show_header=False)
-    for name, value in (
-        ("sessions", f"{report.sessions}, {report.partial_sessions} without their beginning"),
-        ("records", f"{report.records}, decided on {report.decisions}"),
-        ("the same bytes again", f"{report.identical} of {report.decisions - report.unrecorded - report.partial}"),
-        ("not comparable", f"{report.unrecorded} without a digest, {report.partial} in partial sessions"),
-        *(("differs", text) for text in report.differing),
-    ):
-        table.add_row(name, value)
-    console.print(table)
-    if report.policy:
-        _show_alternative(report, console)
-
-
-def _show_alternative(report: Report, console: Console) -> None:
-    table = Table("draft length", "recorded", report.policy, title="request-decisions; says nothing about speed")
-    for length in sorted(report.lengths.keys() | report.alternative_lengths.keys()):
-        table.add_row(str(length), str(report.lengths.get(length, 0)), str(report.alternative_lengths.get(length, 0)))
-    table.add_row("mean", _mean(report.lengths), _mean(report.alternative_lengths))
-    console.print(table)
-    if report.agreement is not None:
-        console.print(f"the same length in {report.agreement:.1%} of request-decisions")
-    off = report.off_policy
-    if off is None or not off.samples:
-        console.print("no off-policy estimate: the file has no canary decisions")
-        return
-    console.print(
-        f"off-policy: {off.samples} samples, {off.effective_samples:.0f} effective, coverage {off.coverage:.1%}"
-    )
-    if off.refusal:
-        console.print(f"no estimate: {off.refusal}")
-        return
-    for name, ours, theirs in (
-        ("tokens accepted", off.accepted_logged, off.accepted), ("draft rows", off.rows_logged, off.rows),
-    ):  # fmt: skip
-        if ours is not None and theirs is not None:
-            console.print(
-                f"{name} per request and step: canary {ours.mean:.3f} ± {ours.half_width:.3f}, "
-                f"{report.policy} {theirs.mean:.3f} ± {theirs.half_width:.3f} (95 %)"
-            )
-
-
-def _mean(lengths: dict[int, int]) -> str:
+def mean_length(lengths: dict[int, int]) -> str:
+    """Return the mean of a count by length, as text."""
     total = sum(lengths.values())
-    return f"{np.dot(list(lengths), list(lengths.values())) / total:.3f}" if total else "-"
+    return f"{sum(length * count for length, count in lengths.items()) / total:.3f}" if total else "-"

@@ -19,7 +19,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text."
 Files = Annotated[list[Path], typer.Argument(help="Telemetry files, all of the same model and drafter.")]
 
 
-def _require_libraries() -> None:
+def require_libraries() -> None:
+    """Raise UsageError where the simulator's libraries are missing."""
     missing = [name for name in ("numba", "scipy") if find_spec(name) is None]
     if missing:
         raise UsageError(f"no {' and no '.join(missing)} here", "the extra train", "pip install 'faser-vllm[train]'")
@@ -38,7 +39,7 @@ def profile(
     json: Json = False,
 ) -> None:
     """Measure what an engine's steps cost, over a grid, and write its profile; unknown options go to vLLM."""
-    _require_libraries()
+    require_libraries()
     from .profile import ProfileOptions, command_line, run_profile
 
     options = ProfileOptions(
@@ -68,7 +69,7 @@ def calibrate(
     json: Json = False,
 ) -> None:
     """Fit a profile to telemetry of demo, serve or bench runs."""
-    _require_libraries()
+    require_libraries()
     from rich.console import Console
 
     from .calibrate import CalibrateOptions
@@ -90,7 +91,7 @@ def fidelity(
     json: Json = False,
 ) -> None:
     """Replay a telemetry file through the simulator and print how far the two are apart."""
-    _require_libraries()
+    require_libraries()
     from .fidelity import FidelityOptions, run_fidelity
 
     raise typer.Exit(run_fidelity(FidelityOptions(telemetry, profile, repeat, runs, json)))

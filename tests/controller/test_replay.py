@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import msgspec
 import pytest
@@ -17,10 +19,11 @@ import pytest
 from faser.controller.config import Config, PolicyConfig
 from faser.controller.control import Switch
 from faser.controller.daemon import Daemon
-from faser.controller.errors import PolicyError, UsageError
+from faser.controller.errors import PolicyError, StoreError, UsageError
 from faser.controller.offpolicy import Sample, estimate
 from faser.controller.recorded import _event, read_sessions
-from faser.controller.replay import replay, run_replay
+from faser.controller.replay import replay
+from faser.controller.replay_command import ReplayOptions, run_replay
 from faser.controller.schema import event_row, open_for_reading
 from faser.controller.status import ask, order
 from faser.engine_adapter.protocol import MAX_DRAFT_LENGTH, ActionSet, RequestEvent, RequestRow, StepRecord
@@ -158,8 +161,8 @@ def test_another_policy_is_asked_on_the_same_states(run: Any) -> None:
     assert (report.off_policy.samples, report.off_policy.accepted) == (0, None)
     with pytest.raises(PolicyError):
         replay(path, "nonsense")
-    with pytest.raises(UsageError, match="faser fidelity"):
-        run_replay(path, None, True, False, 100.0)
+    with pytest.raises(UsageError, match="add --policy"):
+        ReplayOptions(path, is_counterfactual=True)
 
 
 def test_an_estimate_from_a_canary_is_near_what_the_policy_earns(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,8 +182,18 @@ def test_an_estimate_from_a_canary_is_near_what_the_policy_earns(run: Any, capsy
     assert refused is not None
     assert refused.accepted is None
     assert "effective samples" in refused.refusal
-    assert run_replay(path, "fixed:4", False, False, 100.0) == 0
-    assert "tokens accepted per request and step" in capsys.readouterr().out
+    page = path.with_name("replay.html")
+    assert run_replay(ReplayOptions(path, "fixed:4", report=page)) == 0
+    printed = capsys.readouterr().out
+    (line,) = [line for line in printed.splitlines() if line.startswith("tokens accepted per request and step")]
+    html = page.read_text()
+    assert line.removesuffix(" (95 %)").split(", ")[1] in html, "the same estimate stands in the report"
+    assert f"Estimated from {off.effective_samples:.0f} effective samples" in html
+    assert run_replay(ReplayOptions(path, "fixed:4", report=page, floor=1e5)) == 0
+    html = page.read_text()
+    assert f"No estimate: {refused.refusal}." in html
+    assert f"fixed:4 {off.accepted.mean:.3f}" not in html, "what is refused is not shown"
+    assert f"{off.coverage:.1%}" in html
 
 
 def test_the_estimator_is_right_on_average_and_its_interval_covers() -> None:
@@ -216,6 +229,56 @@ def test_too_little_is_refused_not_shown(samples: list[Sample], reason: str) -> 
     result = estimate(samples)
     assert reason in result.refusal
     assert result.accepted is None
+
+
+def test_the_report_is_one_file_that_says_what_was_found_and_what_was_not_asked(
+    run: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run("price")
+    page = path.with_name("replay.html")
+    assert run_replay(ReplayOptions(path, "fixed:2", report=page)) == 0
+    html, printed = page.read_text(), capsys.readouterr().out
+    assert f"report: {page}" in printed
+    assert "All 299 decisions that can be compared came out as the same bytes (100 %)." in html
+    assert "No estimate: the file has no canary decisions" in html
+    assert "Not asked for: add --counterfactual." in html
+    found = replay(path, "fixed:2")
+    for length, count in found.lengths.items():
+        assert re.search(rf"<th>{length}</th><td class=\"number\">{count}</td>", html)
+    assert f"The same length in {found.agreement:.1%} of request-decisions." in html
+    outside = [
+        link
+        for link in re.findall(r"""(?:src|href)="([^"]*)|url\(([^)]*)""", html)
+        if not "".join(link).startswith("#")
+    ]
+    assert outside == []
+    pictures = re.findall(r"<svg.*?</svg>", html, re.S)
+    assert len(pictures) == 2
+    for picture in pictures:
+        assert ElementTree.fromstring(picture).tag.endswith("svg")
+    assert run_replay(ReplayOptions(path, report=page)) == 0, "without a policy it says so"
+    assert "None was asked: add --policy NAME." in page.read_text()
+
+
+def test_a_report_of_decisions_that_differ_says_so_and_rounds_down(run: Any) -> None:
+    path = run("price")
+    with closing(sqlite3.connect(path)) as raw:
+        raw.execute("UPDATE steps SET step = step + 1 WHERE counter = 100")
+        raw.commit()
+    page = path.with_name("replay.html")
+    assert run_replay(ReplayOptions(path, report=page)) == 1
+    assert "298 of 299 decisions came out as the same bytes (99.6 %)." in page.read_text()
+    assert "boot-1 record 100, decision 100" in page.read_text()
+
+
+def test_a_report_never_replaces_its_input_and_is_whole_or_absent(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = run("price", steps=20)
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match="is the input itself"):
+        ReplayOptions(path, report=path)
+    with pytest.raises(StoreError, match="cannot be written"):
+        run_replay(ReplayOptions(path, report=path.with_name("no") / "folder" / "a.html"))
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("most", [0, 3, MAX_DRAFT_LENGTH])
