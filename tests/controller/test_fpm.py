@@ -18,6 +18,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from faser.controller.errors import PolicyError, StoreError, UsageError
 from faser.controller.fpm import (
@@ -207,6 +209,45 @@ def test_bad_input_is_one_line_that_names_file_and_row(content: bytes, message: 
         run_replay(ReplayOptions(path))
     assert "passes.jsonl" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+HOSTILE = st.one_of(
+    st.integers(-(1 << 70), 1 << 70), st.floats(), st.none(), st.text(max_size=5), st.lists(st.integers(), max_size=3)
+)
+
+
+@given(
+    counts=st.fixed_dictionaries({name: HOSTILE | st.integers(0, 1 << 17) for name in SCHEDULED}),
+    wall_time=HOSTILE | st.floats(0.0, 10.0),
+    cut=st.integers(0, 400),
+)
+@settings(max_examples=300, deadline=None)
+def test_hostile_rows_are_refused_in_our_own_words_or_summed_up(
+    counts: dict[str, Any], wall_time: Any, cut: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    record = {"version": 1, "worker_id": "w", "counter_id": 1, "wall_time": wall_time, "scheduled_requests": counts}
+    path = tmp_path_factory.getbasetemp() / "hostile.jsonl"
+    row = json.dumps(record).encode()
+    path.write_bytes(row + b"\n" + row[: len(row) - cut])
+    try:
+        found = replay_passes(read_forward_passes(path), "price")
+    except StoreError:  # anything else fails the test
+        return
+    assert found.passes in (1, 2)
+    assert all(0 <= asked <= 8 for asked in found.asked)
+
+
+@pytest.mark.parametrize("policy", ["price", "goodput", "learned"])
+def test_the_largest_numbers_of_the_schema_are_no_trouble(policy: str, tmp_path: Path) -> None:
+    path = tmp_path / "large.jsonl"
+    counts = {name: 1 << 48 if name.startswith("sum") else 1e18 for name in SCHEDULED}
+    for requests in (1, 1 << 16):
+        counts["num_prefill_requests"] = counts["num_decode_requests"] = requests
+        record = {"version": 1, "worker_id": "w", "counter_id": 1 << 48, "wall_time": 1e6, "scheduled_requests": counts}
+        path.write_text(f"{json.dumps(record)}\n" * 3)
+        found = replay_passes(read_forward_passes(path), policy)
+        assert found.peak_requests == 2 * requests
+        assert all(0 <= asked <= 8 for asked in found.asked)
 
 
 def test_telemetry_and_foreign_files_are_not_taken_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

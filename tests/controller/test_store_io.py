@@ -7,6 +7,7 @@ EIO once a flag is there. Where no C compiler is, a file size limit makes SQLite
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import signal
@@ -53,10 +54,10 @@ class Sidecar:
             subprocess.run([COMPILER, "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl"], check=True)
             self._environment["LD_PRELOAD"] = str(library)
 
-    def start(self) -> None:
+    def start(self, *more: str) -> None:
         command = [sys.executable, "-P", "-c", "from faser.controller.cli import main; main()", "sidecar", "--config"]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen([*command, self._file], env=self._environment, cwd="/", stderr=log)
+            self.process = subprocess.Popen([*command, self._file, *more], env=self._environment, cwd="/", stderr=log)
 
     def fail(self) -> None:
         if self._way == "limit":  # writes beyond what is there end with EFBIG, which SQLite reports as an I/O error
@@ -130,7 +131,7 @@ def test_an_io_error_stops_recording_with_an_alarm_and_never_deciding(
         decided(100)
         return str(sidecar.status().store.error)
 
-    error = eventually(has_stopped, "recording stops", 60.0)
+    error = eventually(has_stopped, "recording stops", 120.0)
     assert "I/O error" in error or "full" in error
     last = decided(50)  # and it goes on deciding
     assert sidecar.status().engines[0].records == last
@@ -160,3 +161,20 @@ def test_an_io_error_stops_recording_with_an_alarm_and_never_deciding(
     eventually(lambda: sidecar.status().store.written >= 6, "it records")
     assert sidecar.end() == 0
     assert recorded(config.store.path) == first + [(2, last + 50 + number) for number in range(1, 6)]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="a disk that fails from the start needs a C compiler")
+def test_a_disk_that_fails_at_the_start_is_one_line_and_a_sidecar_without_a_store_does_not_mind(
+    start: Any, config: Config, eventually: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "failing").write_text("w")
+    sidecar = start("write")
+    assert sidecar.process.wait(30.0) == 4
+    (line,) = [line for line in sidecar.log.read_text().splitlines() if line.startswith("faser: ")]
+    assert re.fullmatch(
+        r"faser: \S+ cannot be written: (Input/output|disk I/O) error; expected .*; set store.path.*", line
+    )
+    assert "Traceback" not in sidecar.log.read_text()
+    sidecar.start("--no-record")
+    eventually(lambda: sidecar.status() is not None, "the sidecar answers", 30.0)
+    assert sidecar.end() == 0
