@@ -161,6 +161,9 @@ def sidecar(
     policy: Policy = None,
     store: Annotated[Path | None, typer.Option(help="The telemetry file.")] = None,
     record: Annotated[bool | None, typer.Option("--record/--no-record", help="Write telemetry.")] = None,
+    trace: Annotated[
+        bool | None, typer.Option("--trace/--no-trace", help="Send a span per decision (OpenTelemetry).")
+    ] = None,
     config: ConfigFile = None,
 ) -> None:
     """Run the daemon that answers the engines' step records with draft lengths."""
@@ -168,6 +171,7 @@ def sidecar(
 
     flags: dict[str, Value | None] = {
         "link.endpoint": endpoint, "policy.spec": policy, "store.path": store, "store.enabled": record,
+        "trace.enabled": trace,
     }  # fmt: skip
     raise typer.Exit(run_sidecar(_load(config, flags).config, lambda: _load(config, flags).config))
 

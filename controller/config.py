@@ -160,6 +160,19 @@ class HttpConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TraceConfig:
+    """OpenTelemetry traces: a span per decision."""
+
+    enabled: bool = _option(False, "send a span per decision to an OTLP/HTTP collector, named by the OTEL_* variables")
+    ratio: float = _option(
+        1.0, "share of decisions that is traced, unless OTEL_TRACES_SAMPLER says otherwise", low=0.0, high=1.0
+    )
+    queue_spans: int = _option(
+        2048, "decisions that may wait for the collector before they are dropped", low=1, high=1 << 20
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class LogConfig:
     """What the sidecar says on stderr."""
 
@@ -179,6 +192,7 @@ class Config:
     store: StoreConfig = StoreConfig()
     audit: AuditConfig = AuditConfig()
     http: HttpConfig = HttpConfig()
+    trace: TraceConfig = TraceConfig()
     log: LogConfig = LogConfig()
 
 

@@ -25,7 +25,7 @@ from ..engine_adapter.protocol import Goodbye, Hello, HelloRequest, Release, Ste
 from .audit import AuditFile, DecisionNote, audit_event
 from .config import Config
 from .control import MAX_ORDER_BYTES, Refusal, carry_out, decode_order
-from .decide import LeaseTerms
+from .decide import Decision, LeaseTerms
 from .endpoint import IPC, Endpoint, status_address
 from .errors import FaserError
 from .gatekeeper import Gatekeeper
@@ -39,6 +39,7 @@ from .retention import Retention
 from .session import Session, check_policy
 from .snapshot import QUESTION, SNAPSHOT_VERSION, LinkStatus, Snapshot, StoreStatus, encode_snapshot
 from .store import EngineEntry, Entry, NoticeEntry, RunEntry, StepEntry, Store
+from .traces import Stopwatch, TraceNote, open_traces
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class Daemon:
             )
             self._status = _status_socket(context)
             status.bind(self._status)
+            self._traces = open_traces(config.trace)
             self._store = self._open_store()
             self._audit = self._open_audit()
             self._opened = opened.pop_all()
@@ -169,6 +171,8 @@ class Daemon:
             self._audit.close()
         if self._store is not None:
             self._store.close()
+        if self._traces is not None:
+            self._traces.close()
 
     # -- engines ------------------------------------------------------------------------------------------------
 
@@ -236,16 +240,20 @@ class Daemon:
     def _answer(self, identity: bytes, batch: _Batch) -> None:
         """Decide on the newest record and send; figures and telemetry come after, off the engine's critical path."""
         session, newest = batch.session, batch.records[-1]
-        received_ns = time.time_ns()
+        watch = Stopwatch()
+        received_ns = watch.started_ns
         for record in batch.records[:-1]:
             session.observe(record)
         entry = StepEntry(newest, received_ns)
+        watch.lap("observe")
         decision = session.decide(newest)
+        watch.lap("decide")
         self._give_back(identity, session)
         if decision is not None:
             is_sent = session.governor.is_sending and self._router.send(identity, decision.action_set)
             if session.governor.is_sending:
                 session.note_sent(is_sent, time.monotonic())
+            watch.lap("send")
             entry = StepEntry(
                 newest, received_ns, decision.action_set, decision.reason, session.decision_s[-1], is_sent,
                 self._config.policy.spec, session.governor.draws,
@@ -256,9 +264,20 @@ class Daemon:
                     DecisionNote(newest, decision.action_set, policy, decision.reason, is_sent, received_ns)
                 )
         session.learn()
+        watch.lap("learn")
         for record in batch.records:
             session.measure(record)
             self._record(entry if record is newest else StepEntry(record, received_ns))
+        watch.lap("record")
+        if decision is not None and self._traces is not None:
+            self._traces.put(self._trace(batch, decision, entry.is_sent, watch))
+
+    def _trace(self, batch: _Batch, decision: Decision, is_sent: bool, watch: Stopwatch) -> TraceNote:
+        governor, lengths = batch.session.governor, decision.action.lengths
+        return TraceNote(
+            engine_name(batch.session.hello), batch.records[-1], decision.action_set, self._config.policy.spec,
+            decision.reason, int(lengths.sum()), len(lengths), len(batch.records) - 1, governor.lag_s, is_sent, watch,
+        )  # fmt: skip
 
     def _give_back(self, identity: bytes, session: Session) -> None:
         """Release a lease that the sidecar does not stand by any more: switched, or the guard fell back."""

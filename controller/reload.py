@@ -23,7 +23,7 @@ FIXED: Final = frozenset(
     {
         "link.endpoint", "link.status_endpoint", "link.queue_frames", "link.keys", "store.enabled", "store.path",
         "store.queue_records", "store.flush_s", "mode.state", "audit.path", "audit.max_mb", "audit.files",
-        "http.listen", "http.token_file",
+        "http.listen", "http.token_file", "trace.enabled", "trace.ratio", "trace.queue_spans",
     }
 )  # fmt: skip
 

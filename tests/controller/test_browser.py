@@ -49,6 +49,7 @@ GAP_P95_MS, LONG_TASK_MS = 50.0, 200.0  # at 60 frames/s a gap is 17 ms; two sha
 MOST_BYTES = 200_000
 
 pytestmark = pytest.mark.timeout(120)
+expect.set_options(timeout=20_000)
 
 
 def test_a_browser_is_here_where_one_is_required() -> None:
@@ -179,7 +180,9 @@ def test_the_page_shows_load_lengths_acceptance_phases_lease_link_and_reason(
     assert "#3b7ddd" in painted(page, "positions")
 
 
-def test_new_lengths_reach_the_heat_map(visit: Any, http: Any, start_daemon: Any, make_engine: Any) -> None:
+def test_new_lengths_reach_the_heat_map(
+    visit: Any, http: Any, start_daemon: Any, make_engine: Any, eventually: Any
+) -> None:
     start_daemon()
     engine = make_engine()
     engine.hello()
@@ -191,8 +194,7 @@ def test_new_lengths_reach_the_heat_map(visit: Any, http: Any, start_daemon: Any
     ]
     engine.send(msgspec.structs.replace(record, counter=2, step=2, time_s=0.02, events=[], rows=rows))
     expect(page.locator("#asked")).to_have_text("in force, requests × length: 2 × 0, 2 × 6")
-    page.wait_for_timeout(1000)  # five updates of the new lengths
-    assert {"#7c99c7", "#103a80", "#e5e9ee"} <= painted(page, "heat")
+    eventually(lambda: {"#7c99c7", "#103a80", "#e5e9ee"} <= painted(page, "heat"), "lengths of 3, 6 and 0 in the map")
 
 
 def test_a_click_switches_the_mode_in_the_daemon(
@@ -206,8 +208,8 @@ def test_a_click_switches_the_mode_in_the_daemon(
     page: Page = visit(http().port).page
     expect(page.locator("#notice")).to_contain_text("wants its token")
     expect(page.locator("main")).to_be_hidden()
-    give_token(page, "not-the-token-at-all")
-    page.wait_for_timeout(300)
+    with page.expect_response(lambda reply: reply.url.endswith("/events") and reply.status == 401):
+        give_token(page, "not-the-token-at-all")
     expect(page.locator("#notice")).to_contain_text("wants its token")
     give_token(page)
     active, advisory = page.get_by_role("button", name="active"), page.get_by_role("button", name="advisory")
@@ -380,7 +382,10 @@ def test_pictures_for_the_documentation(
     port, _ = stage
     page: Page = visit(port, color_scheme=scheme).page
     expect(page.locator("#heat")).to_have_attribute("aria-label", re.compile("lengths of [1-9]"), timeout=20_000)
-    page.wait_for_timeout(62_000 if kept else 500)  # a whole minute of curves
+    updates = r"1[5-9]\d" if kept else r"\d\d"
+    expect(page.locator("#heat")).to_have_attribute("aria-label", re.compile(f", {updates} updates"), timeout=40_000)
+    if kept:
+        page.wait_for_timeout(32_000)  # a whole minute of curves
     picture = Path(kept or tmp_path) / f"page-{scheme}.png"
     page.screenshot(path=picture, full_page=True)
     with Image.open(picture) as full:
