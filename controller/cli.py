@@ -15,6 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from .. import __version__
+from .bench_cli import register as register_bench
 from .config import Effective, Value, as_json, as_toml, load
 from .drafter import app as drafter_app
 from .errors import FaserError, UsageError
@@ -45,6 +46,7 @@ app.add_typer(exits_app, name="exits")
 app.add_typer(policy_app, name="policy")
 register_simulation(app)
 register_evaluate(app)
+register_bench(app)
 register_train(app)
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file; see `faser config`.")]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -64,10 +64,17 @@ class _RequestFailed(Exception):
 
 
 class LoadGenerator:
-    """One run over a list of requests. Counters may be read while it runs, for a live view."""
+    """One run over a list of requests. Counters may be read while it runs, for a live view.
 
-    def __init__(self, requests: Sequence[TimedRequest], options: LoadOptions) -> None:
+    :param clock: seconds; one that stands still while the server is frozen leaves that time out of all that is measured
+    """
+
+    def __init__(
+        self, requests: Sequence[TimedRequest], options: LoadOptions, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.options = options
+        self.started_s = 0.0  # on the clock
+        self.failures: list[str] = []
         self.results = [
             RequestResult(index, request.kind, request.prompt_id, request.arrival_s)
             for index, request in enumerate(requests)
@@ -78,13 +85,13 @@ class LoadGenerator:
         self.tokens = 0
         self._requests = requests
         self._decoder = msgspec.json.Decoder(_Chunk)
-        self._start_s = 0.0
+        self._clock = clock
         self._cpu_share = 0.0
 
     @property
     def elapsed_s(self) -> float:
         """Return the time since the run's start."""
-        return time.perf_counter() - self._start_s
+        return self._clock() - self.started_s
 
     def summary(self) -> LoadSummary:
         """Sum up what was measured so far."""
@@ -95,7 +102,7 @@ class LoadGenerator:
         connector = aiohttp.TCPConnector(limit=0, force_close=False)
         timeout = aiohttp.ClientTimeout(total=self.options.request_timeout_s)
         slots = asyncio.Semaphore(self.options.max_connections)
-        cpu_s, self._start_s = time.thread_time(), time.perf_counter()
+        cpu_s, self.started_s = time.thread_time(), self._clock()
         async with aiohttp.ClientSession(self.options.base_url, connector=connector, timeout=timeout) as session:
             tasks: list[asyncio.Task[None]] = []
             try:
@@ -163,6 +170,7 @@ class LoadGenerator:
 
     def _fail(self, result: RequestResult, reason: str) -> None:
         result.outcome, result.failure = "failed", reason[:_FAILURE_CHARACTERS]
+        self.failures.append(result.failure)
 
     async def _ask(self, session: aiohttp.ClientSession, request: TimedRequest, result: RequestResult) -> None:
         result.sent_s = self.elapsed_s

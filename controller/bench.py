@@ -1,0 +1,194 @@
+"""`faser bench`: FASER beside everything a user would pick instead, on real vLLM servers that take turns.
+
+Called by controller/bench_cli.py. It owns every process it starts and ends them whatever happens; what was measured
+until then is in the file and is printed. docs/bench.md has the definitions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+
+from ..engine_adapter.settings import SettingError, ensure_private_folder, runtime_folder
+from ..models.embedded import TARGET_NAME
+from .bench_machine import ROOT, commit, machine_facts, versions
+from .bench_plan import (
+    FULL_LOADS,
+    FULL_RIVALS,
+    QUICK_LOADS,
+    QUICK_RIVALS,
+    Plan,
+    length_of,
+    parse_loads,
+    parse_rivals,
+)
+from .bench_result import Results, Settings, summary, write_results
+from .bench_run import Bench
+from .bench_server import ARGUMENTS, Bed
+from .bench_view import envelope_table, write_picture
+from .bench_work import MIXED, Mix, Replay
+from .demo import peak_rps
+from .errors import EndpointError, FaserError, UsageError
+from .launch import available_cores, default_threads
+from .serve import EMBEDDED_K_MAX, ensure_embedded_pair
+from .session import check_policy
+
+_QUICK_TABLE: Final = (0, 1, 2, 3, 4)
+_TINY_TOKENS: Final = 24
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What `faser bench` was asked for; None means the default of a full or a quick run."""
+
+    quick: bool = False
+    json: bool = False
+    loads: str | None = None
+    rivals: str | None = None
+    pairs: int | None = None
+    traces: tuple[str, ...] = ()
+    kinds: str = MIXED
+    out: Path | None = None
+    picture: Path | None = None
+    policy: str = "price"
+    seed: int = 0
+    minutes: float | None = None
+    turn_s: float = 1.5
+    trace_s: float = 60.0
+    peak_rps: float | None = None
+    warp: float = 60.0
+    swell: bool = False
+    threads: int | None = None
+    max_tokens: int = 96
+    note: str = ""
+
+    def plan(self) -> Plan:
+        """Return what is to be measured; raise UsageError for what cannot be."""
+        default_loads = QUICK_LOADS if self.quick else FULL_LOADS
+        loads = default_loads if self.loads is None and not self.traces else parse_loads(self.loads or "")
+        rivals = (QUICK_RIVALS if self.quick else FULL_RIVALS) if self.rivals is None else parse_rivals(self.rivals)
+        lengths = {length for arm in rivals if (length := length_of(arm)) is not None}
+        if not 0.1 <= self.turn_s <= 60.0:
+            raise UsageError(f"--turn-seconds {self.turn_s:g}", "0.1 to 60")
+        if not 8 <= self.max_tokens <= 512:
+            raise UsageError(f"--max-tokens {self.max_tokens}", "8 to 512")
+        peak = self.peak_rps if self.peak_rps is not None else peak_rps()
+        low = peak / 6.0 if self.swell else None
+        return Plan(
+            loads=loads,
+            replays=tuple(Replay(name, self.trace_s, peak, self.warp, low) for name in self.traces),
+            mixes=tuple(Mix.parse(text.strip()) for text in dict.fromkeys(self.kinds.split(","))),
+            rivals=rivals,
+            pairs=self.pairs if self.pairs is not None else (3 if self.quick else 6),
+            table_lengths=tuple(sorted({*_QUICK_TABLE, *lengths})),
+            minutes=self.minutes if self.minutes is not None else (0.0 if self.quick else 6.0),
+            turn_s=self.turn_s,
+            max_tokens=self.max_tokens,
+            least_tokens=192 if self.turn_s >= 1.0 else _TINY_TOKENS,
+            seed=self.seed,
+        )
+
+
+def run_bench(options: BenchOptions) -> int:
+    """Measure, write, print; return 0, or 130 after Ctrl-C. A rival that failed is named, and no failure of ours."""
+    plan = options.plan()
+    check_policy(options.policy)
+    console = Console(stderr=True, highlight=False)
+    folder = (Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S")).absolute()
+    path = options.out or folder / "result.json"
+    if path.exists():
+        raise UsageError(f"--out {path} exists", "a new file")
+    results = Results(machine_facts(), versions(), commit(), _settings(options, plan), note=options.note)
+    with _socket_folder() as sockets:
+        bed = Bed(ensure_embedded_pair(), sockets, folder, options.policy, results.settings.threads)
+        code, failure = _measure(plan, results, path, bed, console)
+    _show(options, results, path, console)
+    if failure is not None:
+        raise failure
+    return code
+
+
+def _measure(plan: Plan, results: Results, path: Path, bed: Bed, console: Console) -> tuple[int, FaserError | None]:
+    """Run the benchmark; return the exit code, and what ended it early."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
+    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task("starting servers", total=1.0)
+        begin_s = time.monotonic()
+
+        def tell(text: str) -> None:
+            console.print(f"faser: {time.monotonic() - begin_s:4.0f} s: {text}", soft_wrap=True)
+
+        def advance(what: str, share: float) -> None:
+            bars.update(task, description=what, completed=min(share, 1.0))
+
+        try:
+            asyncio.run(_stopping(Bench(plan, results, path, bed, tell, advance)))
+        except asyncio.CancelledError:
+            return 130, None
+        except FaserError as error:
+            return error.exit_code, error
+    return 0, None
+
+
+async def _stopping(bench: Bench) -> None:
+    """Run until done; Ctrl-C and SIGTERM cancel, and the servers are ended in order."""
+    this = asyncio.current_task()
+    assert this is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, this.cancel)
+    await bench.run()
+
+
+def _show(options: BenchOptions, results: Results, path: Path, console: Console) -> None:
+    if results.turns:
+        write_results(results, path)
+        picture = options.picture or path.with_suffix(".svg")
+        write_picture(results, picture)
+        wide = Console(stderr=options.json, highlight=False, width=None if sys.stdout.isatty() else 220)
+        wide.print(envelope_table(results))
+        console.print(f"faser: results {path}, picture {picture}", soft_wrap=True)
+    if options.json:
+        sys.stdout.write(json.dumps(summary(results)) + "\n")
+        sys.stdout.flush()
+
+
+def _settings(options: BenchOptions, plan: Plan) -> Settings:
+    card = json.loads((ROOT / "models" / "weights" / "drafter.card.json").read_text())
+    return Settings(
+        target=TARGET_NAME, drafter_sha256=card["sha256"], policy=options.policy, k_max=EMBEDDED_K_MAX,
+        threads=options.threads or default_threads(available_cores()), turn_s=plan.turn_s, max_tokens=plan.max_tokens,
+        max_prompt_tokens=plan.max_prompt_tokens, seed=plan.seed, pairs=plan.pairs, arguments=ARGUMENTS,
+    )  # fmt: skip
+
+
+@contextmanager
+def _socket_folder() -> Iterator[Path]:
+    """Give a folder for this run's sockets that nobody else can enter, and remove it at the end."""
+    try:
+        ensure_private_folder(runtime_folder())
+        folder = Path(tempfile.mkdtemp(prefix="bench-", dir=runtime_folder()))
+    except (SettingError, OSError) as error:
+        raise EndpointError(str(error), "a private folder for sockets", "set FASER_RUNTIME_DIR") from None
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

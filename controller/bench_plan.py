@@ -1,0 +1,153 @@
+"""What a benchmark is to measure, in which order, and when a load point is done. Pure.
+
+Called by controller/bench.py, which builds the plan from flags, and by controller/bench_run.py, which follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from .bench_ratio import OURS, Floats, Ratio
+from .bench_work import Mix, Replay
+from .errors import UsageError
+
+NONE: Final = "none"
+TABLE: Final = "table"
+NGRAM: Final = "ngram"
+MAX_LENGTH: Final = 8
+LENGTHS: Final = tuple(f"k{length}" for length in range(1, MAX_LENGTH + 1))
+ARMS: Final = (NONE, *LENGTHS, TABLE, NGRAM, OURS)
+QUICK_LOADS: Final = (1, 8, 32)
+QUICK_RIVALS: Final = (NONE, "k1", "k3", TABLE)
+FULL_LOADS: Final = (1, 2, 4, 8, 16, 32, 64)
+FULL_RIVALS: Final = (NONE, "k1", "k2", "k3", "k4", "k6", "k8", TABLE, NGRAM)
+MAX_LOAD: Final = 64
+NEAR: Final = 0.92  # of the best rival's rate: what may still turn out the best
+REPEATS: Final = 2  # rounds at most that replace disturbed ones, at each load point
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure. A load point is a number of clients or a replayed trace, with a mix of prompts."""
+
+    loads: tuple[int, ...]
+    replays: tuple[Replay, ...]
+    mixes: tuple[Mix, ...]
+    rivals: tuple[str, ...]
+    pairs: int
+    table_lengths: tuple[int, ...]  # what the sweep for the table tries, 0 for no speculation
+    sweep_rounds: int = 2
+    minutes: float = 0.0  # for each load point, to sharpen its ratio after the first rounds
+    turn_s: float = 1.5
+    max_tokens: int = 96
+    max_prompt_tokens: int = 300
+    least_tokens: int = 192  # of a turn: fewer depend too much on where in a text it begins and ends
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.loads and not self.replays:
+            raise UsageError("nothing to measure", "--loads or --trace")
+        if any(not 1 <= load <= MAX_LOAD for load in self.loads):
+            raise UsageError(f"--loads {','.join(map(str, self.loads))}", f"numbers from 1 to {MAX_LOAD}")
+        if self.pairs < 1:
+            raise UsageError(f"--pairs {self.pairs}", "1 or more")
+        if self.replays and NONE not in self.rivals:
+            raise UsageError("--trace without the rival none", "it, for goodput is told against its unloaded latency")
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """Return the rivals and ourselves."""
+        return (*self.rivals, OURS)
+
+    @property
+    def sweep_loads(self) -> tuple[int, ...]:
+        """Return the loads at which the table is found; without a closed loop some that replays pass through."""
+        return self.loads or QUICK_LOADS
+
+
+def parse_loads(text: str) -> tuple[int, ...]:
+    """Return numbers of clients, ascending."""
+    try:
+        return tuple(sorted({int(part) for part in text.split(",") if part.strip()}))
+    except ValueError:
+        raise UsageError(f"--loads {text}", "numbers with commas between them") from None
+
+
+def parse_rivals(text: str) -> tuple[str, ...]:
+    """Return rivals in the table's order; `k=3` is k3."""
+    named = {part.strip().replace("=", "") for part in text.split(",") if part.strip()}
+    rivals = tuple(arm for arm in ARMS if arm in named and arm != OURS)
+    if unknown := sorted(named - set(rivals)):
+        raise UsageError(f"--rivals {','.join(unknown)}", f"some of {','.join(arm for arm in ARMS if arm != OURS)}")
+    if not rivals:
+        raise UsageError("--rivals without a rival", f"some of {','.join(arm for arm in ARMS if arm != OURS)}")
+    return rivals
+
+
+def length_of(arm: str) -> int | None:
+    """Return an arm's fixed length, None if it has none."""
+    if arm == NONE:
+        return 0
+    return int(arm[1:]) if arm in LENGTHS else None
+
+
+def arm_of(length: int) -> str:
+    """Return the arm that drafts so many tokens."""
+    return f"k{length}" if length else NONE
+
+
+def turn_order(arms: Sequence[str], round_: int) -> tuple[str, ...]:
+    """Return the arms of a round, A B C; the next one begins with another, so that nobody is always first."""
+    first = round_ % len(arms)
+    return (*arms[first:], *arms[:first])
+
+
+def groups(arms: Sequence[str], reference: str, capacity: int) -> list[tuple[str, ...]]:
+    """Split arms into groups that fit into memory at once, the reference in each: ratios to it meet across groups."""
+    others = [arm for arm in arms if arm != reference]
+    if capacity < 2 and others:
+        raise UsageError(f"memory for {capacity} servers", "for 2 at least", "stop other work")
+    count = -(-len(others) // (capacity - 1)) if others else 1
+    size = -(-len(others) // count)
+    return [(*others[first : first + size], reference) for first in range(0, max(len(others), 1), max(size, 1))]
+
+
+def contenders(rates: Mapping[str, Floats], arms: Sequence[str]) -> tuple[str, ...]:
+    """Return ourselves, no speculation and the rivals near the best: those still measured when a ratio is blunt."""
+    if OURS not in rates or not (rivals := [arm for arm in arms if arm != OURS and arm in rates]):
+        return tuple(arms)
+    level = {}
+    for arm in rivals:
+        logs = np.log(rates[arm]) - np.log(rates[OURS])
+        level[arm] = float(np.nanmean(logs)) if (~np.isnan(logs)).any() else -np.inf
+    least = max(level.values()) + float(np.log(NEAR))
+    return tuple(arm for arm in arms if arm in (OURS, NONE) or level.get(arm, -np.inf) >= least)
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far one group at one load point is."""
+
+    pairs: int
+    minutes: float
+    quiet: int = 0  # rounds without a disturbed turn
+    disturbed: int = 0
+
+    def add(self, is_disturbed: bool) -> None:
+        """Count a round."""
+        self.disturbed += is_disturbed
+        self.quiet += not is_disturbed
+
+    def is_complete(self) -> bool:
+        """Return whether all rounds are there: quiet ones, or as many as are ever repeated."""
+        return self.quiet >= self.pairs or self.quiet + self.disturbed >= self.pairs + REPEATS
+
+    def wants_more(self, ratio: Ratio, spent_s: float) -> bool:
+        """Return whether another round is to be measured."""
+        if not self.is_complete():
+            return True
+        return spent_s < 60.0 * self.minutes and not ratio.is_sharp()

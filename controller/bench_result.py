@@ -1,0 +1,271 @@
+"""The results of a benchmark: their file, and the points, table rows and JSON line made from it. Pure but for the file.
+
+Called by controller/bench_run.py and controller/bench_view.py. The file alone is enough to make every figure again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from .bench_machine import Machine
+from .bench_plan import ARMS, NONE
+from .bench_ratio import OURS, Envelope, Floats, cleanest, paired_ratio, wider_interval
+from .bench_table import described
+from .loadstats import Quantiles
+
+FORMAT: Final = 1
+SWEEP: Final = "sweep"
+MAIN: Final = "main"
+NAMES: Final = {NONE: "no speculation", "table": "best table", OURS: "FASER"}
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What must be the same for turns to be compared."""
+
+    target: str
+    drafter_sha256: str
+    policy: str
+    k_max: int
+    threads: int
+    turn_s: float
+    max_tokens: int
+    max_prompt_tokens: int
+    seed: int
+    pairs: int
+    arguments: tuple[str, ...]
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One arm at one load point once: some seconds of a closed loop, or one whole replay of a trace."""
+
+    phase: str  # sweep: to find the table; main
+    load: int | str  # clients, or the name of a trace
+    kinds: str
+    round: int
+    arm: str
+    rate: float  # what is compared: tokens/s, in replays goodput in tokens/s
+    tokens_per_s: float
+    seconds: float
+    tokens: int
+    requests: int  # finished
+    failed: int
+    draft_tokens: int  # vLLM's counters
+    accepted_tokens: int
+    cpu_s: float  # of server and sidecar
+    other_cpu: float  # cores
+    steal_share: float
+    load_average: float
+    disturbed: str  # why the turn does not count as quiet; empty if it does
+    at: str
+    mean_tpot_ms: float | None = None  # of replays
+    good_share: float | None = None  # of a replay's requests, within the objective
+
+
+class Spans(msgspec.Struct, frozen=True):
+    """Quantiles in milliseconds; None where nothing was measured."""
+
+    p50: float | None
+    p90: float | None
+    p99: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spans:
+        """Return the quantiles of values."""
+        found = Quantiles.of(values)
+        return cls(*(_finite(value, 3) for value in (found.p50, found.p90, found.p99)))
+
+
+class Latency(msgspec.Struct, frozen=True):
+    """An arm's latencies at a load point, over all its rounds."""
+
+    load: int | str
+    kinds: str
+    arm: str
+    requests: int
+    ttft_ms: Spans
+    tpot_ms: Spans
+    e2e_ms: Spans
+
+
+class Results(msgspec.Struct):
+    """The whole file."""
+
+    machine: Machine
+    versions: dict[str, str]
+    commit: str
+    settings: Settings
+    format: int = FORMAT
+    note: str = ""
+    table: tuple[tuple[int, int, int], ...] = ()  # the best one, as vLLM takes it
+    failed: dict[str, str] = {}  # rivals that did not start or went away, and why
+    objectives: dict[str, tuple[float, float]] = {}  # by mix: TTFT and TPOT in ms
+    turns: list[Turn] = []
+    latencies: list[Latency] = []
+    wall_s: float = 0.0
+
+    def load_points(self) -> list[tuple[int | str, str]]:
+        """Return the load points measured: loads ascending, then traces, each with its mixes."""
+        found = dict.fromkeys((turn.load, turn.kinds) for turn in self.turns if turn.phase == MAIN)
+        return sorted(found, key=lambda key: (isinstance(key[0], str), key[0] if isinstance(key[0], int) else 0))
+
+    def arms(self, phase: str = MAIN) -> list[str]:
+        """Return the arms measured, in the table's order."""
+        return sorted({turn.arm for turn in self.turns if turn.phase == phase}, key=ARMS.index)
+
+    def turns_at(self, load: int | str, kinds: str, phase: str = MAIN) -> list[Turn]:
+        """Return the turns of one load point."""
+        return [turn for turn in self.turns if (turn.load, turn.kinds, turn.phase) == (load, kinds, phase)]
+
+    def rates(
+        self, load: int | str, kinds: str, phase: str = MAIN, is_clean: bool = False, what: str = "rate"
+    ) -> dict[str, Floats]:
+        """Return what is compared by arm, (rounds,) each; NaN where an arm was not measured.
+
+        :param is_clean: leave out every round in which a turn was disturbed: it was repeated whole
+        """
+        turns = self.turns_at(load, kinds, phase)
+        dirty = {turn.round for turn in turns if turn.disturbed} if is_clean else set()
+        # Closed up: what is chosen on every other round must not depend on which rounds were disturbed.
+        place = {round_: at for at, round_ in enumerate(sorted({turn.round for turn in turns} - dirty))}
+        rates = {arm: np.full(len(place), np.nan) for arm in ARMS if any(turn.arm == arm for turn in turns)}
+        for turn in turns:
+            value = getattr(turn, what)
+            if turn.round in place and value is not None and value > 0:
+                rates[turn.arm][place[turn.round]] = value
+        return rates
+
+
+def envelope_at(results: Results, load: int | str, kinds: str) -> Envelope:
+    """Return the envelope ratio at a load point."""
+    clean, whole = results.rates(load, kinds, is_clean=True), results.rates(load, kinds)
+    if OURS not in whole or len(whole) < 2:
+        return Envelope(paired_ratio(np.array([])), ())
+    return cleanest(clean, whole, wider_interval)
+
+
+class Point(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of the envelope table, and one entry of the JSON line."""
+
+    load: int | str
+    rivals: dict[str, float]
+    faser: float | None
+    envelope_ratio: float | None
+    ci: tuple[float | None, float | None]
+    kinds: str
+    metric: str
+    best_rival: list[str]
+    pairs: int
+    rounds: int
+    disturbed_rounds: int
+    verdict: str
+    uses_disturbed: bool = False
+    tpot_ratio: float | None = None  # the best rival's mean TPOT over FASER's, in replays
+
+
+def points(results: Results) -> list[Point]:
+    """Return every load point with its envelope ratio."""
+    return [_point(results, load, kinds) for load, kinds in results.load_points()]
+
+
+def _point(results: Results, load: int | str, kinds: str) -> Point:
+    best = envelope_at(results, load, kinds)
+    rates = results.rates(load, kinds, is_clean=not best.is_disturbed)
+    medians = {arm: _median(rate) for arm, rate in rates.items()}
+    turns = results.turns_at(load, kinds)
+    ratio = best.ratio
+    verdict = "met" if ratio.meets_envelope() else "missed" if ratio.is_sharp() else "open"
+    return Point(
+        load=load,
+        rivals={arm: rate for arm, rate in medians.items() if arm != OURS and rate is not None},
+        faser=medians.get(OURS),
+        envelope_ratio=_finite(ratio.value, 4),
+        ci=(_finite(ratio.low, 4), _finite(ratio.high, 4)),
+        kinds=kinds,
+        metric="goodput" if isinstance(load, str) else "tokens_per_s",
+        best_rival=list(dict.fromkeys(best.rivals)),
+        pairs=ratio.pairs,
+        rounds=len({turn.round for turn in turns}),
+        disturbed_rounds=len({turn.round for turn in turns if turn.disturbed}),
+        verdict=verdict,
+        uses_disturbed=best.is_disturbed,
+        tpot_ratio=_tpot_ratio(results, load, kinds, best.rivals) if isinstance(load, str) else None,
+    )
+
+
+def _tpot_ratio(results: Results, load: int | str, kinds: str, rivals: Sequence[str]) -> float | None:
+    times = results.rates(load, kinds, what="mean_tpot_ms")
+    if OURS not in times or not (logs := [np.log(times[arm]) - np.log(times[OURS]) for arm in dict.fromkeys(rivals)]):
+        return None
+    return _finite(paired_ratio(np.concatenate(logs)).value, 4)
+
+
+def summary(results: Results) -> dict[str, Any]:
+    """Return the JSON object that `faser bench --json` ends with; it holds no NaN."""
+    found = points(results)
+    ratios = [point.envelope_ratio for point in found if point.envelope_ratio is not None]
+    return {
+        "points": msgspec.to_builtins(found),
+        "envelope_ratio_min": min(ratios, default=None),
+        "envelope_ratio_mean": round(float(np.mean(ratios)), 4) if ratios else None,
+        "table": described(results.table),
+        "failed": results.failed,
+        "wall_s": round(results.wall_s, 1),
+        "machine": msgspec.to_builtins(results.machine),
+        "versions": results.versions,
+        "commit": results.commit,
+    }
+
+
+class Cost(msgspec.Struct, frozen=True):
+    """What an arm's tokens cost at a load point, over all its rounds."""
+
+    acceptance_rate: float | None  # of the draft tokens that were verified
+    draft_length: float | None  # draft tokens verified per request and step
+    draft_waste: float | None  # draft tokens rejected per token emitted
+    cpu_ms_per_token: float | None
+
+
+def cost_of(turns: Sequence[Turn]) -> Cost:
+    """Return the cost of some turns of one arm."""
+    tokens, drafts = sum(turn.tokens for turn in turns), sum(turn.draft_tokens for turn in turns)
+    accepted = sum(turn.accepted_tokens for turn in turns)
+    own = tokens - accepted  # tokens that no draft gave: one per request and step
+    return Cost(
+        accepted / drafts if drafts else None,
+        drafts / own if own > 0 else None,
+        (drafts - accepted) / tokens if tokens else None,
+        1e3 * sum(turn.cpu_s for turn in turns) / tokens if tokens else None,
+    )
+
+
+def name_of(arm: str) -> str:
+    """Return an arm's name for people."""
+    return NAMES.get(arm, f"k = {arm[1:]}" if arm[1:].isdigit() else arm)
+
+
+def read_results(path: Path) -> Results:
+    """Read the file; msgspec's errors name the field."""
+    return msgspec.json.decode(path.read_bytes(), type=Results)
+
+
+def write_results(results: Results, path: Path) -> None:
+    """Replace the file at once: a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+    part.replace(path)
+
+
+def _median(rate: Floats) -> float | None:
+    rate = rate[~np.isnan(rate)]
+    return round(float(np.median(rate)), 2) if len(rate) else None
+
+
+def _finite(value: float, digits: int) -> float | None:
+    return round(value, digits) if math.isfinite(value) else None

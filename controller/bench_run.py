@@ -1,0 +1,402 @@
+"""A benchmark's course: servers started, every load point measured in turns, each round in the file when it is over.
+
+Called by controller/bench.py. What to measure says controller/bench_plan.py; what it means controller/bench_result.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+
+import aiohttp
+import numpy as np
+
+from ..models.embedded import TARGET_NAME
+from .bench_clients import Clients, Served, one_by_one, replay
+from .bench_machine import Noise, OwnLoad, Processor, free_gib, require_memory
+from .bench_plan import NONE, TABLE, Plan, Progress, arm_of, contenders, groups, length_of, turn_order
+from .bench_ratio import OURS, Goodput, Objective
+from .bench_result import MAIN, SWEEP, Latency, Results, Spans, Turn, envelope_at, name_of, write_results
+from .bench_server import SERVER_GIB, Arm, Bed, Drafting
+from .bench_table import best_table, described
+from .bench_work import Mix, Replay, closed_stream
+from .errors import EngineError
+from .launch import available_cores
+from .loadstats import RequestResult
+
+MAX_REQUESTS: Final = 64  # as the embedded servers are started
+SETTLE_TURNS: Final = 2  # of each arm at each load, unmeasured
+UNMEASURED_STEPS: Final = 4  # about so many at the start of a turn: caches are cold, and FASER's lease is over
+UNLOADED_REQUESTS: Final = 10  # one at a time, for the objective of a replay
+LEAST_GOODPUT: Final = 0.01  # tokens/s: a ratio to nothing at all has no logarithm
+_CLOSE_S: Final = 0.3  # for a server to notice that clients are gone
+_LOST: Final = (EngineError, aiohttp.ClientError, TimeoutError, OSError)
+
+T = TypeVar("T")
+Place = tuple[str, int | str, str, int]  # phase, load, kinds, round
+Tell = Callable[[str], None]
+Advance = Callable[[str, float], None]  # what is measured, share done 0..1
+
+
+@dataclass(slots=True)
+class Bench:
+    """One run."""
+
+    plan: Plan
+    results: Results
+    path: Path
+    bed: Bed
+    tell: Tell
+    advance: Advance
+    arms: dict[str, Arm] = field(default_factory=dict)
+    own_load: OwnLoad = field(default_factory=OwnLoad)
+    begin_s: float = field(default_factory=time.monotonic)
+    _seen: tuple[float, float] = (0.0, 0.0)  # when own_load was last fed, and our CPU time then
+    _lives: dict[tuple[int | str, str, str], list[RequestResult]] = field(default_factory=dict)
+    _done: float = 0.0
+
+    async def run(self) -> None:
+        """Measure everything; end every server, whatever happens."""
+        self._seen = (time.monotonic(), self._own_s())
+        try:
+            if TABLE in self.plan.rivals:
+                await self._sweep()
+            for group in groups(self.plan.arms, OURS, self._capacity()):
+                names = await self._arrange(group)
+                if OURS not in names:
+                    raise EngineError(f"FASER itself did not start: {self.results.failed.get(OURS, '')}")
+                for mix in self.plan.mixes:
+                    for load in self.plan.loads:
+                        await self._closed(MAIN, load, mix, names, self.plan.pairs)
+                    for each in self.plan.replays:
+                        await self._replayed(each, mix, names)
+        finally:
+            self.results.wall_s = time.monotonic() - self.begin_s
+            self._write()
+            await self._end(tuple(self.arms))
+
+    def _write(self) -> None:
+        write_results(self.results, self.path)
+
+    # -- servers -------------------------------------------------------------------------------------------------
+
+    def _capacity(self) -> int:
+        """Return how many servers fit into memory, counting those that run."""
+        return len(self.arms) + int(max(free_gib() - 1.0, 0.0) / SERVER_GIB)
+
+    async def _arrange(self, wanted: Sequence[str]) -> tuple[str, ...]:
+        """End the arms not wanted, start those missing, as many at a time as there are cores; return those that run."""
+        await self._end([name for name in self.arms if name not in wanted])
+        missing = [name for name in wanted if name not in self.arms and name not in self.results.failed]
+        cores = available_cores()
+        for names in (missing[at : at + cores] for at in range(0, len(missing), cores)):
+            require_memory(len(names), SERVER_GIB)
+            started = [arm for name in names if (arm := self._start(name)) is not None]
+            for arm in started:
+                self.arms[arm.name] = arm
+            for arm in started:
+                try:
+                    await asyncio.to_thread(arm.wait_ready, self.bed)
+                except EngineError as error:
+                    await self._lose(arm.name, error)
+            for arm in started:
+                if arm.name in self.arms:
+                    await self._quieten(arm.name)
+            self._step("starting servers", 2.0 * len(names))
+        return tuple(name for name in wanted if name in self.arms)
+
+    def _start(self, name: str) -> Arm | None:
+        try:
+            return Arm.start(name, self.bed, self.results.table)
+        except (EngineError, OSError) as error:
+            self.results.failed[name] = str(error)
+            self.tell(f"{name_of(name)} did not start and is no rival: {error}")
+            return None
+
+    async def _quieten(self, name: str) -> None:
+        try:
+            await self.arms[name].freeze()
+            self.arms[name].halt()
+        except _LOST as error:
+            await self._lose(name, error)
+
+    async def _lose(self, name: str, error: BaseException) -> None:
+        """Go on without an arm; what failed is reported and never counted as a loss. Ours ends the run."""
+        reason = str(error) or type(error).__name__
+        self.results.failed[name] = reason
+        self.tell(f"{name_of(name)} is left out from here on: {reason}")
+        await self._end([name])
+        if name == OURS:
+            raise EngineError(f"FASER's own server failed: {reason}", remedy=f"see {self.bed.folder}") from error
+
+    async def _end(self, names: Sequence[str]) -> None:
+        gone = [self.arms.pop(name) for name in names]
+        for arm in gone:
+            await arm.close()
+        await asyncio.gather(*(asyncio.to_thread(arm.end) for arm in gone))
+
+    # -- the table -----------------------------------------------------------------------------------------------
+
+    async def _sweep(self) -> None:
+        """Measure the fixed lengths and make the best table of them."""
+        arms = tuple(arm_of(length) for length in self.plan.table_lengths)
+        mix = self.plan.mixes[0]
+        for group in groups(arms, NONE, self._capacity()):
+            names = await self._arrange(group)
+            if NONE not in names:
+                self.results.failed[TABLE] = f"no sweep without {NONE}: {self.results.failed.get(NONE, '')}"
+                return
+            for load in self.plan.sweep_loads:
+                await self._closed(SWEEP, load, mix, names, self.plan.sweep_rounds)
+        levels = {load: levels_at(self.results, load, mix.name) for load in self.plan.sweep_loads}
+        self.results.table = best_table(levels, MAX_REQUESTS)
+        self.tell(f"the best table is {described(self.results.table)}")
+        self._write()
+
+    # -- a constant number of clients ----------------------------------------------------------------------------
+
+    async def _closed(self, phase: str, load: int, mix: Mix, names: Sequence[str], pairs: int) -> None:
+        plan = self.plan
+        what = f"{load} requests, {mix.name}" + (" (sweep)" if phase == SWEEP else "")
+        first = self._next_round(phase, load, mix.name)
+        work = closed_stream(load, mix, plan.max_tokens, plan.max_prompt_tokens, plan.seed + first)
+        clients = {name: Clients(self.arms[name], work, load, TARGET_NAME) for name in names if name in self.arms}
+        try:
+            quantum = await self._settle(clients, load, what)
+            goal, began_s, progress = SETTLE_TURNS * quantum, time.monotonic(), Progress(pairs, 0.0)
+            if phase == MAIN:
+                progress.minutes = plan.minutes
+            round_ = first
+            while progress.wants_more(envelope_at(self.results, load, mix.name).ratio, time.monotonic() - began_s):
+                names = [name for name in clients if name in self.arms]
+                if progress.is_complete():
+                    names = list(contenders(self.results.rates(load, mix.name), names))
+                goal += quantum
+                turns = []
+                for name in turn_order(names, round_):
+                    place = (phase, load, mix.name, round_)
+                    turn = await self._attempt(name, partial(self._turn, clients[name], place, goal, quantum))
+                    turns += [turn] if turn is not None else []
+                    self._step(what, 1.0)
+                self._close_round(turns, progress, what)
+                round_ += 1
+        finally:
+            for name, each in clients.items():
+                if phase == MAIN:
+                    self._keep_lives(load, mix.name, name, each.results())
+                await self._dismiss(name, each)
+            self._write()
+
+    async def _settle(self, clients: dict[str, Clients], load: int, what: str) -> int:
+        """Start the load in every arm and serve some turns, unmeasured; return the tokens of a turn."""
+        quantum = 0
+        for name, each in clients.items():
+            quantum = await self._attempt(name, partial(self._settle_one, each, load, quantum)) or quantum
+            self._step(f"{what}: settling", SETTLE_TURNS)
+        return quantum
+
+    async def _settle_one(self, clients: Clients, load: int, quantum: int, arm: Arm) -> int:
+        if not quantum:
+            await clients.serve(2 * load)  # the first prompts
+            trial = await clients.serve(8 * load)
+            quantum = max(round(trial.tokens / trial.seconds * self.plan.turn_s), self.plan.least_tokens)
+        await clients.serve(SETTLE_TURNS * quantum)
+        clients.settle()
+        arm.halt()
+        return quantum
+
+    async def _turn(self, clients: Clients, place: Place, goal: int, quantum: int, arm: Arm) -> Turn:
+        """Serve until the goal, the same total for every arm; the first steps are not measured."""
+        await clients.serve(clients.tokens + UNMEASURED_STEPS * clients.load)
+        finished = len(clients.results())
+        before = await self._look(arm)
+        served = await clients.serve(max(goal, clients.tokens + quantum // 2))
+        after = await self._look(arm)
+        arm.halt()
+        return self._as_turn(place, arm.name, served, before, after, len(clients.results()) - finished)
+
+    async def _dismiss(self, name: str, clients: Clients) -> None:
+        arm = self.arms.get(name)
+        try:
+            if arm is not None:
+                await arm.thaw()
+            await clients.end()
+            if arm is not None:
+                await asyncio.sleep(_CLOSE_S)
+                await self._quieten(name)
+        except _LOST as error:
+            await self._lose(name, error)
+
+    # -- traces --------------------------------------------------------------------------------------------------
+
+    async def _replayed(self, each: Replay, mix: Mix, names: Sequence[str]) -> None:
+        what = f"{each.name}, {mix.name}"
+        objective = await self._objective(each, mix)
+        if objective is None:
+            return
+        round_ = self._next_round(MAIN, each.name, mix.name)
+        progress, began_s = Progress(self.plan.pairs, self.plan.minutes), time.monotonic()
+        for name in [name for name in names if name in self.arms]:  # one replay each unmeasured: FASER learns the load
+            await self._attempt(name, partial(self._replay, each, mix, (MAIN, each.name, mix.name, -1), objective))
+            self._step(f"{what}: settling", 1.0)
+        while progress.wants_more(envelope_at(self.results, each.name, mix.name).ratio, time.monotonic() - began_s):
+            running = [name for name in names if name in self.arms]
+            if progress.is_complete():
+                running = list(contenders(self.results.rates(each.name, mix.name), running))
+            turns = []
+            for name in turn_order(running, round_):
+                place = (MAIN, each.name, mix.name, round_)
+                turn = await self._attempt(name, partial(self._replay, each, mix, place, objective))
+                turns += [turn] if turn is not None else []
+                self._step(what, 1.0)
+            self._close_round(turns, progress, what)
+            round_ += 1
+
+    async def _replay(self, each: Replay, mix: Mix, place: Place, objective: Objective, arm: Arm) -> Turn:
+        """Replay a trace once; a round's prompts and part of the trace are the same for every arm."""
+        round_ = place[-1]
+        requests = each.requests(mix, self.plan.seed + round_ + 1)
+        await arm.thaw()
+        before = await self._look(arm)
+        generator = await replay(arm, requests, TARGET_NAME)
+        arm.engine.require_running()
+        after = await self._look(arm)
+        await arm.freeze()
+        arm.halt()
+        summary = generator.summary()
+        goodput = Goodput.of(generator.results, objective, summary.wall_s)
+        if round_ >= 0:
+            self._keep_lives(each.name, mix.name, arm.name, generator.results)
+        served = Served(summary.output_tokens, summary.wall_s)
+        return self._as_turn(place, arm.name, served, before, after, summary.finished, goodput, summary.failed)
+
+    async def _objective(self, each: Replay, mix: Mix) -> Objective | None:
+        """Return the objective, measured once per mix without speculation and without load; None if it cannot be."""
+        if mix.name not in self.results.objectives:
+            if NONE not in self.arms:
+                self.tell(f"{each.name} is left out: no server without speculation to take the objective from")
+                return None
+            arm = self.arms[NONE]
+            await arm.thaw()
+            requests = each.requests(mix, self.plan.seed)
+            await one_by_one(arm, requests[:1], TARGET_NAME)  # the first costs more
+            objective = Objective.of_unloaded(await one_by_one(arm, requests[:UNLOADED_REQUESTS], TARGET_NAME))
+            await self._quieten(NONE)
+            self.results.objectives[mix.name] = (objective.ttft_ms, objective.tpot_ms)
+            self.tell(f"objective: first token in {objective.ttft_ms:.0f} ms, then {objective.tpot_ms:.1f} ms a token")
+        return Objective(*self.results.objectives[mix.name])
+
+    # -- what all have in common ---------------------------------------------------------------------------------
+
+    def _own_s(self) -> float:
+        """Return the CPU time of every process of the benchmark that lives."""
+        return time.process_time() + sum(arm.cpu_s() for arm in self.arms.values())
+
+    async def _look(self, arm: Arm) -> _Look:
+        drafting = await arm.drafting()
+        own_s, now_s = self._own_s(), time.monotonic()
+        self.own_load.add(max(own_s - self._seen[1], 0.0), now_s - self._seen[0])
+        self._seen = (now_s, own_s)
+        return _Look(time.monotonic(), Processor.now(), own_s, arm.cpu_s(), drafting)
+
+    def _as_turn(
+        self, place: Place, name: str, served: Served, before: _Look, after: _Look, requests: int,
+        goodput: Goodput | None = None, failed: int = 0,
+    ) -> Turn:  # fmt: skip
+        phase, load, kinds, round_ = place
+        cores, average = os.cpu_count() or 1, os.getloadavg()[0]
+        noise = Noise.between(
+            before.machine, after.machine, after.own_s - before.own_s, after.at_s - before.at_s, cores,
+            excess_load=average - self.own_load.cores,
+        )  # fmt: skip
+        tokens_per_s = served.tokens / served.seconds
+        return Turn(
+            phase=phase, load=load, kinds=kinds, round=round_, arm=name,
+            rate=tokens_per_s if goodput is None else max(goodput.tokens_per_s, LEAST_GOODPUT),
+            tokens_per_s=tokens_per_s, seconds=served.seconds, tokens=served.tokens, requests=requests, failed=failed,
+            draft_tokens=after.drafting.draft_tokens - before.drafting.draft_tokens,
+            accepted_tokens=after.drafting.accepted_tokens - before.drafting.accepted_tokens,
+            cpu_s=after.arm_s - before.arm_s, other_cpu=noise.other_cpu, steal_share=noise.steal_share,
+            load_average=average, disturbed=noise.reason(cores), at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            mean_tpot_ms=goodput.mean_tpot_ms if goodput else None, good_share=goodput.share if goodput else None,
+        )  # fmt: skip
+
+    def _close_round(self, turns: Sequence[Turn], progress: Progress, what: str) -> None:
+        """Keep a round; one with a disturbed turn is repeated whole, for its turns are compared with each other."""
+        self.results.turns += turns
+        reasons = list(dict.fromkeys(turn.disturbed for turn in turns if turn.disturbed))
+        progress.add(bool(reasons))
+        self._write()
+        told = ", ".join(f"{name_of(turn.arm)} {turn.rate:.1f}" for turn in turns)
+        self.tell(f"{what}: {told} tokens/s" + (f"; disturbed: {reasons[0]}" if reasons else ""))
+
+    def _next_round(self, phase: str, load: int | str, kinds: str) -> int:
+        return 1 + max((turn.round for turn in self.results.turns_at(load, kinds, phase)), default=-1)
+
+    def _keep_lives(self, load: int | str, kinds: str, name: str, lives: Sequence[RequestResult]) -> None:
+        kept = self._lives.setdefault((load, kinds, name), [])
+        kept += [life for life in lives if life.outcome == "finished"]
+        latency = Latency(
+            load, kinds, name, len(kept),
+            *(
+                Spans.of([value for life in kept if (value := getattr(life, what)) is not None])
+                for what in ("ttft_ms", "tpot_ms", "e2e_ms")
+            ),
+        )  # fmt: skip
+        others = [each for each in self.results.latencies if (each.load, each.kinds, each.arm) != (load, kinds, name)]
+        self.results.latencies = [*others, latency]
+
+    def _step(self, what: str, weight: float) -> None:
+        self._done += weight
+        self.advance(what, self._done / expected_steps(self.plan))
+
+    async def _attempt(self, name: str, measure: Callable[[Arm], Awaitable[T]]) -> T | None:
+        """Measure one arm; None if it is lost, or gets lost by this."""
+        if name not in self.arms:
+            return None
+        try:
+            return await measure(self.arms[name])
+        except _LOST as error:
+            await self._lose(name, error)
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """The machine, our own work and one arm's at a moment."""
+
+    at_s: float
+    machine: Processor
+    own_s: float
+    arm_s: float
+    drafting: Drafting
+
+
+def levels_at(results: Results, load: int, kinds: str) -> dict[int, float]:
+    """Return the sweep's level of each length at a load: geometric mean ratio to no speculation in the same rounds."""
+    rates = results.rates(load, kinds, SWEEP, is_clean=True)
+    if not len(next(iter(rates.values()), ())):
+        rates = results.rates(load, kinds, SWEEP)
+    levels = {}
+    for arm, rate in rates.items():
+        logs = np.log(rate) - np.log(rates[NONE])
+        if (length := length_of(arm)) is not None and (~np.isnan(logs)).any():
+            levels[length] = float(np.nanmean(logs))
+    return levels
+
+
+def expected_steps(plan: Plan) -> float:
+    """Return about how many turns a run takes, for the progress bar."""
+    arms, mixes = len(plan.arms), len(plan.mixes)
+    closed = len(plan.loads) * mixes * arms * (SETTLE_TURNS + plan.pairs)
+    open_ = len(plan.replays) * mixes * arms * (1 + plan.pairs)
+    sweep = 0
+    if TABLE in plan.rivals:
+        sweep = len(plan.sweep_loads) * len(plan.table_lengths) * (SETTLE_TURNS + plan.sweep_rounds)
+    return float(closed + open_ + sweep + 2 * arms)

@@ -1,0 +1,202 @@
+"""One arm of a benchmark: a vLLM server, for FASER with a sidecar, that can be frozen between two steps.
+
+Called by controller/bench_run.py. An arm that is not measured is frozen by vLLM's own pause, which ends the step in
+flight and keeps the requests, and is then halted. Halted alone it would stop within a step, whose time FASER would
+learn; paused alone its worker keeps half a core busy for some seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Self
+
+import aiohttp
+
+from .bench_plan import LENGTHS, NGRAM, NONE, TABLE
+from .bench_ratio import OURS
+from .bench_table import Table, longest
+from .config import Config, Value
+from .config import load as load_config
+from .engine import RunningEngine
+from .errors import EndpointError, EngineError, FaserError
+from .launch import EngineLaunch
+from .processes import ProcessTree, deferred_interrupts
+from .serve import EmbeddedPair, embedded_launch, start_sidecar
+from .status import ask
+
+# Without the prefix cache a prompt costs the same whenever it comes back.
+ARGUMENTS: Final = ("--no-enable-prefix-caching", "--kv-cache-memory-bytes", str(768 << 20))
+SERVER_GIB: Final = 2.9  # of memory a server takes
+READY_S: Final = 600.0
+_INTRODUCTION_S: Final = 30.0
+_ANSWER_S: Final = 60.0
+_NGRAM: Final = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+_ENVIRONMENT: Final = {
+    "VLLM_SERVER_DEV_MODE": "1",  # /pause and /resume
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",  # a frozen server must not find its clients too quiet
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """vLLM's counters since its start."""
+
+    draft_tokens: int
+    accepted_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bed:
+    """Where servers are put: what all of them share."""
+
+    pair: EmbeddedPair
+    sockets: Path  # a private folder with a short path
+    folder: Path  # of logs and telemetry
+    policy: str
+    threads: int
+
+    def config(self) -> Config:
+        """Return the sidecar's configuration."""
+        flags: dict[str, Value | None] = {
+            "link.endpoint": f"ipc://{self.sockets / 'engine.sock'}",
+            "link.status_endpoint": f"ipc://{self.sockets / 'status.sock'}",
+            "policy.spec": self.policy,
+            "store.path": self.folder / "telemetry.sqlite",
+            "mode.state": self.folder / "modes.json",
+        }
+        return load_config(None, os.environ, flags).config
+
+    def launch(self, name: str, table: Table = ()) -> EngineLaunch:
+        """Return an arm's server; the rivals are vLLM without FASER's plugin."""
+        launch = dataclasses.replace(
+            embedded_launch(self.pair, self.config().link.endpoint, arguments=ARGUMENTS),
+            threads=self.threads, kv_cache_gib=None, environment_extra=_ENVIRONMENT,
+        )  # fmt: skip
+        if name == OURS:
+            return launch
+        environment = {**_ENVIRONMENT, "VLLM_PLUGINS": "none"}
+        speculative = self._speculative(name, table)
+        return dataclasses.replace(launch, has_faser=False, speculative=speculative, environment_extra=environment)
+
+    def _speculative(self, name: str, table: Table) -> dict[str, object] | None:
+        if name == NONE:
+            return None
+        if name == NGRAM:
+            return dict(_NGRAM)
+        if name == TABLE:
+            rows = [list(row) for row in table]
+            return {**self.pair.speculative(longest(table)), "num_speculative_tokens_per_batch_size": rows}
+        assert name in LENGTHS, name
+        return self.pair.speculative(int(name[1:]))
+
+
+@dataclass(slots=True)
+class Arm:
+    """A server that runs, with its sidecar if it has one."""
+
+    name: str
+    engine: RunningEngine
+    stack: ExitStack  # ends both
+    sidecar: ProcessTree | None = None
+    is_halted: bool = False
+    _session: aiohttp.ClientSession | None = field(default=None, repr=False)
+
+    @classmethod
+    def start(cls, name: str, bed: Bed, table: Table = ()) -> Self:
+        """Start the server's processes; `wait_ready` says whether they live."""
+        stack, sidecar = ExitStack(), None
+        with deferred_interrupts():
+            if name == OURS:
+                sidecar = start_sidecar(bed.config(), bed.folder / "sidecar.log")
+                if sidecar is None:
+                    raise EndpointError(f"a sidecar already runs at {bed.config().link.endpoint}", "none", "stop it")
+                stack.enter_context(sidecar)
+            try:
+                engine = stack.enter_context(RunningEngine(bed.launch(name, table), bed.folder / f"{name}.log"))
+            except BaseException:
+                stack.close()
+                raise
+        return cls(name, engine, stack, sidecar)
+
+    def wait_ready(self, bed: Bed) -> None:
+        """Block until the server serves, for FASER until it and the sidecar have met; raise EngineError otherwise."""
+        self.engine.wait_ready(READY_S)
+        if self.sidecar is None:
+            return
+        link, end_s = bed.config().link, time.monotonic() + _INTRODUCTION_S
+        while time.monotonic() < end_s:
+            with contextlib.suppress(FaserError):
+                if ask(link, timeout_s=1.0).engines:
+                    return
+            time.sleep(0.1)
+        raise EngineError("FASER's engine did not introduce itself to the sidecar", remedy=f"see {bed.folder}")
+
+    @property
+    def url(self) -> str:
+        """The server's address."""
+        return self.engine.launch.url
+
+    def cpu_s(self) -> float:
+        """Return the CPU time used so far, the sidecar's with it."""
+        return self.engine.tree.cpu_s() + (self.sidecar.cpu_s() if self.sidecar is not None else 0.0)
+
+    async def freeze(self) -> None:
+        """End the step in flight and keep all requests as they are."""
+        await self._post("/pause?mode=keep&clear_cache=false")
+
+    async def thaw(self) -> None:
+        """Go on where `freeze` stopped."""
+        self.wake()
+        await self._post("/resume")
+
+    def halt(self) -> None:
+        """Stop the processes of a frozen or idle server.
+
+        The sidecar stays: it sleeps while its engine does. Halted, its pages were taken back, and it took up to 2.6 s
+        of its next turn to fetch them again.
+        """
+        if not self.is_halted:
+            self.engine.tree.pause()
+            self.is_halted = True
+
+    def wake(self) -> None:
+        """Let the processes run again."""
+        if self.is_halted:
+            self.engine.tree.resume()
+            self.is_halted = False
+
+    async def drafting(self) -> Drafting:
+        """Return vLLM's counters."""
+        counts = {"draft_tokens": 0, "accepted_tokens": 0}
+        async with self._open().get("/metrics") as reply:
+            for line in (await reply.text()).splitlines():
+                for name in counts:
+                    if line.startswith(f"vllm:spec_decode_num_{name}_total"):
+                        counts[name] += int(float(line.rsplit(" ", 1)[1]))
+        return Drafting(**counts)
+
+    async def _post(self, path: str) -> None:
+        async with self._open().post(path) as reply:
+            if reply.status != 200:
+                raise EngineError(f"{self.name} answered {reply.status} to {path}", "200", f"see {self.engine.log}")
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None or self._session.closed:
+            timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
+            self._session = aiohttp.ClientSession(self.url, timeout=timeout)
+        return self._session
+
+    async def close(self) -> None:
+        """Close our connections; the processes end with the stack."""
+        if self._session is not None:
+            await self._session.close()
+
+    def end(self) -> None:
+        """End the processes."""
+        self.stack.close()

@@ -1,0 +1,147 @@
+"""A benchmark's results: their file, the points made from it, the JSON line, table and picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from faser.controller.bench_machine import Machine
+from faser.controller.bench_result import (
+    Latency,
+    Results,
+    Settings,
+    Spans,
+    Turn,
+    cost_of,
+    points,
+    read_results,
+    summary,
+    write_results,
+)
+from faser.controller.bench_run import levels_at
+from faser.controller.bench_view import envelope_table, write_picture
+
+SETTINGS = Settings("target", "ab" * 32, "price", 4, 1, 1.5, 96, 300, 0, 3, ())
+
+
+def turn(load: int | str, round_: int, arm: str, rate: float, phase: str = "main", disturbed: str = "") -> Turn:
+    return Turn(
+        phase=phase, load=load, kinds="all", round=round_, arm=arm, rate=rate, tokens_per_s=rate, seconds=2.0,
+        tokens=400, requests=4, failed=0, draft_tokens=300 if arm != "none" else 0,
+        accepted_tokens=200 if arm != "none" else 0, cpu_s=2.0, other_cpu=0.0, steal_share=0.0, load_average=1.0,
+        disturbed=disturbed, at="", mean_tpot_ms=1e3 / rate if isinstance(load, str) else None,
+    )  # fmt: skip
+
+
+def results(rates: Mapping[int | str, Mapping[str, list[float]]], disturbed: tuple[int, ...] = ()) -> Results:
+    turns = [
+        turn(load, round_, arm, rate, disturbed="0.50 cores used by others" if round_ in disturbed else "")
+        for load, arms in rates.items()
+        for arm, values in arms.items()
+        for round_, rate in enumerate(values)
+    ]
+    machine = Machine("cpu", 2, 23.5, "Linux")
+    return Results(machine, {"vllm": "0.32"}, "abc", SETTINGS, table=((1, 2, 3), (3, 64, 0)), turns=turns)
+
+
+TWO_LOADS: dict[int | str, dict[str, list[float]]] = {
+    32: {"none": [200.0, 202.0, 198.0], "k3": [100.0, 101.0, 99.0], "faser": [196.0, 198.0, 194.0]},
+    1: {"none": [30.0, 31.0, 29.0], "k3": [50.0, 51.0, 49.0], "faser": [55.0, 56.1, 53.9]},
+}
+
+
+def test_the_json_line_has_the_promised_shape() -> None:
+    told = json.loads(json.dumps(summary(results(TWO_LOADS)), allow_nan=False))
+    assert [point["load"] for point in told["points"]] == [1, 32]
+    first, second = told["points"]
+    assert first["rivals"] == {"none": 30.0, "k3": 50.0}
+    assert first["faser"] == 55.0
+    assert first["envelope_ratio"] == pytest.approx(1.1, abs=1e-3)
+    assert second["envelope_ratio"] == pytest.approx(0.98, abs=1e-3)
+    assert first["ci"][0] <= first["envelope_ratio"] <= first["ci"][1]
+    assert (first["best_rival"], second["best_rival"]) == (["k3"], ["none"])
+    assert told["envelope_ratio_min"] == second["envelope_ratio"]
+    mean = (first["envelope_ratio"] + second["envelope_ratio"]) / 2
+    assert told["envelope_ratio_mean"] == pytest.approx(mean, abs=1e-4)
+    assert told["table"] == "1-2=3,3-64=0"
+
+
+def test_a_rival_that_failed_is_reported_and_never_counted_as_a_loss() -> None:
+    measured = results(TWO_LOADS)
+    measured.failed["ngram"] = "vLLM ended with code 1"
+    # It was lost after one lucky round: fewer than half of the rounds choose no rival.
+    measured.turns.append(turn(1, 0, "ngram", 1000.0))
+    told = summary(measured)
+    assert told["failed"] == {"ngram": "vLLM ended with code 1"}
+    assert told["points"][0]["best_rival"] == ["k3"]
+    assert told["points"][0]["envelope_ratio"] == pytest.approx(1.1, abs=1e-3)
+
+
+def test_without_a_rival_or_without_us_there_is_no_ratio_and_no_nan() -> None:
+    for rates in ({1: {"faser": [50.0, 51.0]}}, {1: {"none": [50.0, 51.0], "k1": [60.0, 61.0]}}):
+        told = json.loads(json.dumps(summary(results(rates)), allow_nan=False))
+        assert told["points"][0]["envelope_ratio"] is None
+        assert told["envelope_ratio_min"] is None
+    assert summary(Results(Machine("cpu", 2, 23.5, "Linux"), {}, "abc", SETTINGS))["points"] == []
+
+
+def test_disturbed_rounds_are_left_out_and_the_others_alternate() -> None:
+    rates: dict[int | str, dict[str, list[float]]] = {
+        8: {"none": [100.0, 10.0, 100.0, 10.0, 100.0], "faser": [110.0, 110.0, 110.0, 110.0, 110.0]}
+    }
+    point = points(results(rates, disturbed=(1, 3)))[0]
+    assert (point.envelope_ratio, point.pairs) == (pytest.approx(1.1), 3)
+    assert (point.rounds, point.disturbed_rounds, point.uses_disturbed) == (5, 2, False)
+    assert points(results(rates, disturbed=(0, 1, 2)))[0].uses_disturbed
+
+
+def test_a_replay_is_compared_by_goodput_with_the_ratio_of_time_per_token_beside_it() -> None:
+    point = points(results({"mooncake": {"none": [50.0, 50.0, 50.0], "faser": [60.0, 60.0, 60.0]}}))[0]
+    assert (point.metric, point.envelope_ratio, point.tpot_ratio) == (
+        "goodput", pytest.approx(1.2), pytest.approx(1.2),
+    )  # fmt: skip
+
+
+def test_the_sweep_compares_lengths_within_rounds_and_no_turn_of_it_is_a_point() -> None:
+    measured = results({})
+    for round_, level in enumerate((1.0, 0.5)):  # the machine's speed halves
+        measured.turns += [
+            turn(8, round_, "none", 100.0 * level, "sweep"),
+            turn(8, round_, "k2", 120.0 * level, "sweep"),
+        ]
+    measured.turns.append(turn(8, 0, "k4", 110.0, "sweep"))
+    levels = levels_at(measured, 8, "all")
+    assert max(levels, key=levels.__getitem__) == 2
+    assert levels[0] == 0.0
+    assert points(measured) == []
+
+
+def test_cost_says_what_drafts_earned() -> None:
+    cost = cost_of([turn(1, 0, "k3", 50.0)])
+    assert cost.acceptance_rate == pytest.approx(2 / 3)
+    assert cost.draft_length == pytest.approx(300 / 200)
+    assert cost.draft_waste == pytest.approx(100 / 400)
+    assert cost.cpu_ms_per_token == pytest.approx(5.0)
+    assert cost_of([]).cpu_ms_per_token is None
+
+
+def test_table_and_picture_come_from_the_file_alone(tmp_path: Path) -> None:
+    measured = results({**TWO_LOADS, "mooncake": {"none": [50.0, 49.0], "faser": [60.0, 61.0]}}, disturbed=(0,))
+    measured.failed["ngram"] = "out of luck"
+    measured.latencies.append(Latency(1, "all", "faser", 9, Spans.of([10.0, 20.0]), Spans.of([5.0]), Spans.of([])))
+    write_results(measured, tmp_path / "result.json")
+    again = read_results(tmp_path / "result.json")
+    assert again == measured
+    out = StringIO()
+    Console(file=out, width=240).print(envelope_table(again))
+    assert "left out: ngram: out of luck" in out.getvalue()
+    assert "15 / 19 / 20" in out.getvalue()
+    assert "mooncake" in out.getvalue()
+    for name, magic in (("a.svg", b"<?xml"), ("a.png", b"\x89PNG")):
+        write_picture(again, tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(magic)

@@ -1,0 +1,279 @@
+"""A benchmark's course: against servers that stream as vLLM does, and once against real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from faser.controller import bench_run, bench_work
+from faser.controller.bench_clients import Clients
+from faser.controller.bench_machine import Machine, Noise
+from faser.controller.bench_plan import Plan
+from faser.controller.bench_result import Results, Settings, read_results, summary
+from faser.controller.bench_run import Bench
+from faser.controller.bench_server import Bed, Drafting
+from faser.controller.bench_table import Table
+from faser.controller.bench_work import Mix, Replay, closed_stream
+from faser.controller.errors import EngineError
+from faser.controller.serve import EmbeddedPair
+
+pytestmark = pytest.mark.alone
+
+FASER = [sys.executable, "-P", "-c", "from faser.controller.cli import main; main()"]
+MIX = Mix.parse("all")
+
+
+class FakeArm:
+    """A server in this process: every `step_s` each request gets `burst` tokens, unless it is frozen."""
+
+    def __init__(self, name: str, step_s: float = 0.004, burst: int = 1, lives: int | None = None) -> None:
+        self.name, self.step_s, self.burst, self.lives = name, step_s, burst, lives
+        self.engine: Any = self
+        self.freezes, self.emitted, self.ended = 0, 0, False
+        self.is_halted = False
+        self._running = asyncio.Event()
+        self._server: TestServer | None = None
+
+    async def open(self) -> None:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self._answer)
+        self._server = TestServer(app)
+        await self._server.start_server()
+        self._running.set()
+
+    @property
+    def url(self) -> str:
+        assert self._server is not None
+        return str(self._server.make_url("/"))
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        wanted = (await request.json())["max_tokens"]
+        response = web.StreamResponse()
+        await response.prepare(request)
+        done = 0
+        while done < wanted:
+            await self._running.wait()
+            await asyncio.sleep(self.step_s)
+            done = min(done + self.burst, wanted)
+            self.emitted += self.burst
+            choice = {"delta": {"content": "x"}, "finish_reason": "length" if done == wanted else None}
+            event = {"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": done}}
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        return response
+
+    async def freeze(self) -> None:
+        self.freezes += 1
+        if self.lives is not None and self.freezes > self.lives:
+            raise EngineError("vLLM ended with code 9: out of memory")
+        self._running.clear()
+
+    async def thaw(self) -> None:
+        self.is_halted = False
+        self._running.set()
+
+    def halt(self) -> None:
+        self.is_halted = True
+
+    def wait_ready(self, bed: Bed) -> None:
+        if self.name == "ngram":
+            raise EngineError("vLLM ended with code 1 while starting: no such method")
+
+    def require_running(self) -> None:
+        pass
+
+    def cpu_s(self) -> float:
+        return 0.0
+
+    async def drafting(self) -> Drafting:
+        return Drafting(2 * self.emitted, self.emitted)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._running.set()
+            await self._server.close()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_time_in_which_a_server_is_frozen_is_in_no_figure_and_no_token_is_lost() -> None:
+    async def run() -> tuple[float, Clients, FakeArm]:
+        arm = FakeArm("none", step_s=0.01)
+        await arm.open()
+        clients = Clients(arm, closed_stream(2, MIX, 10, 300, 0), 2, "m")
+        began_s = time.perf_counter()
+        served = []
+        for until in (20, 40, 60):
+            served.append(await clients.serve(until))
+            await asyncio.sleep(0.3)
+        wall_s = time.perf_counter() - began_s
+        assert [each.tokens > 0 for each in served] == [True] * 3
+        assert sum(each.tokens for each in served) == clients.tokens == arm.emitted
+        measured_s = sum(each.seconds for each in served)
+        assert measured_s < wall_s - 0.8
+        assert all(0 < (result.e2e_ms or 0.0) < 1e3 * (wall_s - 0.8) for result in clients.results())
+        await arm.thaw()
+        await clients.end()
+        await arm.close()
+        return measured_s, clients, arm
+
+    measured_s, clients, arm = asyncio.run(run())
+    assert arm.freezes == 3
+    assert clients.results()
+    assert measured_s > 0.01 * 60 / 2 * 0.5
+
+
+def test_a_failed_request_ends_the_turn_and_is_named() -> None:
+    async def run() -> None:
+        async def refuse(request: web.Request) -> web.Response:
+            return web.Response(status=500, text="no more room")
+
+        arm = FakeArm("none")
+        arm._answer = refuse  # type: ignore[assignment, method-assign]
+        await arm.open()
+        clients = Clients(arm, closed_stream(1, MIX, 10, 300, 0), 1, "m")
+        try:
+            with pytest.raises(EngineError, match="none failed a request: HTTP 500: no more room"):
+                await clients.serve(10)
+        finally:
+            await clients.end()
+            await arm.close()
+
+    asyncio.run(run())
+
+
+def measure(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arms: dict[str, FakeArm], noisy: int = 0
+) -> Results:
+    """Run a benchmark on fake arms; the first `noisy` turns are disturbed."""
+    settings = Settings("target", "ab" * 32, "price", 4, 1, 1.5, 96, 300, 0, 3, ())
+    results = Results(Machine("cpu", 2, 23.5, "Linux"), {}, "abc", settings)
+    reasons = iter(["0.50 cores used by others"] * noisy)
+    monkeypatch.setattr(Noise, "reason", lambda self, cores: next(reasons, ""))
+    monkeypatch.setattr(bench_run, "_CLOSE_S", 0.0)
+    monkeypatch.setattr(bench_work, "MOST_REQUESTS", 200)
+    monkeypatch.setattr(bench_run, "free_gib", lambda: 100.0)
+    monkeypatch.setattr(bench_run, "require_memory", lambda engines, gib: None)
+    tables: list[Table] = []
+
+    def start(name: str, bed: Bed, table: Table) -> FakeArm:
+        tables.append(table)
+        return arms.setdefault(name, FakeArm(name))
+
+    monkeypatch.setattr(bench_run.Arm, "start", start)
+    bed = Bed(EmbeddedPair(tmp_path, tmp_path), tmp_path, tmp_path, "off", 1)
+    bench = Bench(plan, results, tmp_path / "result.json", bed, lambda text: None, lambda what, share: None)
+
+    async def run() -> None:
+        arrange = bench._arrange
+
+        async def opened(wanted: Any) -> Any:
+            for name in wanted:
+                arm = arms.setdefault(name, FakeArm(name))
+                if arm._server is None:
+                    await arm.open()
+            return await arrange(wanted)
+
+        monkeypatch.setattr(Bench, "_arrange", lambda self, wanted: opened(wanted))
+        await bench.run()
+
+    asyncio.run(run())
+    assert read_results(tmp_path / "result.json") == results
+    return results
+
+
+def plan(**parts: Any) -> Plan:
+    fixed: dict[str, Any] = {
+        "loads": (2,), "replays": (), "mixes": (MIX,), "rivals": ("none", "k1"), "pairs": 2, "table_lengths": (0, 1),
+        "turn_s": 0.1, "max_tokens": 16, "least_tokens": 24,
+    }  # fmt: skip
+    return Plan(**fixed | parts)
+
+
+def test_arms_take_turns_of_the_same_work_and_the_faster_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arms = {"faser": FakeArm("faser", burst=8), "k1": FakeArm("k1")}
+    results = measure(plan(), tmp_path, monkeypatch, arms)
+    assert [turn.arm for turn in results.turns] == ["none", "k1", "faser", "k1", "faser", "none"]
+    point = summary(results)["points"][0]
+    assert point["envelope_ratio"] > 1.5
+    totals = {name: sum(turn.tokens for turn in results.turns if turn.arm == name) for name in arms}
+    assert totals["faser"] == pytest.approx(totals["k1"], rel=0.7)
+    assert {latency.arm for latency in results.latencies} == {"none", "k1", "faser"}
+    assert all(arm.ended for arm in arms.values())
+
+
+def test_a_rival_that_does_not_start_or_dies_is_reported_and_the_rest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arms = {"k1": FakeArm("k1", burst=4, lives=2)}
+    results = measure(plan(rivals=("none", "k1", "ngram")), tmp_path, monkeypatch, arms)
+    assert set(results.failed) == {"k1", "ngram"}
+    assert "no such method" in results.failed["ngram"]
+    assert "out of memory" in results.failed["k1"]
+    point = summary(results)["points"][0]
+    assert point["best_rival"] == ["none"]
+    assert point["pairs"] == 2
+    assert arms["k1"].ended
+    assert arms["ngram"].ended
+
+
+def test_our_own_server_failing_ends_the_run_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EngineError, match="out of memory"):
+        measure(plan(), tmp_path, monkeypatch, {"faser": FakeArm("faser", lives=2)})
+
+
+def test_a_disturbed_round_is_marked_and_repeated_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = measure(plan(pairs=1), tmp_path, monkeypatch, {}, noisy=1)
+    assert [bool(turn.disturbed) for turn in results.turns] == [True, False, False, False, False, False]
+    assert [turn.round for turn in results.turns] == [0, 0, 0, 1, 1, 1]
+
+
+def test_the_table_is_swept_before_and_its_server_started_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arms = {"k1": FakeArm("k1", burst=8), "k2": FakeArm("k2")}
+    wanted = plan(rivals=("none", "table"), pairs=1, table_lengths=(0, 1, 2), sweep_rounds=1)
+    results = measure(wanted, tmp_path, monkeypatch, arms)
+    assert results.table == ((1, 64, 1),)
+    assert {turn.arm for turn in results.turns if turn.phase == "sweep"} == {"none", "k1", "k2"}
+    assert {turn.arm for turn in results.turns if turn.phase == "main"} == {"none", "table", "faser"}
+
+
+def test_a_replay_is_told_by_goodput_against_the_unloaded_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_run, "UNLOADED_REQUESTS", 2)
+    replay = Replay("azure-conv", 1.0, 5.0, warp=20.0)
+    wanted = plan(loads=(), replays=(replay,), rivals=("none",), pairs=1)
+    results = measure(wanted, tmp_path, monkeypatch, {"faser": FakeArm("faser", step_s=0.0005)})
+    assert results.objectives["all"][1] > 2 * 4.0  # twice the time of a step
+    point = summary(results)["points"][0]
+    assert (point["load"], point["metric"]) == ("azure-conv", "goodput")
+    assert all(turn.good_share == 1.0 and turn.failed == 0 for turn in results.turns)
+    assert point["tpot_ratio"] > 1.5
+
+
+@pytest.mark.engine
+def test_real_servers_take_turns(tmp_path: Path) -> None:
+    flags = ["--loads", "2", "--rivals", "none", "--pairs", "1", "--minutes", "0", "--turn-seconds", "0.3"]
+    command = [*FASER, "bench", *flags, "--max-tokens", "16", "--json", "--out", str(tmp_path / "result.json")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    point = json.loads(done.stdout)["points"][0]
+    assert point["load"] == 2
+    assert point["rivals"]["none"] > 0
+    assert point["faser"] > 0
+    turns = read_results(tmp_path / "result.json").turns
+    assert [turn.arm for turn in turns[:2]] == ["none", "faser"]
+    assert all(turn.tokens >= 10 and turn.cpu_s > 0 for turn in turns)
+    assert any(turn.draft_tokens for turn in turns if turn.arm == "faser")
+    assert (tmp_path / "result.svg").read_text().startswith("<?xml")
