@@ -18,7 +18,7 @@ from ..engine_adapter.protocol import MAX_DRAFT_LENGTH, ActionSet, Hello, Reques
 from .audit import digest
 from .canary import Draws
 from .errors import StoreError
-from .packing import pack_draws, pack_lengths, pack_rows
+from .packing import SUMMED, pack_draws, pack_lengths, pack_rows
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,6 @@ Row: TypeAlias = dict[str, Cell]
 
 _NOT_PLAIN: Final = ("boot_id", "events", "rows")
 PLAIN_FIELDS: Final = tuple(name for name in StepRecord.__struct_fields__ if name not in _NOT_PLAIN)
-_SUMMED: Final = ("drafted", "verified", "pruned", "accepted", "emitted")
 _REAL: Final = frozenset(name for name in PLAIN_FIELDS if name.endswith("_s") or name == "kv_usage")
 
 TABLES: Final[dict[str, dict[str, type]]] = {
@@ -45,7 +44,7 @@ TABLES: Final[dict[str, dict[str, type]]] = {
     "steps": {
         "id": int, "engine": int, "run": int, "received_ns": int,
         **{name: float if name in _REAL else int for name in PLAIN_FIELDS},
-        "requests": int, **dict.fromkeys(_SUMMED, int), "rows": bytes,
+        "requests": int, **dict.fromkeys(SUMMED, int), "rows": bytes,
         "decision_sequence": int, "decision_is_sent": int, "decision_default_length": int, "decision_price": float,
         "decision_split": int, "decision_frontier": int, "decision_prune_layer": int,
         "decision_prune_threshold": float, "decision_mode": str, "decision_valid_until_step": int,
@@ -181,9 +180,9 @@ def step_row(
     for name in PLAIN_FIELDS:
         row[name] = getattr(record, name)
     row["requests"] = len(record.rows)
-    for name in _SUMMED:
-        row[name] = min(sum([getattr(entry, name) for entry in record.rows]), LARGEST)
-    row["rows"] = pack_rows(record.rows)
+    row["rows"], sums = pack_rows(record.rows)
+    for name, total in sums.items():
+        row[name] = min(total, LARGEST)
     row.update(_decision_cells(action, reason, decision_s, is_sent))
     if action is not None:
         row["decision_policy"] = policy

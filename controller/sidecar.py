@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 # The store's thread may hold the interpreter this long while a record waits; Python's default is 5 ms.
 SWITCH_INTERVAL_S: Final = 0.0005
+# New objects before a collection, and collections of one generation before one of the next. Records and decisions are
+# freed by their reference counts; with Python's default of 700 every second record would pay for a collection.
+COLLECTED_AT: Final = (20_000, 20, 20)
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +45,7 @@ def run_sidecar(config: Config, reload: Callable[[], Config] | None = None) -> i
     daemon = Daemon(config, reload)
     http = _start_http(config, daemon)
     gc.freeze()  # the collector need not walk the imported modules while a record waits
+    gc.set_threshold(*COLLECTED_AT)
 
     def stop(number: int, frame: FrameType | None) -> None:
         daemon.stop()

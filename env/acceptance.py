@@ -62,6 +62,11 @@ class Population:
     def learn(self, trials: Floats, successes: Floats) -> None:
         """Add one step's trials, (n, k_max) each."""
         tried = trials.sum(axis=0)
+        if not tried.any():
+            self.trials *= 1.0 - 1.0 / UNTRIED_RECORDS
+            self.successes *= 1.0 - 1.0 / UNTRIED_RECORDS
+            self.mean = self._chain()
+            return
         keep = np.where(tried > 0.0, 1.0, 1.0 - 1.0 / UNTRIED_RECORDS)
         keep = np.minimum(keep, MEMORY_TRIALS / (self.trials + tried + 1.0))
         self.trials = self.trials * keep + tried
@@ -105,8 +110,8 @@ class Population:
         guess, means = FIRST_GUESS, []
         for tried, hit in zip(self.trials.tolist(), self.successes.tolist(), strict=True):
             guess = (hit + GUESS_TRIALS * guess) / (tried + GUESS_TRIALS)
-            means.append(guess)
-        return np.clip(np.array(means), 0.005, 0.995)
+            means.append(min(max(guess, 0.005), 0.995))
+        return np.array(means)
 
 
 def shrink(successes: Floats, trials: Floats, population: Floats, level_variance: float) -> Floats:
@@ -119,9 +124,14 @@ def shrink(successes: Floats, trials: Floats, population: Floats, level_variance
     expected, chance = _expectation(trials, population)
     evidence = level_variance * expected * expected + chance + 1e-9
     level = 1.0 + (successes.sum(axis=1) - expected) * (level_variance * expected / evidence)
-    prior = np.clip(level[:, None] * population, 0.005, 0.995)
-    mean: Floats = np.clip((successes + POSITION_TRIALS * prior) / (trials + POSITION_TRIALS), 0.005, 0.995)
-    return mean
+    prior = _chances(level[:, None] * population)
+    return _chances((successes + POSITION_TRIALS * prior) / (trials + POSITION_TRIALS))
+
+
+def _chances(values: Floats) -> Floats:
+    """Keep away from 0 and 1; np.clip takes several times as long."""
+    kept: Floats = np.minimum(np.maximum(values, 0.005), 0.995)
+    return kept
 
 
 def _expectation(trials: Floats, population: Floats) -> tuple[Floats, Floats]:

@@ -7,6 +7,7 @@ are clipped, and a fast common level takes up what slows the whole machine. Noth
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -76,11 +77,15 @@ class CostTable:
     _overlap_share: float = 0.0
     _drafting: DraftCost = field(default_factory=DraftCost)
     _sizes: Floats = field(init=False)
+    _size_list: list[float] = field(init=False)
+    _node_list: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
         self._sizes = np.array(self.graph_sizes, np.float64)
         self.nodes = _node_rows(self.graph_sizes, max(self.max_rows, 64))
         self._log_nodes = np.log(self.nodes)
+        # Python's numbers for the one step that is learnt: numpy's cost is per call.
+        self._node_list, self._size_list = self.nodes.tolist(), self._sizes.tolist()
         self._prior = 1.0 + self.nodes / KNEE_ROWS.get(self.device, 64.0)
         self.visits = np.zeros(len(self.nodes))
         self._correction = np.zeros(len(self.nodes))
@@ -196,43 +201,51 @@ class CostTable:
 
     def _learn_verifying(self, cost: StepCost, verify_s: float) -> None:
         alike = cost.rows - cost.prefill_rows + self.prompt_rows(cost.prefill_rows)
-        rows = float(self._padded(np.array([max(alike, 1.0)]))[0])
-        high = min(int(np.searchsorted(self.nodes, rows)), len(self.nodes) - 1)
-        low = high if self.nodes[high] <= rows or high == 0 else high - 1
-        span = self.nodes[high] - self.nodes[low]
-        share = float((rows - self.nodes[low]) / span) if span > 0 else 1.0
+        low, high, share = self._between(max(alike, 1.0))
         weight = (1.0 - cost.prefill_rows / cost.rows) ** 2 + 0.02  # prefill rows skip the LM head and the sampler
+        visits, prior, correction, spread = self.visits, self._prior, self._correction, self._spread
         for node in (low, high):
-            if self.visits[node] < SEEN_VISITS:  # new: start from what its neighbours suggest
-                self._correction[node] = math.log(self._curves()[0][node] / self._prior[node])
+            if visits[node] < SEEN_VISITS:  # new: start from what its neighbours suggest
+                correction[node] = math.log(self._curves()[0][node] / prior[node])
         # Against the nodes' own values, not the monotone curve: that would wind up where the curve holds them back.
-        own = self._prior[[low, high]] * np.exp(self._correction[[low, high]])
-        expected = self.level_s * float(own[0] * (1.0 - share) + own[1] * share)
+        own = [prior.item(node) * math.exp(correction.item(node)) for node in (low, high)]
+        expected = self.level_s * (own[0] * (1.0 - share) + own[1] * share)
         innovation = math.log(verify_s / expected)
-        known = float(self.visits[low] * (1.0 - share) + self.visits[high] * share)
-        limit = 3.0 * float(self._spread[low] * (1.0 - share) + self._spread[high] * share) + 0.02
+        known = visits.item(low) * (1.0 - share) + visits.item(high) * share
+        limit = 3.0 * (spread.item(low) * (1.0 - share) + spread.item(high) * share) + 0.02
         surprise = min(abs(innovation), 1.0)
         innovation = min(max(innovation, -limit), limit) * weight
         for node, part in ((low, 1.0 - share), (high, share)):
             # A little faster than the mean of all visits, so that an outlier among the first is forgotten.
-            gain = max(1.5 / (self.visits[node] + 1.5), NODE_GAIN)
-            self._correction[node] = min(max(self._correction[node] + gain * part * innovation, -12.0), 12.0)
-            self._spread[node] += 0.1 * part * weight * (surprise - self._spread[node])
-            self.visits[node] += part * weight
+            gain = max(1.5 / (visits.item(node) + 1.5), NODE_GAIN)
+            correction[node] = min(max(correction.item(node) + gain * part * innovation, -12.0), 12.0)
+            spread[node] += 0.1 * part * weight * (surprise - spread.item(node))
+            visits[node] += part * weight
         level_s = self.level_s * math.exp(LEVEL_GAIN * known / (known + CONFIDENT_STEPS) * innovation)
         self.level_s = min(max(level_s, MIN_LEVEL_S), MAX_STEP_S)
         self.visits *= 1.0 - 1.0 / MEMORY_RECORDS
         self._anchor()
         self._bent = None  # most steps are followed by no question
 
+    def _between(self, rows: float) -> tuple[int, int, float]:
+        """Return the nodes around so many rows, and the share (0..1) of the way from the lower to the upper one."""
+        if self._size_list:  # captured graphs run the next captured size
+            place = bisect_left(self._size_list, rows)
+            rows = self._size_list[place] if place < len(self._size_list) else rows
+        nodes = self._node_list
+        high = min(bisect_left(nodes, rows), len(nodes) - 1)
+        low = high if nodes[high] <= rows or high == 0 else high - 1
+        span = nodes[high] - nodes[low]
+        return low, high, (rows - nodes[low]) / span if span > 0.0 else 1.0
+
     def _anchor(self) -> None:
         """Let the level be what an empty step takes, as the prior's and the drafting's units assume.
 
         The first record sets it, and may be off by ten times: a long prompt, a cold start.
         """
-        known = self.visits / (self.visits + CONFIDENT_STEPS)
-        first = int(np.argmax(known > 0.5))
-        if known[first] > 0.5 and abs(shift := float(self._correction[first])) > ANCHOR_SLACK:
+        known = self.visits > CONFIDENT_STEPS
+        first = int(known.argmax())
+        if known[first] and abs(shift := float(self._correction[first])) > ANCHOR_SLACK:
             self._correction[self.visits > 0.0] -= shift
             self.level_s = min(max(self.level_s * math.exp(shift), MIN_LEVEL_S), MAX_STEP_S)
             self._drafting.rescale(math.exp(-shift))

@@ -150,9 +150,13 @@ class RequestTable:
         table["is_prefill"] = rows.is_prefill
         table["is_preempted"] = False
         evidence = self._evidence[:, where]
-        evidence *= np.where(trials[:, :1] > 0.0, 1.0 - 1.0 / REQUEST_MEMORY_STEPS, 1.0 - 1.0 / UNTRIED_RECORDS)
-        evidence[0] += trials
-        evidence[1] += successes
+        has_tried = trials[:, :1] > 0.0
+        if has_tried.any():
+            evidence *= np.where(has_tried, 1.0 - 1.0 / REQUEST_MEMORY_STEPS, 1.0 - 1.0 / UNTRIED_RECORDS)
+            evidence[0] += trials
+            evidence[1] += successes
+        else:
+            evidence *= 1.0 - 1.0 / UNTRIED_RECORDS
         if not is_slice:
             self._rows[where], self._evidence[:, where] = table, evidence
         return limit
@@ -200,9 +204,11 @@ class RequestTable:
             return
         keep = np.ones(self.size, np.bool_)
         keep[places] = False
-        left, evidence = self._rows[: self.size][keep], self._evidence[:, : self.size][:, keep]
-        self.size = len(left)
+        stay = np.flatnonzero(keep)
+        whole = self._rows.view(np.dtype((np.void, self._rows.itemsize)))  # moved as they are, not field by field
+        left, evidence = whole.take(stay), self._evidence.take(stay, axis=1)
+        self.size = len(stay)
         self._evidence[:, : self.size] = evidence
-        self._rows[: self.size] = left
-        self._place = dict(zip(left["handle"].tolist(), range(self.size), strict=True))
+        whole[: self.size] = left
+        self._place = dict(zip(self.column("handle").tolist(), range(self.size), strict=True))
         self._last_order, self._last_places = (), slice(0, 0)

@@ -19,6 +19,7 @@ CREDIT_CAP_STEPS = 20.0
 MARGIN = 0.02  # a probe must promise this much more tokens/s
 LEAST_LOSS = 0.05  # what a probe is charged at least, in its own steps
 SPACING_RECORDS = 4  # looked for this often; a probe's result comes back within as many records
+IDLE_SPACING_RECORDS = 16  # ... where nothing promised enough the last time
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class ProbeAccount:
     def __init__(self) -> None:
         self._credit_s = 0.0
         self._time_s: float | None = None
-        self._last_record = 0
+        self._next_record = SPACING_RECORDS
         self.probes = 0
 
     def choose(
@@ -63,16 +64,20 @@ class ProbeAccount:
         :param begin_s: what the drafter must make up for before anything is drafted, charged to a probe.
         """
         self._earn(state)
-        if state.link.records - self._last_record < SPACING_RECORDS:
+        if state.link.records < self._next_record:
             return None
-        self._last_record = state.link.records
+        self._next_record = state.link.records + SPACING_RECORDS
         population = state.population
         view = outlook(state, requests, rate, people or Chances(population.mean, population.deviation))
         # Against what the same population is expected to give too: a batch of weak requests is no unknown.
         bar = max(rate, float(view.rate.max())) * (1.0 + MARGIN)
+        promising = view.best_rate > bar
+        promising[depth] = False
+        if not promising.any():
+            self._next_record = state.link.records + IDLE_SPACING_RECORDS
+            return None
         loss_s = view.loss_s + begin_s * (np.arange(len(view.loss_s)) > 0)
-        worth = (view.best_rate > bar) & (loss_s <= self._credit_s)
-        worth[depth] = False
+        worth = promising & (loss_s <= self._credit_s)
         if not worth.any():
             return None
         # Not the cheapest: a shallow draft that is known to be nearly as good would keep the deep ones from their turn.
