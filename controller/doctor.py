@@ -39,6 +39,7 @@ _CONVERTED_BYTES = 300 << 20
 _ROOM_BYTES = 1 << 30
 _WRONG_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
 _TORCH = "2.13"
+_TRACING = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -358,6 +359,35 @@ def check_modes(patient: Patient) -> Iterator[Finding]:
         yield Finding("modes", "ok", "active")
 
 
+def check_http(patient: Patient) -> Iterator[Finding]:
+    from .web import Listener
+
+    http = patient.config.http
+    if not http.listen:
+        yield Finding("web page", "ok", "off: http.listen is empty")
+        return
+    try:
+        listener = Listener.of(http)
+    except FaserError as error:
+        yield Finding("web page", "fail", error.seen, error.remedy or f"expected {error.expected}")
+        return
+    if listener.token:
+        yield Finding("web page", "ok", f"{http.listen}, with a token")
+    else:
+        yield Finding(
+            "web page", "note", f"{http.listen}: modes cannot be switched there", "set http.token_file if you want that"
+        )
+
+
+def check_traces(patient: Patient) -> Iterator[Finding]:
+    if not patient.config.trace.enabled:
+        yield Finding("traces", "ok", "off")
+    elif missing := [name for name in _TRACING if name not in patient.installation.versions]:
+        yield Finding("traces", "fail", f"no {', no '.join(missing)}", "pip install 'faser-vllm[otel]'")
+    else:
+        yield Finding("traces", "ok", f"{patient.config.trace.ratio:g} of the decisions")
+
+
 def check_lease(patient: Patient) -> Iterator[Finding]:
     lease, guard = patient.config.lease, patient.config.guard
     if guard.stale_ms >= lease.ms:
@@ -391,6 +421,8 @@ CHECKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
     check_engine_settings,
     check_keys,
     check_modes,
+    check_http,
+    check_traces,
     check_lease,
 )
 

