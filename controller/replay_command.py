@@ -125,7 +125,8 @@ def _show_counterfactual(found: Counterfactual, console: Console) -> None:
     if found.refusal:
         console.print(f"no counterfactual: {found.refusal}")
         return
-    table = Table(title=f"counterfactual: {found.requests} requests, {found.runs} runs of the simulator")
+    console.print(f"counterfactual: {found.requests} requests, {found.runs} runs of the simulator, {found.profile}")
+    table = Table()
     for name in ("what", "recorded", "simulated", found.policy, "change", "error", "says"):
         table.add_column(name, justify="left" if name in ("what", "says") else "right")
     for row in counterfactual_rows(found):

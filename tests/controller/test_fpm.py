@@ -221,7 +221,7 @@ HOSTILE = st.one_of(
     wall_time=HOSTILE | st.floats(0.0, 10.0),
     cut=st.integers(0, 400),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_hostile_rows_are_refused_in_our_own_words_or_summed_up(
     counts: dict[str, Any], wall_time: Any, cut: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
