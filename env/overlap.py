@@ -46,6 +46,14 @@ def ping_pong_bound(whole: PhaseTimes, half: PhaseTimes) -> float:
     return whole.serial_s / (2.0 * max(half.draft_s, half.verify_s))
 
 
+def halving_gain(whole: PhaseTimes, half: PhaseTimes) -> float:
+    """Return what two groups bring one after the other, without overlap; ping-pong's own part is its bound over this.
+
+    Above 1 only where a step of all requests takes more than twice that of half of them.
+    """
+    return whole.serial_s / (2.0 * half.serial_s)
+
+
 def draft_ahead_bound(times: PhaseTimes, hit_rate: float = 1.0) -> float:
     """Return how many times faster drafting the next chunk under the verification of this one can be.
 

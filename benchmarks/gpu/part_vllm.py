@@ -6,9 +6,11 @@ Models have random weights, made by vLLM itself from a configuration; a share of
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +22,7 @@ from shapes import Shape
 
 ARMS = ("none", "vllm", "faser")
 LIMIT_S = 150
+ACCEPTED = 0.7  # of drafts that are tested, by decree
 
 
 def measure(drafter: Shape, target: Shape, requests: int, length: int, tokens: int) -> dict[str, Any]:
@@ -35,6 +38,7 @@ def measure(drafter: Shape, target: Shape, requests: int, length: int, tokens: i
             (paths[role] / "config.json").write_text(json.dumps(configuration(shape)))
         for arm in ARMS:
             task = {"arm": arm, "requests": requests, "length": length, "tokens": tokens,
+                    "accepted": ACCEPTED, "is_eager": False,
                     "target": str(paths["target"]), "drafter": str(paths["drafter"])}  # fmt: skip
             found["arms"][arm] = _run(task, folder)
     return found
@@ -55,15 +59,20 @@ def configuration(shape: Shape) -> dict[str, Any]:
 def _run(task: dict[str, Any], folder: str) -> dict[str, Any]:
     code = Path(__file__).with_name("vllm_engine.py")
     environment = os.environ | {"FASER_ENDPOINT": f"ipc://{folder}/nobody"}
+    process = subprocess.Popen(
+        [sys.executable, str(code), json.dumps(task)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=ROOT, env=environment, start_new_session=True,
+    )  # fmt: skip
     try:
-        done = subprocess.run(
-            [sys.executable, str(code), json.dumps(task)], capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT,
-            env=environment, check=False,
-        )  # fmt: skip
+        told, complaint = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         return {"error": f"no answer within {LIMIT_S} s"}
-    answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not answers:
-        return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1][:300]}
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # vLLM's own children too, however it ended
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    answers = [line for line in told.splitlines() if line.startswith("{")]
+    if process.returncode or not answers:
+        return {"error": (complaint.strip().splitlines() or ["no output"])[-1][:300]}
     answer: dict[str, Any] = json.loads(answers[-1])
     return answer

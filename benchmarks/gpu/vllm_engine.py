@@ -8,8 +8,6 @@ import sys
 import time
 from typing import Any
 
-ACCEPTED = 0.7  # of drafts that are tested, by decree
-
 
 def main() -> None:
     """Build the engine, generate twice, time the second."""
@@ -18,9 +16,14 @@ def main() -> None:
     if task["arm"] != "none":
         extra["speculative_config"] = {
             "method": "draft_model", "model": task["drafter"], "num_speculative_tokens": task["length"],
-            "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [ACCEPTED] * task["length"],
             "draft_load_config": {"load_format": "dummy"},
         }  # fmt: skip
+        if task["accepted"] is not None:  # of each position, so that all before it count too; not on CPUs
+            rates = [task["accepted"] ** (position + 1) for position in range(task["length"])]
+            extra["speculative_config"] |= {
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_rates": rates,
+            }
     if task["arm"] == "faser":
         from checkout import make_importable
 
@@ -32,7 +35,8 @@ def main() -> None:
 
     engine = LLM(
         model=task["target"], load_format="dummy", skip_tokenizer_init=True, max_model_len=2048, seed=0,
-        max_num_seqs=task["requests"], enable_prefix_caching=False, **extra,
+        max_num_seqs=task["requests"], enable_prefix_caching=False, enforce_eager=task["is_eager"],
+        **extra,
     )  # fmt: skip
     prompts: Any = [
         {"prompt_token_ids": [2 + (number + at) % 90 for at in range(64)]} for number in range(task["requests"])
