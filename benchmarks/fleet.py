@@ -25,95 +25,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import zmq
+from recorded_engine import RecordedEngine, Recording, record_steps
 from rich.progress import Progress
 from sidecar_process import cpu_s, start_sidecar
 
-from faser.controller.decide import LeaseTerms, decide
 from faser.controller.errors import FaserError
 from faser.controller.status import ask
-from faser.engine_adapter.protocol import (
-    ActionSet,
-    Hello,
-    HelloRequest,
-    StepRecord,
-    decode_from_controller,
-    encode,
-)
-from faser.env.simulated_record import hello
-from faser.env.state import EngineState, learn
-from faser.models.policy import make_policy
-from faser.models.simulated import SimulatedEngine
-from faser.models.worlds import WorldSpec, held_out
+from faser.models.worlds import held_out
 
 KEEPS_UP = 0.999
 WARM_S = 3.0  # not counted: tables fill, code is read in
 
 
-def record_steps(world: WorldSpec, requests: int, steps: int, rate: float) -> tuple[Hello, list[StepRecord]]:
-    """Return what an engine says in so many steps under the policy `price`, once its batch is full, at this pace."""
-    engine = SimulatedEngine(world.closed(requests), 1)
-    state, policy, actions = EngineState(engine.capabilities), make_policy("price", engine.capabilities), None
-    records: list[StepRecord] = []
-    while len(records) < steps:
-        record = engine.step(actions)
-        actions = decide(state, record, policy, LeaseTerms(), 1, record.counter).action_set
-        learn(state)
-        if records or record.running >= requests:
-            records.append(record)
-    pace = steps / rate / sum(record.step_s for record in records)
-    times = ("step_s", "verify_s", "draft_s", "overlap_s")
-    scaled = [
-        msgspec.structs.replace(record, **{name: getattr(record, name) * pace for name in times}) for record in records
-    ]
-    return hello(engine.simulator), scaled
-
-
 @dataclass
-class Line:
-    """One engine's connection and what came of it."""
+class Tally:
+    """What came of the records that count."""
 
-    socket: zmq.Socket[bytes]
-    hello: Hello
-    records: list[StepRecord]
-    offset_s: float
-    next: int = 0
-    lease: tuple[int, int] = (0, 0)
-    sent_s: dict[int, float] = field(default_factory=dict)  # by record number: engine step
-    answer_s: list[float] = field(default_factory=list)
     sent: int = 0
-
-    def send(self, end_s: float, is_counted: bool) -> float:
-        """Send the record of the step that ended then; return when the next one ends."""
-        template = self.records[self.next]
-        self.next += 1
-        epoch, sequence = self.lease
-        record = msgspec.structs.replace(
-            template, boot_id=self.hello.boot_id, counter=self.next, step=self.next, time_s=end_s,
-            lease_epoch=epoch, lease_sequence=sequence,
-        )  # fmt: skip
-        if is_counted:
-            self.sent += 1
-            self.sent_s[self.next] = time.monotonic()
-        self.socket.send(encode(record))
-        return end_s + self.records[self.next].step_s
-
-    def hear(self, steps_ahead: int) -> None:
-        """Take in what the sidecar said; an answer names its step by how long it holds."""
-        while self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            message = decode_from_controller(self.socket.recv(zmq.NOBLOCK))
-            if isinstance(message, HelloRequest):
-                self.socket.send(encode(self.hello))
-            elif isinstance(message, ActionSet):
-                self.lease = (message.epoch, message.sequence)
-                begun_s = self.sent_s.pop(message.valid_until_step - steps_ahead, None)
-                if begun_s is not None:
-                    self.answer_s.append(time.monotonic() - begun_s)
+    answer_s: list[float] = field(default_factory=list)
+    core_share: float = 0.0
 
 
-def serve(engines: int, rate: float, recorded: list[tuple[Hello, list[StepRecord]]], seconds: float) -> dict[str, Any]:
+def serve(engines: int, rate: float, recorded: list[Recording], seconds: float) -> dict[str, Any]:
     """Run so many engines against a new sidecar; return the figures."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faser-fleet-")))
@@ -126,54 +61,50 @@ def serve(engines: int, rate: float, recorded: list[tuple[Hello, list[StepRecord
             os.sched_setaffinity(0, cores[:-1])
             stack.callback(os.sched_setaffinity, 0, cores)
         context = stack.enter_context(zmq.Context())
-        poller, lines = zmq.Poller(), []
+        lines = []
         for number in range(engines):
-            introduction, records = recorded[number % len(recorded)]
-            introduction = msgspec.structs.replace(introduction, boot_id=f"engine-{number}", pid=os.getpid())
-            socket = context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.ROUTING_ID, introduction.boot_id.encode())
-            socket.connect(link.endpoint)
-            stack.callback(socket.close)
-            socket.send(encode(introduction))
-            poller.register(socket, zmq.POLLIN)
-            lines.append(Line(socket, introduction, records, number / engines / rate))
-        used = _drive(lines, poller, seconds, sidecar.pid)
+            recording = recorded[number % len(recorded)]
+            lines.append(RecordedEngine.connect(context, link.endpoint, recording, f"engine-{number}"))
+            stack.callback(lines[-1].socket.close)
+        tally = _drive(lines, rate, seconds, sidecar.pid)
         status = ask(link, timeout_s=10.0)
-    return _figures(lines, rate, used, status)
+    return _figures(engines, rate, tally, status)
 
 
-def _drive(lines: list[Line], poller: zmq.Poller, seconds: float, pid: int) -> float:
-    """Send every record at its time; return the share of a core that the sidecar used."""
-    by_socket = {line.socket: line for line in lines}
+def _drive(lines: list[RecordedEngine], rate: float, seconds: float, pid: int) -> Tally:
+    """Send every record at its time, and count those behind the warm-up."""
+    poller, by_socket, tally, used_s = zmq.Poller(), {line.socket: line for line in lines}, Tally(), 0.0
+    for line in lines:
+        poller.register(line.socket, zmq.POLLIN)
     begun_s = time.monotonic() + 1.0  # once all are connected
-    due = [(begun_s + line.offset_s, number) for number, line in enumerate(lines)]
-    heapq.heapify(due)
     counted_s, end_s = begun_s + WARM_S, begun_s + WARM_S + seconds
-    used_s = 0.0
+    due = [(begun_s + number / len(lines) / rate, number) for number in range(len(lines))]
+    heapq.heapify(due)
     while True:
         now_s = time.monotonic()
         if not used_s and now_s >= counted_s:
             used_s, since_s = cpu_s(pid), now_s
         while due[0][0] <= now_s < end_s:
             at_s, number = heapq.heappop(due)
-            heapq.heappush(due, (lines[number].send(at_s, counted_s <= at_s), number))
+            heapq.heappush(due, (lines[number].send(at_s), number))
+            tally.sent += counted_s <= at_s
         if now_s >= end_s + 1.0:  # time for the last answers
-            return (cpu_s(pid) - used_s) / (now_s - since_s)
+            tally.core_share = (cpu_s(pid) - used_s) / (now_s - since_s)
+            return tally
         for socket, _ in poller.poll(max(min(due[0][0] - time.monotonic(), 0.05), 0.0) * 1e3):
-            by_socket[socket].hear(32)
+            answered = [(time.monotonic() - took_s, took_s) for _, took_s in by_socket[socket].hear()]
+            tally.answer_s += [took_s for sent_s, took_s in answered if sent_s >= counted_s]
 
 
-def _figures(lines: list[Line], rate: float, used: float, status: Any) -> dict[str, Any]:
-    answer_ms = np.array([each for line in lines for each in line.answer_s]) * 1e3
-    sent = sum(line.sent for line in lines)
-    in_time = int((answer_ms < 1e3 / rate).sum()) / sent
+def _figures(engines: int, rate: float, tally: Tally, status: Any) -> dict[str, Any]:
+    answer_ms = np.array(tally.answer_s) * 1e3
+    in_time = min(int((answer_ms < 1e3 / rate).sum()) / tally.sent, 1.0)
     lost = sum(engine.lost_records + engine.late_records for engine in status.engines)
     failures = sum(engine.failures + engine.sends_dropped for engine in status.engines)
-    p50, p99 = (float(np.quantile(answer_ms, share)) if len(answer_ms) else None for share in (0.5, 0.99))
+    p50, p99 = (round(float(np.quantile(answer_ms, share)), 3) if len(answer_ms) else None for share in (0.5, 0.99))
     return {
-        "engines": len(lines), "steps_per_s": rate, "records": sent, "answered_in_time": round(in_time, 5),
-        "answer_ms": {"p50": p50 and round(p50, 3), "p99": p99 and round(p99, 3)}, "core_share": round(used, 3),
+        "engines": engines, "steps_per_s": rate, "records": tally.sent, "answered_in_time": round(in_time, 5),
+        "answer_ms": {"p50": p50, "p99": p99}, "core_share": round(tally.core_share, 3),
         "lost_records": lost, "failures": failures, "dropped_frames": status.link.dropped,
         "store_written": status.store.written, "store_dropped": status.store.dropped, "store_error": status.store.error,
         "keeps_up": in_time >= KEEPS_UP and not (lost or failures or status.store.dropped or status.store.error),
