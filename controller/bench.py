@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import shutil
 import signal
 import sys
@@ -49,6 +50,7 @@ from .session import check_policy
 
 _QUICK_TABLE: Final = (0, 1, 2, 3, 4)
 _TINY_TOKENS: Final = 24
+_QUICK_REPEAT_S: Final = 480.0  # a quick run ends within twelve minutes, also on a restless machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,8 @@ class BenchOptions:
             minutes=self.minutes if self.minutes is not None else (0.0 if self.quick else 6.0),
             turn_s=self.turn_s,
             max_tokens=self.max_tokens,
-            least_tokens=192 if self.turn_s >= 1.0 else _TINY_TOKENS,
+            least_tokens=_TINY_TOKENS if self.turn_s < 1.0 else (128 if self.quick else 192),
+            repeat_s=_QUICK_REPEAT_S if self.quick else math.inf,
             seed=self.seed,
         )
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol, Self
 
 from ..env.workload import TimedRequest
 from .errors import EngineError
@@ -58,6 +58,36 @@ class Stopwatch:
     def stop(self) -> None:
         """Let it stand still."""
         self._passed_s, self._since_s = self(), None
+
+
+@dataclass(slots=True)
+class Times:
+    """Latencies in milliseconds, each of the requests of which it could be measured."""
+
+    ttft_ms: list[float] = field(default_factory=list)
+    tpot_ms: list[float] = field(default_factory=list)
+    e2e_ms: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, results: Sequence[RequestResult]) -> Self:
+        """Return the latencies of the finished among some requests."""
+        times = cls()
+        for result in results:
+            if result.outcome == "finished":
+                times.add(result.ttft_ms, result.tpot_ms, result.e2e_ms)
+        return times
+
+    def add(self, ttft_ms: float | None, tpot_ms: float | None, e2e_ms: float | None) -> None:
+        """Take in what is known of one request."""
+        for values, value in ((self.ttft_ms, ttft_ms), (self.tpot_ms, tpot_ms), (self.e2e_ms, e2e_ms)):
+            if value is not None:
+                values.append(value)
+
+    def extend(self, other: Times) -> None:
+        """Take in the latencies of others."""
+        self.ttft_ms += other.ttft_ms
+        self.tpot_ms += other.tpot_ms
+        self.e2e_ms += other.e2e_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +138,29 @@ class Clients:
         """Count latencies from here on."""
         self._settled_s = self._watch()
 
-    def results(self) -> list[RequestResult]:
-        """Return the requests that began after `settle` and finished; in a closed loop one is due when it is sent."""
-        return [
-            replace(result, due_s=result.sent_s)
-            for result in self._generator.results
-            if result.outcome == "finished" and result.sent_s is not None and result.sent_s >= self._settled_s
-        ]
+    @property
+    def finished(self) -> int:
+        """Return the number of requests that were answered since the start."""
+        return sum(result.outcome == "finished" for result in self._generator.results)
+
+    def times(self) -> Times:
+        """Return what was measured since `settle`; in a closed loop a request is due when it is sent.
+
+        The first answers are staggered in length: they count for the time per token, not for the whole answer.
+        """
+        times = Times()
+        since_s = self._settled_s - self._generator.started_s
+        for result in self._generator.results:
+            if result.sent_s is None or not result.token_times_s:
+                continue
+            due = replace(result, due_s=result.sent_s)
+            is_finished = result.outcome == "finished" and result.token_times_s[-1] >= since_s
+            times.add(
+                due.ttft_ms if result.token_times_s[0] >= since_s else None,
+                due.tpot_ms if is_finished else None,
+                due.e2e_ms if is_finished and result.index >= self.load else None,
+            )
+        return times
 
     async def end(self) -> None:
         """Cancel what is in flight; the server must be awake and may be frozen."""

@@ -5,6 +5,7 @@ Called by controller/bench.py, which builds the plan from flags, and by controll
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -46,6 +47,7 @@ class Plan:
     max_tokens: int = 96
     max_prompt_tokens: int = 300
     least_tokens: int = 192  # of a turn: fewer depend too much on where in a text it begins and ends
+    repeat_s: float = math.inf  # since the run's start: later no round is repeated
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -134,6 +136,7 @@ class Progress:
 
     pairs: int
     minutes: float
+    repeats: int = REPEATS
     quiet: int = 0  # rounds without a disturbed turn
     disturbed: int = 0
 
@@ -144,7 +147,7 @@ class Progress:
 
     def is_complete(self) -> bool:
         """Return whether all rounds are there: quiet ones, or as many as are ever repeated."""
-        return self.quiet >= self.pairs or self.quiet + self.disturbed >= self.pairs + REPEATS
+        return self.quiet >= self.pairs or self.quiet + self.disturbed >= self.pairs + self.repeats
 
     def wants_more(self, ratio: Ratio, spent_s: float) -> bool:
         """Return whether another round is to be measured."""

@@ -18,9 +18,9 @@ import aiohttp
 import numpy as np
 
 from ..models.embedded import TARGET_NAME
-from .bench_clients import Clients, Served, one_by_one, replay
+from .bench_clients import Clients, Served, Times, one_by_one, replay
 from .bench_machine import Noise, OwnLoad, Processor, free_gib, require_memory
-from .bench_plan import NONE, TABLE, Plan, Progress, arm_of, contenders, groups, length_of, turn_order
+from .bench_plan import NONE, REPEATS, TABLE, Plan, Progress, arm_of, contenders, groups, length_of, turn_order
 from .bench_ratio import OURS, Goodput, Objective
 from .bench_result import MAIN, SWEEP, Latency, Results, Spans, Turn, envelope_at, name_of, write_results
 from .bench_server import SERVER_GIB, Arm, Bed, Drafting
@@ -28,10 +28,10 @@ from .bench_table import best_table, described
 from .bench_work import Mix, Replay, closed_stream
 from .errors import EngineError
 from .launch import available_cores
-from .loadstats import RequestResult
 
 MAX_REQUESTS: Final = 64  # as the embedded servers are started
-SETTLE_TURNS: Final = 2  # of each arm at each load, unmeasured
+SETTLE_TURNS: Final = {SWEEP: 1, MAIN: 2}  # of each arm at each load, unmeasured; FASER has to learn the load
+LEAST_PER_CLIENT: Final = 16  # tokens of a turn: fewer depend too much on whose prompt falls into it
 UNMEASURED_STEPS: Final = 4  # about so many at the start of a turn: caches are cold, and FASER's lease is over
 UNLOADED_REQUESTS: Final = 10  # one at a time, for the objective of a replay
 LEAST_GOODPUT: Final = 0.01  # tokens/s: a ratio to nothing at all has no logarithm
@@ -58,7 +58,7 @@ class Bench:
     own_load: OwnLoad = field(default_factory=OwnLoad)
     begin_s: float = field(default_factory=time.monotonic)
     _seen: tuple[float, float] = (0.0, 0.0)  # when own_load was last fed, and our CPU time then
-    _lives: dict[tuple[int | str, str, str], list[RequestResult]] = field(default_factory=dict)
+    _times: dict[tuple[int | str, str, str], Times] = field(default_factory=dict)
     _done: float = 0.0
 
     async def run(self) -> None:
@@ -168,10 +168,9 @@ class Bench:
         work = closed_stream(load, mix, plan.max_tokens, plan.max_prompt_tokens, plan.seed + first)
         clients = {name: Clients(self.arms[name], work, load, TARGET_NAME) for name in names if name in self.arms}
         try:
-            quantum = await self._settle(clients, load, what)
-            goal, began_s, progress = SETTLE_TURNS * quantum, time.monotonic(), Progress(pairs, 0.0)
-            if phase == MAIN:
-                progress.minutes = plan.minutes
+            quantum = await self._settle(phase, clients, load, what)
+            goal, began_s = SETTLE_TURNS[phase] * quantum, time.monotonic()
+            progress = Progress(pairs, plan.minutes if phase == MAIN else 0.0, self._repeats())
             round_ = first
             while progress.wants_more(envelope_at(self.results, load, mix.name).ratio, time.monotonic() - began_s):
                 names = [name for name in clients if name in self.arms]
@@ -189,24 +188,28 @@ class Bench:
         finally:
             for name, each in clients.items():
                 if phase == MAIN:
-                    self._keep_lives(load, mix.name, name, each.results())
+                    self._keep_times(load, mix.name, name, each.times())
                 await self._dismiss(name, each)
             self._write()
 
-    async def _settle(self, clients: dict[str, Clients], load: int, what: str) -> int:
+    def _repeats(self) -> int:
+        return REPEATS if time.monotonic() - self.begin_s < self.plan.repeat_s else 0
+
+    async def _settle(self, phase: str, clients: dict[str, Clients], load: int, what: str) -> int:
         """Start the load in every arm and serve some turns, unmeasured; return the tokens of a turn."""
         quantum = 0
         for name, each in clients.items():
-            quantum = await self._attempt(name, partial(self._settle_one, each, load, quantum)) or quantum
-            self._step(f"{what}: settling", SETTLE_TURNS)
+            quantum = await self._attempt(name, partial(self._settle_one, phase, each, load, quantum)) or quantum
+            self._step(f"{what}: settling", SETTLE_TURNS[phase])
         return quantum
 
-    async def _settle_one(self, clients: Clients, load: int, quantum: int, arm: Arm) -> int:
+    async def _settle_one(self, phase: str, clients: Clients, load: int, quantum: int, arm: Arm) -> int:
         if not quantum:
             await clients.serve(2 * load)  # the first prompts
             trial = await clients.serve(8 * load)
-            quantum = max(round(trial.tokens / trial.seconds * self.plan.turn_s), self.plan.least_tokens)
-        await clients.serve(SETTLE_TURNS * quantum)
+            rate = trial.tokens / trial.seconds
+            quantum = max(round(rate * self.plan.turn_s), self.plan.least_tokens, LEAST_PER_CLIENT * load)
+        await clients.serve(SETTLE_TURNS[phase] * quantum)
         clients.settle()
         arm.halt()
         return quantum
@@ -214,12 +217,12 @@ class Bench:
     async def _turn(self, clients: Clients, place: Place, goal: int, quantum: int, arm: Arm) -> Turn:
         """Serve until the goal, the same total for every arm; the first steps are not measured."""
         await clients.serve(clients.tokens + UNMEASURED_STEPS * clients.load)
-        finished = len(clients.results())
+        finished = clients.finished
         before = await self._look(arm)
         served = await clients.serve(max(goal, clients.tokens + quantum // 2))
         after = await self._look(arm)
         arm.halt()
-        return self._as_turn(place, arm.name, served, before, after, len(clients.results()) - finished)
+        return self._as_turn(place, arm.name, served, before, after, clients.finished - finished)
 
     async def _dismiss(self, name: str, clients: Clients) -> None:
         arm = self.arms.get(name)
@@ -241,7 +244,7 @@ class Bench:
         if objective is None:
             return
         round_ = self._next_round(MAIN, each.name, mix.name)
-        progress, began_s = Progress(self.plan.pairs, self.plan.minutes), time.monotonic()
+        progress, began_s = Progress(self.plan.pairs, self.plan.minutes, self._repeats()), time.monotonic()
         for name in [name for name in names if name in self.arms]:  # one replay each unmeasured: FASER learns the load
             await self._attempt(name, partial(self._replay, each, mix, (MAIN, each.name, mix.name, -1), objective))
             self._step(f"{what}: settling", 1.0)
@@ -272,7 +275,7 @@ class Bench:
         summary = generator.summary()
         goodput = Goodput.of(generator.results, objective, summary.wall_s)
         if round_ >= 0:
-            self._keep_lives(each.name, mix.name, arm.name, generator.results)
+            self._keep_times(each.name, mix.name, arm.name, Times.of(generator.results))
         served = Served(summary.output_tokens, summary.wall_s)
         return self._as_turn(place, arm.name, served, before, after, summary.finished, goodput, summary.failed)
 
@@ -339,16 +342,11 @@ class Bench:
     def _next_round(self, phase: str, load: int | str, kinds: str) -> int:
         return 1 + max((turn.round for turn in self.results.turns_at(load, kinds, phase)), default=-1)
 
-    def _keep_lives(self, load: int | str, kinds: str, name: str, lives: Sequence[RequestResult]) -> None:
-        kept = self._lives.setdefault((load, kinds, name), [])
-        kept += [life for life in lives if life.outcome == "finished"]
-        latency = Latency(
-            load, kinds, name, len(kept),
-            *(
-                Spans.of([value for life in kept if (value := getattr(life, what)) is not None])
-                for what in ("ttft_ms", "tpot_ms", "e2e_ms")
-            ),
-        )  # fmt: skip
+    def _keep_times(self, load: int | str, kinds: str, name: str, times: Times) -> None:
+        kept = self._times.setdefault((load, kinds, name), Times())
+        kept.extend(times)
+        spans = [Spans.of(values) for values in (kept.ttft_ms, kept.tpot_ms, kept.e2e_ms)]
+        latency = Latency(load, kinds, name, len(kept.tpot_ms), *spans)
         others = [each for each in self.results.latencies if (each.load, each.kinds, each.arm) != (load, kinds, name)]
         self.results.latencies = [*others, latency]
 
@@ -394,9 +392,9 @@ def levels_at(results: Results, load: int, kinds: str) -> dict[int, float]:
 def expected_steps(plan: Plan) -> float:
     """Return about how many turns a run takes, for the progress bar."""
     arms, mixes = len(plan.arms), len(plan.mixes)
-    closed = len(plan.loads) * mixes * arms * (SETTLE_TURNS + plan.pairs)
+    closed = len(plan.loads) * mixes * arms * (SETTLE_TURNS[MAIN] + plan.pairs)
     open_ = len(plan.replays) * mixes * arms * (1 + plan.pairs)
     sweep = 0
     if TABLE in plan.rivals:
-        sweep = len(plan.sweep_loads) * len(plan.table_lengths) * (SETTLE_TURNS + plan.sweep_rounds)
+        sweep = len(plan.sweep_loads) * len(plan.table_lengths) * (SETTLE_TURNS[SWEEP] + plan.sweep_rounds)
     return float(closed + open_ + sweep + 2 * arms)
