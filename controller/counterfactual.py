@@ -8,6 +8,7 @@ policy. A difference counts beyond that error and the spread between seeds; a si
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -22,6 +23,7 @@ from ..models.policy import Policy, PolicyError, make_policy
 from .decide import LeaseTerms, decide
 from .errors import PolicyError as UnknownPolicy
 from .errors import StoreError
+from .schema import open_for_reading
 
 if TYPE_CHECKING:
     from ..env.engine_model import EngineProfile
@@ -65,6 +67,7 @@ class Counterfactual:
     policy: str
     profile: str
     requests: int
+    left_out: int  # requests that did not finish in the file: their load is missing, which the error shows
     runs: int
     refusal: str = ""
     speeds: tuple[Speed, ...] = ()
@@ -98,7 +101,14 @@ def estimate_speed(path: Path, policy: str, profile: Path | None = None, runs: i
     prompts, answers = ([getattr(request, name) for request in requests] for name in ("prompt_tokens", "output_tokens"))
     same = [replayed(model, requests, seed) for seed in range(runs)]
     other = [_under(policy, capabilities, model, (arrivals, prompts, answers), seed) for seed in range(runs)]
-    return _compared(policy, named.name, run_of([life for life, _ in found]), same, other)
+    speeds, refusal = _compared(run_of([life for life, _ in found]), same, other)
+    return Counterfactual(policy, named.name, len(found), _arrived(path) - len(found), runs, refusal, speeds)
+
+
+def _arrived(path: Path) -> int:
+    with closing(open_for_reading(path)) as database:
+        query = "SELECT count(*) FROM request_summary WHERE arrival_s IS NOT NULL"
+        return int(database.execute(query).fetchone()[0])
 
 
 class _Asked:
@@ -133,7 +143,8 @@ def _under(
     return Run(served.ttft_s, served.tpot_s, served.e2e_s, served.tokens_per_s)
 
 
-def _compared(policy: str, profile: str, real: Run, same: Sequence[Run], other: Sequence[Run]) -> Counterfactual:
+def _compared(real: Run, same: Sequence[Run], other: Sequence[Run]) -> tuple[tuple[Speed, ...], str]:
+    """Return the figures, or none and why they are refused."""
     from .fidelity import run_errors
 
     per_request = run_errors(real, list(same))
@@ -152,12 +163,11 @@ def _compared(policy: str, profile: str, real: Run, same: Sequence[Run], other: 
         )  # fmt: skip
     worst = max(speeds, key=lambda speed: speed.error if np.isfinite(speed.error) else np.inf)
     if not worst.error <= LIMIT:
-        return Counterfactual(
-            policy, profile, len(real.e2e_s), len(same),
+        return (), (
             f"the simulator misses this file's {worst.name} by {worst.error:.0%}; expected {LIMIT:.0%} at most: "
-            "calibrate it to this machine (faser calibrate) or record longer",
-        )  # fmt: skip
-    return Counterfactual(policy, profile, len(real.e2e_s), len(same), "", tuple(speeds))
+            "calibrate it to this machine (faser calibrate) or record longer"
+        )
+    return tuple(speeds), ""
 
 
 def _mean(run: Run, name: str) -> float:

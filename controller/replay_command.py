@@ -18,7 +18,14 @@ from .fpm import is_forward_pass_metrics, read_forward_passes
 from .fpm_replay import CANNOT, POLICY_NOTE, Passes, replay_passes
 from .offpolicy import FLOOR
 from .replay import Report, Trail, mean_length, replay
-from .replay_rows import counterfactual_rows, decision_rows, load_rows, off_policy_rows, passes_rows
+from .replay_rows import (
+    counterfactual_line,
+    counterfactual_rows,
+    decision_rows,
+    load_rows,
+    off_policy_rows,
+    passes_rows,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +129,10 @@ def _show_alternative(report: Report, console: Console) -> None:
 
 
 def _show_counterfactual(found: Counterfactual, console: Console) -> None:
+    console.print(f"counterfactual: {counterfactual_line(found)}")
     if found.refusal:
         console.print(f"no counterfactual: {found.refusal}")
         return
-    console.print(f"counterfactual: {found.requests} requests, {found.runs} runs of the simulator, {found.profile}")
     table = Table()
     for name in ("what", "recorded", "simulated", found.policy, "change", "error", "says"):
         table.add_column(name, justify="left" if name in ("what", "says") else "right")

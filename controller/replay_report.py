@@ -21,7 +21,14 @@ from .figures import Figure, svg
 from .fpm_replay import CANNOT, POLICY_NOTE, Passes
 from .offpolicy import OffPolicy
 from .replay import Report, Trail, mean_length
-from .replay_rows import counterfactual_rows, decision_rows, load_rows, off_policy_rows, passes_rows
+from .replay_rows import (
+    counterfactual_line,
+    counterfactual_rows,
+    decision_rows,
+    load_rows,
+    off_policy_rows,
+    passes_rows,
+)
 from .whole_file import replacing
 
 BINS: Final = 240  # of a line over decisions; more only make the page heavier
@@ -182,10 +189,10 @@ def _counterfactual(report: Report) -> Part:
     if found is None:
         return Part(heading, ["Not asked for: add --counterfactual."], note)
     if found.refusal:
-        return Part(heading, [f"No counterfactual: {found.refusal}."], note)
+        return Part(heading, [f"{counterfactual_line(found)}.", f"No counterfactual: {found.refusal}."], note)
     return Part(
         heading,
-        [f"{found.requests} requests, {found.runs} runs each, profile {found.profile}."],
+        [f"{counterfactual_line(found)}."],
         note,
         head=("mean over requests", "recorded", "simulated", found.policy, "change", "error", "says"),
         rows=counterfactual_rows(found),

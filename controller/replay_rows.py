@@ -34,6 +34,12 @@ def off_policy_rows(off: OffPolicy) -> list[tuple[str, str, str]]:
     ]  # fmt: skip
 
 
+def counterfactual_line(found: Counterfactual) -> str:
+    """Return what was simulated."""
+    left_out = f" ({found.left_out} more did not finish in the file and are left out)" if found.left_out else ""
+    return f"{found.requests} requests{left_out}, {found.runs} runs of the simulator, profile {found.profile}"
+
+
 def counterfactual_rows(found: Counterfactual) -> list[tuple[str, ...]]:
     """Return one line per figure: recorded, simulated twice, change, error, and what that says."""
     return [
