@@ -179,4 +179,5 @@ def make_ready(device: Device, names: Sequence[str] = READY_MADE) -> Partitions:
         ready.append(partition)
     for line in refused:
         logger.warning("FASER: %s", line)
+    logger.info("FASER partitions: %s", "; ".join(str(partition) for partition in ready))
     return Partitions(tuple(ready), tuple(refused))

@@ -8,6 +8,7 @@ its times mean nothing. README.md says what is measured.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -116,6 +117,8 @@ def run(machine: Any, options: argparse.Namespace) -> int:
             part: dict[str, Any] = {"result": measure()}
         except Exception as error:
             traceback.print_exc()
+            with contextlib.suppress(Exception):
+                machine.forget()  # what the part left behind would take the next one's memory
             part, failed = {"error": f"{type(error).__name__}: {error}"[:500]}, True
         spent = time.monotonic() - now
         longest[kind] = max(longest.get(kind, 0.0), spent)

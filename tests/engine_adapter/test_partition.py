@@ -139,6 +139,16 @@ def test_it_tells_what_was_asked_and_what_was_given() -> None:
     assert partition.is_disjoint
 
 
+def test_what_is_ready_is_logged_once_with_both_sizes(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="vllm"):
+        make_ready(Machine(HOPPER), ["1:3"])
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line == (
+        "FASER partitions: unsplit: asked 132+132, allocated 132+132 SMs (draft+verify); "
+        "1:3: asked 32+100, allocated 32+100 SMs (draft+verify)"
+    )
+
+
 def test_streams_are_side_by_side_and_share_everything() -> None:
     partitions = make_ready(Machine(HOPPER), [STREAMS])
     assert [(each.is_concurrent, each.is_disjoint) for each in partitions.ready] == [(False, False), (True, False)]
