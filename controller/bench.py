@@ -48,7 +48,8 @@ from .launch import available_cores, default_threads
 from .serve import EMBEDDED_K_MAX, ensure_embedded_pair
 from .session import check_policy
 
-_QUICK_TABLE: Final = (0, 1, 2, 3, 4)
+_QUICK_TABLE: Final = (0, 1, 3, 4)  # with the four rivals three pairs of servers to start
+_ALL_LENGTHS: Final = (0, 1, 2, 3, 4)
 _TINY_TOKENS: Final = 24
 _QUICK_REPEAT_S: Final = 480.0  # a quick run ends within twelve minutes, also on a restless machine
 
@@ -96,7 +97,7 @@ class BenchOptions:
             mixes=tuple(Mix.parse(text.strip()) for text in dict.fromkeys(self.kinds.split(","))),
             rivals=rivals,
             pairs=self.pairs if self.pairs is not None else (3 if self.quick else 6),
-            table_lengths=tuple(sorted({*_QUICK_TABLE, *lengths})),
+            table_lengths=tuple(sorted({*(_QUICK_TABLE if self.quick else _ALL_LENGTHS), *lengths})),
             minutes=self.minutes if self.minutes is not None else (0.0 if self.quick else 6.0),
             turn_s=self.turn_s,
             max_tokens=self.max_tokens,

@@ -154,7 +154,10 @@ class Bench:
                 return
             for load in self.plan.sweep_loads:
                 await self._closed(SWEEP, load, mix, names, self.plan.sweep_rounds)
-        levels = {load: levels_at(self.results, load, mix.name) for load in self.plan.sweep_loads}
+        levels = {load: found for load in self.plan.sweep_loads if (found := levels_at(self.results, load, mix.name))}
+        if not levels:
+            self.results.failed[TABLE] = "no length was swept: every server was lost"
+            return
         self.results.table = best_table(levels, MAX_REQUESTS)
         self.tell(f"the best table is {described(self.results.table)}")
         self._write()
@@ -377,13 +380,14 @@ class _Look:
 
 
 def levels_at(results: Results, load: int, kinds: str) -> dict[int, float]:
-    """Return the sweep's level of each length at a load: geometric mean ratio to no speculation in the same rounds."""
+    """Return the sweep's level of each length at a load: mean log ratio to no speculation in the same rounds."""
     rates = results.rates(load, kinds, SWEEP, is_clean=True)
     if not len(next(iter(rates.values()), ())):
         rates = results.rates(load, kinds, SWEEP)
+    base = np.log(rates[NONE]) if NONE in rates else 0.0  # it was lost: the others are compared as they are
     levels = {}
     for arm, rate in rates.items():
-        logs = np.log(rate) - np.log(rates[NONE])
+        logs = np.log(rate) - base
         if (length := length_of(arm)) is not None and (~np.isnan(logs)).any():
             levels[length] = float(np.nanmean(logs))
     return levels

@@ -119,6 +119,9 @@ def test_the_sweep_compares_lengths_within_rounds_and_no_turn_of_it_is_a_point()
     assert max(levels, key=levels.__getitem__) == 2
     assert levels[0] == 0.0
     assert points(measured) == []
+    measured.turns = [each for each in measured.turns if each.arm != "none"]
+    assert max(levels_at(measured, 8, "all").items(), key=lambda entry: entry[1])[0] == 4  # nothing to pair with
+    assert levels_at(measured, 1, "all") == {}
 
 
 def test_cost_says_what_drafts_earned() -> None:
