@@ -205,6 +205,16 @@ def test_it_stops_in_time_and_goes_on_when_run_again(
     assert runs.calls == ["a", "b", "c"]
 
 
+def test_a_part_is_not_begun_that_would_end_too_late_by_the_longest_of_its_kind(
+    runs: Runs, run: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter([0.0, 0.0, 40.0, 40.0])  # begun; the first part's begin and end; before the second
+    monkeypatch.setattr(run.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(run, "plan", lambda machine, options: [(name, runs.part(name)) for name in ("k/1", "k/2")])
+    assert runs(seconds=90.0) == 3
+    assert runs.calls == ["k/1"]
+
+
 def test_only_what_is_named_runs(runs: Runs) -> None:
     assert runs(only="b") == 0
     assert runs.calls == ["b"]
