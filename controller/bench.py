@@ -37,7 +37,7 @@ from .bench_plan import (
     parse_loads,
     parse_rivals,
 )
-from .bench_result import Results, Settings, summary, write_results
+from .bench_result import Results, Settings, summary
 from .bench_run import Bench
 from .bench_server import ARGUMENTS, Bed
 from .bench_view import envelope_table, write_picture
@@ -120,7 +120,7 @@ def run_bench(options: BenchOptions) -> int:
     with _socket_folder() as sockets:
         bed = Bed(ensure_embedded_pair(), sockets, folder, options.policy, results.settings.threads)
         code, failure = _measure(plan, results, path, bed, console)
-    _show(options, results, path, console)
+    show(options, results, path, console)
     if failure is not None:
         raise failure
     return code
@@ -162,9 +162,9 @@ async def _stopping(bench: Bench) -> None:
     await bench.run()
 
 
-def _show(options: BenchOptions, results: Results, path: Path, console: Console) -> None:
-    if results.turns:
-        write_results(results, path)
+def show(options: BenchOptions, results: Results, path: Path, console: Console) -> None:
+    """Print tables and the JSON line, draw the picture."""
+    if results.load_points():  # nothing but a sweep has no points to show
         picture = options.picture or path.with_suffix(".svg")
         write_picture(results, picture)
         wide = Console(stderr=options.json, highlight=False, width=None if sys.stdout.isatty() else 220)

@@ -173,7 +173,7 @@ class Bench:
         try:
             quantum = await self._settle(phase, clients, load, what)
             goal, began_s = SETTLE_TURNS[phase] * quantum, time.monotonic()
-            progress = Progress(pairs, plan.minutes if phase == MAIN else 0.0, self._repeats())
+            progress = Progress(pairs, plan.minutes if phase == MAIN else 0.0, self._repeats(phase))
             round_ = first
             while progress.wants_more(envelope_at(self.results, load, mix.name).ratio, time.monotonic() - began_s):
                 names = [name for name in clients if name in self.arms]
@@ -195,8 +195,11 @@ class Bench:
                 await self._dismiss(name, each)
             self._write()
 
-    def _repeats(self) -> int:
-        return REPEATS if time.monotonic() - self.begin_s < self.plan.repeat_s else 0
+    def _repeats(self, phase: str = MAIN) -> int:
+        """Return how many disturbed rounds of the next load point may be repeated."""
+        if time.monotonic() - self.begin_s > self.plan.repeat_s:
+            return 0
+        return REPEATS if phase == MAIN else 1
 
     async def _settle(self, phase: str, clients: dict[str, Clients], load: int, what: str) -> int:
         """Start the load in every arm and serve some turns, unmeasured; return the tokens of a turn."""

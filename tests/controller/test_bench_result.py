@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from faser.controller.bench import BenchOptions, show
 from faser.controller.bench_machine import Machine
 from faser.controller.bench_result import (
     Latency,
@@ -122,6 +123,16 @@ def test_the_sweep_compares_lengths_within_rounds_and_no_turn_of_it_is_a_point()
     measured.turns = [each for each in measured.turns if each.arm != "none"]
     assert max(levels_at(measured, 8, "all").items(), key=lambda entry: entry[1])[0] == 4  # nothing to pair with
     assert levels_at(measured, 1, "all") == {}
+
+
+def test_a_run_that_ended_in_its_sweep_is_told_without_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = results({})
+    measured.turns.append(turn(8, 0, "none", 100.0, "sweep"))
+    show(BenchOptions(json=True), measured, tmp_path / "result.json", Console(file=StringIO()))
+    assert json.loads(capsys.readouterr().out)["points"] == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_cost_says_what_drafts_earned() -> None:
