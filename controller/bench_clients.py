@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, Self
@@ -18,6 +19,7 @@ from .loadgen import LoadGenerator, LoadOptions
 from .loadstats import LoadSummary, RequestResult
 
 STALL_S: Final = 120.0  # without a token
+LEAST_TOKENS: Final = 8  # of an answer, to tell a time per token from
 _LOOK_S: Final = 0.005
 _QUIET_S: Final = 0.03
 _FOREVER_S: Final = 86_400.0
@@ -146,7 +148,8 @@ class Clients:
     def times(self) -> Times:
         """Return what was measured since `settle`; in a closed loop a request is due when it is sent.
 
-        The first answers are staggered in length: they count for the time per token, not for the whole answer.
+        Time per token is that of the part of an answer since then: in the steps before it all prompts came at once. The
+        first answers are staggered in length and are no whole answers.
         """
         times = Times()
         since_s = self._settled_s - self._generator.started_s
@@ -154,11 +157,11 @@ class Clients:
             if result.sent_s is None or not result.token_times_s:
                 continue
             due = replace(result, due_s=result.sent_s)
-            is_finished = result.outcome == "finished" and result.token_times_s[-1] >= since_s
+            is_whole = result.outcome == "finished" and result.index >= self.load
             times.add(
                 due.ttft_ms if result.token_times_s[0] >= since_s else None,
-                due.tpot_ms if is_finished else None,
-                due.e2e_ms if is_finished and result.index >= self.load else None,
+                _time_per_token_ms(result, since_s),
+                due.e2e_ms if is_whole and result.token_times_s[-1] >= since_s else None,
             )
         return times
 
@@ -195,6 +198,16 @@ class Clients:
             await asyncio.sleep(_QUIET_S)
             if self.tokens == seen:
                 return
+
+
+def _time_per_token_ms(result: RequestResult, since_s: float) -> float | None:
+    """Return the time per token of what was received since a moment; None for too few tokens."""
+    first = bisect_left(result.token_times_s, since_s)
+    if first >= len(result.token_times_s):
+        return None
+    tokens = result.token_counts[-1] - result.token_counts[first]
+    seconds = result.token_times_s[-1] - result.token_times_s[first]
+    return 1e3 * seconds / tokens if tokens >= LEAST_TOKENS else None
 
 
 async def replay(server: Server, requests: Sequence[TimedRequest], model: str, connections: int = 256) -> LoadGenerator:

@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from faser.controller import bench_run, bench_work
-from faser.controller.bench_clients import Clients
+from faser.controller.bench_clients import LEAST_TOKENS, Clients, Times
 from faser.controller.bench_machine import Machine, Noise
 from faser.controller.bench_plan import Plan
 from faser.controller.bench_result import Results, Settings, read_results, summary
@@ -109,11 +109,11 @@ def test_time_in_which_a_server_is_frozen_is_in_no_figure_and_no_token_is_lost()
     async def run() -> tuple[float, Clients, FakeArm]:
         arm = FakeArm("none", step_s=0.01)
         await arm.open()
-        clients = Clients(arm, closed_stream(2, MIX, 10, 300, 0), 2, "m")
+        clients = Clients(arm, closed_stream(2, MIX, 24, 300, 0), 2, "m")
         began_s = time.perf_counter()
         served = []
-        for until in (20, 40, 60):
-            served.append(await clients.serve(until))
+        for _ in range(3):
+            served.append(await clients.serve(clients.tokens + 30))
             await asyncio.sleep(0.3)
         wall_s = time.perf_counter() - began_s
         assert [each.tokens > 0 for each in served] == [True] * 3
@@ -122,9 +122,11 @@ def test_time_in_which_a_server_is_frozen_is_in_no_figure_and_no_token_is_lost()
         assert measured_s < wall_s - 0.8
         times = clients.times()
         assert len(times.ttft_ms) >= clients.finished >= len(times.e2e_ms) > 0
+        assert all(0 < tpot_ms < 1e3 * (wall_s - 0.8) / LEAST_TOKENS for tpot_ms in times.tpot_ms)
+        assert times.tpot_ms
         assert all(0 < e2e_ms < 1e3 * (wall_s - 0.8) for e2e_ms in times.e2e_ms)
         clients.settle()
-        assert clients.times().e2e_ms == []
+        assert clients.times() == Times()
         await arm.thaw()
         await clients.end()
         await arm.close()
@@ -133,7 +135,7 @@ def test_time_in_which_a_server_is_frozen_is_in_no_figure_and_no_token_is_lost()
     measured_s, clients, arm = asyncio.run(run())
     assert arm.freezes == 3
     assert clients.finished
-    assert measured_s > 0.01 * 60 / 2 * 0.5
+    assert measured_s > 0
 
 
 def test_a_failed_request_ends_the_turn_and_is_named() -> None:
