@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from faser.controller import bench_run, bench_work
-from faser.controller.bench_clients import LEAST_TOKENS, Clients, Times
+from faser.controller.bench_clients import LEAST_TOKENS, Clients, Stopwatch, Times
 from faser.controller.bench_machine import Machine, Noise
 from faser.controller.bench_plan import Plan
 from faser.controller.bench_result import Results, Settings, read_results, summary
@@ -136,6 +136,17 @@ def test_time_in_which_a_server_is_frozen_is_in_no_figure_and_no_token_is_lost()
     assert arm.freezes == 3
     assert clients.finished
     assert measured_s > 0
+
+
+def test_a_stopwatch_runs_only_between_start_and_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, now_s = Stopwatch(), 10.0
+    monkeypatch.setattr("time.perf_counter", lambda: now_s)
+    seen = []
+    for change, after_s in ((watch.start, 2.0), (watch.stop, 5.0), (watch.start, 1.0), (watch.stop, 9.0)):
+        change()
+        now_s += after_s
+        seen.append(watch())
+    assert seen == [2.0, 2.0, 3.0, 3.0]
 
 
 def test_a_failed_request_ends_the_turn_and_is_named() -> None:
