@@ -29,7 +29,11 @@ from .schema import TABLES, Row, create, engine_row, event_row, notice_row, step
 
 logger = logging.getLogger(__name__)
 
-ENTRIES_PER_COMMIT: Final = 512
+# Making rows holds the interpreter, and a record that comes in meanwhile waits for it in turns: a few at a time, with
+# pauses twice as long as the work, unless the queue fills.
+ENTRIES_PER_COMMIT: Final = 32
+PAUSE_RATIO: Final = 2.0
+UNHURRIED_ENTRIES: Final = 2048
 LOOK_S: Final = 10.0  # between two looks at the file's size while it is within its limits
 BITES_PER_LOOK: Final = 8
 ENTRIES_PER_CHECKPOINT: Final = 2048  # a few MB of log
@@ -145,7 +149,10 @@ class Store:
             is_last = self._is_stopping.wait(self._flush_s)
             try:
                 while self._queue and not self._error:
+                    begun_s = time.monotonic()
                     self._write_batch()
+                    if 0 < len(self._queue) < UNHURRIED_ENTRIES and not is_last:
+                        is_last = self._is_stopping.wait(PAUSE_RATIO * (time.monotonic() - begun_s))
                 if not self._error and not is_last:
                     self._look_after_size()
             except (sqlite3.Error, OSError) as error:

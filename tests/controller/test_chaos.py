@@ -1,7 +1,7 @@
-"""Bad weather on the link: frames lost, doubled, late, out of order, a direction cut, a sidecar killed under it.
+"""Bad weather on the link: frames lost, doubled, late, out of order, a direction cut, either end killed or stopped.
 
 A real engine link and lease on one side, a real sidecar process on the other, a proxy with a seed between them.
-`make chaos` runs the same for longer and with more seeds.
+`make chaos` runs the same for longer and with more seeds. Run as a script this file is an engine that can be killed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
@@ -30,13 +31,14 @@ from faser.controller.snapshot import EngineStatus
 from faser.controller.status import ask
 from faser.engine_adapter.lease import Lease
 from faser.engine_adapter.link import EngineLink
-from faser.engine_adapter.protocol import Hello
+from faser.engine_adapter.protocol import Hello, decode_from_engine, encode
 from faser.engine_adapter.steering import BatchOutcome, Default, Steering
 
 pytestmark = pytest.mark.alone
 
 BOOT, K_MAX, STEP_S = "boot-chaos", 6, 0.005
 LEASE_STEPS, LEASE_S = 32, 0.5
+GRANTED_S = 1.0  # an order that waited unread is good for as long as the sidecar said
 SECONDS = float(os.environ.get("FASER_CHAOS_SECONDS", "4"))
 SEEDS = range(int(os.environ.get("FASER_CHAOS_SEEDS", "2")))
 SLOWEST_S = 0.5  # of a call on the engine's thread, on a machine that does other things too
@@ -164,7 +166,7 @@ class Engine:
             assert set(lengths.values()) == {1}  # the engine's default
             return
         assert action is not None
-        assert action.boot_id == BOOT
+        assert action.boot_id == self.steering.hello.boot_id
         assert self.steering.step <= action.valid_until_step
         assert time.monotonic() <= action.valid_until_s + SLOWEST_S
         assert epoch >= max(self.epochs, default=0), "an older sidecar came back into force"
@@ -206,13 +208,50 @@ class SidecarProcess:
         if number == signal.SIGKILL:
             self.process.wait()
 
-    def engine(self) -> EngineStatus:
-        (engine,) = ask(self.link, timeout_s=5.0).engines
-        return engine
+    def engine(self, boot_id: str = BOOT) -> EngineStatus | None:
+        engines = ask(self.link, timeout_s=5.0).engines
+        return next((engine for engine in engines if engine.boot_id == boot_id), None)
 
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+class EngineProcess:
+    """This file as a program: an engine that goes from state to state when told, and says which one it is in."""
+
+    def __init__(self, endpoint: str, hello: Hello) -> None:
+        self.boot_id, self.state = hello.boot_id, ""
+        command = [sys.executable, __file__, endpoint, encode(hello).hex()]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def bring_to(self, state: str) -> None:
+        """Let it go on until it is in this state."""
+        assert self.process.stdin is not None
+        while self.state != state:
+            if self.state in ("connected", "introduced"):  # it waits there
+                self.process.stdin.write("go on\n")
+                self.process.stdin.flush()
+            self.state = self.said()
+            assert self.state, "the engine ended"
+
+    def said(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def calm_down(engine: Engine) -> None:
+    """Step until control is without a gap, as soon as the machine lets it."""
+    end_s = time.monotonic() + 10.0
+    while not all(engine.run(0.5)):
+        assert time.monotonic() < end_s, "control has gaps in calm weather"
 
 
 @dataclass
@@ -250,10 +289,9 @@ def test_in_a_storm_orders_stay_valid_and_control_comes_back(scene: Scene) -> No
     assert scene.proxy.lost["down"] > 5
     assert sum(epoch > 0 for epoch in stormy) > len(stormy) // 2  # a fifth lost costs no control
     scene.proxy.weather = Weather()
-    end_s = time.monotonic() + 10.0
-    while not all(scene.engine.run(0.5)):  # without a gap, as soon as the machine lets it
-        assert time.monotonic() < end_s, "control has gaps in calm weather"
+    calm_down(scene.engine)
     seen = scene.sidecar.engine()
+    assert seen is not None
     assert seen.lost_records > 0  # every hole is counted; late ones are lost and late, doubled ones late
     assert seen.late_records > 0
     assert seen.failures == 0
@@ -296,3 +334,76 @@ def test_a_sidecar_that_is_stopped_and_goes_on_does_not_bring_old_orders_into_fo
         assert set(scene.engine.run(0.2)) == {0}
         scene.sidecar.signal(signal.SIGCONT)
         scene.engine.run_until_steered()
+
+
+STATES = ("connected", "introduced", "steered")
+ENDS = {signal.SIGKILL: "gone", signal.SIGTERM: "stopped"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
+def test_an_engine_that_ends_or_stops_in_any_state_troubles_nobody(
+    scene: Scene, make_engine: Any, eventually: Any, number: signal.Signals
+) -> None:
+    hello, endpoint = make_engine().hello(), scene.sidecar.link.endpoint
+    for state in STATES:
+        with contextlib.ExitStack() as stack:
+            engine = EngineProcess(endpoint, msgspec.structs.replace(hello, boot_id=f"boot-{state}"))
+            stack.callback(engine.close)
+            engine.bring_to(state)
+            calm_down(scene.engine)
+            engine.signal(number)
+            assert all(scene.engine.run(GRANTED_S + 0.3)), "a neighbour lost its steering"
+            if number == signal.SIGSTOP:
+                engine.signal(signal.SIGCONT)
+                if state == "steered":  # its lease is over: it knows before it runs another step
+                    engine.bring_to("default")
+            else:
+                engine.process.wait(10.0)
+                if state != "connected":
+                    eventually(lambda name=engine.boot_id: _presence(scene, name) == ENDS[number], "its end is seen")
+                engine = EngineProcess(
+                    scene.sidecar.link.endpoint, msgspec.structs.replace(hello, boot_id=f"2-{state}")
+                )
+                stack.callback(engine.close)
+            engine.bring_to("steered")
+            engine.signal(signal.SIGTERM)
+            assert engine.process.wait(10.0) == 0  # every order it was given was in force and its own
+    seen = scene.sidecar.engine()
+    assert seen is not None
+    assert (seen.gaps, seen.failures) == (0, 0)
+
+
+def _presence(scene: Scene, boot_id: str) -> str:
+    engine = scene.sidecar.engine(boot_id)
+    return engine.presence if engine is not None else ""
+
+
+def main() -> None:
+    """Be an engine: say each state, and go on when a line comes in; end in an orderly way on SIGTERM."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, stop)
+    hello = decode_from_engine(bytes.fromhex(sys.argv[2]))
+    assert isinstance(hello, Hello)
+    hello = msgspec.structs.replace(hello, pid=os.getpid())
+    link = EngineLink(sys.argv[1], hello.boot_id)
+    engine = Engine(Steering(hello, link, Lease(hello.boot_id, K_MAX, LEASE_STEPS, LEASE_S), Default(1)))
+    try:
+        print("connected", flush=True)
+        sys.stdin.readline()
+        engine.begin()
+        print("introduced", flush=True)
+        sys.stdin.readline()
+        was_steered = False
+        while True:
+            if (is_steered := engine.step() > 0) != was_steered:
+                print("steered" if is_steered else "default", flush=True)
+            was_steered = is_steered
+    finally:
+        engine.steering.close()
+
+
+if __name__ == "__main__":
+    main()
