@@ -9,13 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import shutil
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -24,7 +20,6 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from ..engine_adapter.settings import SettingError, ensure_private_folder, runtime_folder
 from ..models.embedded import TARGET_NAME
 from .bench_machine import ROOT, commit, machine_facts, versions
 from .bench_plan import (
@@ -43,7 +38,8 @@ from .bench_server import ARGUMENTS, Bed
 from .bench_view import envelope_table, write_picture
 from .bench_work import MIXED, Mix, Replay
 from .demo import peak_rps
-from .errors import EndpointError, FaserError, UsageError
+from .endpoint import socket_folder
+from .errors import FaserError, UsageError
 from .launch import available_cores, default_threads
 from .serve import EMBEDDED_K_MAX, ensure_embedded_pair
 from .session import check_policy
@@ -117,7 +113,7 @@ def run_bench(options: BenchOptions) -> int:
     if path.exists():
         raise UsageError(f"--out {path} exists", "a new file")
     results = Results(machine_facts(), versions(), commit(), _settings(options, plan), note=options.note)
-    with _socket_folder() as sockets:
+    with socket_folder("bench") as sockets:
         bed = Bed(ensure_embedded_pair(), sockets, folder, options.policy, results.settings.threads)
         code, failure = _measure(plan, results, path, bed, console)
     show(options, results, path, console)
@@ -182,17 +178,3 @@ def _settings(options: BenchOptions, plan: Plan) -> Settings:
         threads=options.threads or default_threads(available_cores()), turn_s=plan.turn_s, max_tokens=plan.max_tokens,
         max_prompt_tokens=plan.max_prompt_tokens, seed=plan.seed, pairs=plan.pairs, arguments=ARGUMENTS,
     )  # fmt: skip
-
-
-@contextmanager
-def _socket_folder() -> Iterator[Path]:
-    """Give a folder for this run's sockets that nobody else can enter, and remove it at the end."""
-    try:
-        ensure_private_folder(runtime_folder())
-        folder = Path(tempfile.mkdtemp(prefix="bench-", dir=runtime_folder()))
-    except (SettingError, OSError) as error:
-        raise EndpointError(str(error), "a private folder for sockets", "set FASER_RUNTIME_DIR") from None
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -11,10 +11,8 @@ import contextlib
 import json
 import math
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,13 +23,13 @@ from typing import Final
 import msgspec
 from rich.console import Console
 
-from ..engine_adapter.settings import SettingError, ensure_private_folder, runtime_folder
 from ..env.prompt import held_out_prompts
 from ..env.trace import TraceError, shipped_trace
 from ..env.workload import Lengths, Swell, TimedRequest, build_workload, swelling_arrivals
 from .config import Config, load
 from .demo_result import collect, final_table
 from .demo_view import View
+from .endpoint import socket_folder
 from .engine import RunningEngine
 from .errors import EndpointError, EngineError, FaserError, StoreError, UsageError
 from .launch import EngineLaunch, available_cores, default_threads
@@ -100,7 +98,7 @@ class DemoOptions:
 def run_demo(options: DemoOptions) -> int:
     """Run the demo; return 0, 1 if a request failed, 130 after Ctrl-C."""
     requests = make_requests(options.duration_s, options.seed)
-    with _socket_folder() as sockets, stopping_on_sigterm():
+    with socket_folder("demo") as sockets, stopping_on_sigterm():
         demo = Demo(options, _configure(options, sockets))
         processes = ExitStack()
         try:
@@ -314,20 +312,6 @@ def _configure(options: DemoOptions, sockets: Path) -> Config:
     config = load(options.config, os.environ, flags).config
     check_policy(config.policy.spec)
     return config
-
-
-@contextmanager
-def _socket_folder() -> Iterator[Path]:
-    """Give a folder for this run's sockets that nobody else can enter, and remove it at the end."""
-    try:
-        ensure_private_folder(runtime_folder())
-        folder = Path(tempfile.mkdtemp(prefix="demo-", dir=runtime_folder()))
-    except (SettingError, OSError) as error:
-        raise EndpointError(str(error), "a private folder for sockets", "set FASER_RUNTIME_DIR") from None
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

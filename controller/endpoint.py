@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -134,3 +138,17 @@ def status_address(endpoint: str, configured: str = "") -> str:
         name = "status.sock" if path.name == "engine.sock" else f"{path.name}.status"
         return f"{IPC}{path.with_name(name)}"
     return f"{IPC}{runtime_folder() / ('status-' + endpoint.rpartition(':')[2] + '.sock')}"
+
+
+@contextmanager
+def socket_folder(name: str) -> Iterator[Path]:
+    """Give a folder for one run's sockets that nobody else can enter, and remove it at the end."""
+    try:
+        ensure_private_folder(runtime_folder())
+        folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=runtime_folder()))
+    except (SettingError, OSError) as error:
+        raise EndpointError(str(error), "a private folder for sockets", "set FASER_RUNTIME_DIR") from None
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

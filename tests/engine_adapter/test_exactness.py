@@ -136,7 +136,11 @@ def test_the_reference_says_something(reference: dict[str, Any]) -> None:
     assert set(person) == {"name", "age"}
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model itself", "draft_model truncated", "eagle3"])
+# `make proof` for what is marked slow: its nearest relatives run in CI.
+@pytest.mark.parametrize(
+    "method",
+    ["ngram", "draft_model itself", pytest.param("draft_model truncated", marks=pytest.mark.slow), "eagle3"],
+)
 def test_outputs_equal_those_without_speculation(
     method: str, target: Path, truncated: Path, short_folder: Path, reference: dict[str, Any]
 ) -> None:
@@ -179,7 +183,11 @@ def test_random_pruning_changes_nothing(target: Path, short_folder: Path, refere
 
 @pytest.mark.parametrize(
     ("method", "control"),
-    [("ngram", "accept-all"), pytest.param("ngram", "neighbour", marks=pytest.mark.slow), ("eagle3", "accept-all")],
+    [
+        ("ngram", "accept-all"),
+        pytest.param("ngram", "neighbour", marks=pytest.mark.slow),
+        pytest.param("eagle3", "accept-all", marks=pytest.mark.slow),
+    ],
 )
 def test_the_comparison_fails_when_verification_is_broken(
     method: str, control: str, target: Path, truncated: Path, short_folder: Path, reference: dict[str, Any]

@@ -18,7 +18,8 @@ import torch
 from faser.env.prompt import held_out_prompts
 from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+# `make proof`; the chi-square tests of test_sampling.py run in CI and see the same defect.
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 TEMPERATURE = 0.7
 LONGEST = 4

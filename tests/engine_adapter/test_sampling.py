@@ -200,7 +200,7 @@ def drafted(run: Any) -> Counter[int]:
     )
 
 
-@pytest.mark.parametrize("sample_method", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("sample_method", [pytest.param("greedy", marks=pytest.mark.slow), "probabilistic"])
 def test_stopping_by_confidence_leaves_the_distribution_alone(
     engine: Callable[..., Any], folders: tuple[Path, Path], sample_method: str
 ) -> None:
