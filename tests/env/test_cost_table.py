@@ -190,3 +190,13 @@ def test_prompts_do_not_make_drafts_beside_them_look_cheap() -> None:
     rows_s = (table.verify_time_s(beside + 32) - table.verify_time_s(beside)) / 32
     assert rows_s.mean() == pytest.approx(0.00075, rel=0.2)
     assert table.prefill_time_s(16, table.prompt_rows(150)) == pytest.approx(150 * 0.000375, rel=0.25)
+
+
+def test_a_step_is_learnt_at_the_captured_size_that_ran() -> None:
+    table = CostTable(device="cuda", graph_sizes=(4, 8, 16), max_rows=64)
+    for _ in range(50):
+        table.learn(StepCost(5, 0, 5, 500, 0, 0, 0.01, 0.0, 0.0))
+    known = dict(zip(table.nodes.tolist(), table.visits.tolist(), strict=True))
+    assert known[8.0] > 10.0
+    assert known[4.0] == 0.0
+    assert table.verify_time_s([6, 8]) == pytest.approx([0.01, 0.01], rel=0.01)
