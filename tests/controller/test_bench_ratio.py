@@ -47,6 +47,17 @@ def test_rounds_an_arm_was_left_out_of_do_not_count_against_it() -> None:
     assert (best.ratio.value, best.ratio.pairs) == (pytest.approx(1.05), 4)
 
 
+def test_an_arm_left_out_of_most_rounds_is_no_rival_however_lucky_its_few_rounds_were() -> None:
+    steady, faser = np.full(12, 100.0), np.full(12, 100.0)
+    lucky = np.full(12, np.nan)
+    lucky[:3] = 150.0
+    found = envelope({"none": steady, "k1": lucky, "faser": faser})
+    assert set(found.rivals) == {"none"}
+    assert found.ratio.value == pytest.approx(1.0)
+    lucky[:6] = 150.0  # half of the rounds: a rival
+    assert "k1" in envelope({"none": steady, "k1": lucky, "faser": faser}).rivals
+
+
 def test_the_bootstrap_of_many_values_is_near_students_interval_and_of_few_never_leaves_their_range() -> None:
     many = np.random.default_rng(2).normal(0.0, 1.0, 200)
     assert bootstrap_interval(many) == pytest.approx(student_interval(many), abs=0.03)
