@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 ENTRIES_PER_COMMIT: Final = 32
 PAUSE_RATIO: Final = 2.0
 UNHURRIED_ENTRIES: Final = 2048
+VARIABLES_PER_STATEMENT: Final = 32_000  # SQLite's own limit is 32,766
 LOOK_S: Final = 10.0  # between two looks at the file's size while it is within its limits
 BITES_PER_LOOK: Final = 8
 ENTRIES_PER_CHECKPOINT: Final = 2048  # a few MB of log
@@ -247,10 +248,18 @@ class Store:
         self._insert_rows("events", events)
 
     def _insert_rows(self, table: str, rows: list[Row]) -> None:
-        """Insert plain cells; insert_all of sqlite-utils looks at every cell for one to encode: three times as long."""
+        """Insert plain cells; insert_all of sqlite-utils looks at every cell for one to encode: three times as long.
+
+        Many rows a statement: sqlite3 lets go of the interpreter for each, and gets it back from a busy loop after
+        SWITCH_INTERVAL_S only.
+        """
         columns = [name for name in TABLES[table] if name != "id"]
-        sql = f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join(f':{name}' for name in columns)})"
-        self._database.conn.executemany(sql, rows)
+        most = VARIABLES_PER_STATEMENT // len(columns)
+        places = f"({', '.join('?' * len(columns))})"
+        for start in range(0, len(rows), most):
+            part = rows[start : start + most]
+            sql = f"INSERT INTO {table} ({', '.join(columns)}) VALUES {', '.join([places] * len(part))}"
+            self._database.execute(sql, [row[name] for row in part for name in columns])
 
     def _keyed(self, engine: int | None, row: Row) -> Row:
         return {"engine": engine, "run": self._run_key, **row}

@@ -35,6 +35,7 @@ from faser.env.spaces import Action
 from faser.env.state import EngineState
 
 SAMPLE = Path(__file__).with_name("forward_passes.jsonl")
+ZIPPED = gzip.compress(SAMPLE.read_bytes(), mtime=0)  # no time within: two workers must name the cases alike
 QUEUED = {
     "num_prefill_requests": int, "sum_prefill_tokens": int, "var_prefill_length": float, "num_decode_requests": int,
     "sum_decode_kv_tokens": int, "var_decode_kv_tokens": float,
@@ -119,7 +120,7 @@ def test_a_policy_that_learns_is_asked_and_stays_within_the_drafter(policy: str)
 
 
 def gzipped(path: Path) -> None:
-    path.write_bytes(gzip.compress(SAMPLE.read_bytes()))
+    path.write_bytes(ZIPPED)
 
 
 def bare(path: Path) -> None:
@@ -197,8 +198,8 @@ def damaged(number: int, **changes: object) -> bytes:
         (SAMPLE.read_bytes() + b"[]\n", r"row 13: "),
         (SAMPLE.read_bytes() + b"\xff\xfe\n", r"row 13: "),
         (SAMPLE.read_bytes() + b'{"x": "' + b"x" * (1 << 21) + b'"}\n', r"row 13: longer than"),
-        (gzip.compress(SAMPLE.read_bytes())[:-20], r"row \d+: the gzip stream is damaged"),
-        (gzip.compress(SAMPLE.read_bytes())[:40] + b"\0" * 40, r"row \d+: the gzip stream is damaged"),
+        (ZIPPED[:-20], r"row \d+: the gzip stream is damaged"),
+        (ZIPPED[:40] + b"\0" * 40, r"row \d+: the gzip stream is damaged"),
         (b'{"version": 7}\n', r"holds 1 rows of other versions; expected forward-pass metrics of version 1"),
     ],
 )
