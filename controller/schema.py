@@ -22,7 +22,7 @@ from .packing import SUMMED, pack_draws, pack_lengths, pack_rows
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 4
 APPLICATION_ID: Final = 0x46415345  # "FASE": tells our files from other SQLite files
 
 LARGEST: Final = (1 << 63) - 1  # SQLite's; a client may give its request any priority
@@ -33,7 +33,7 @@ Row: TypeAlias = dict[str, Cell]
 
 _NOT_PLAIN: Final = ("boot_id", "events", "rows")
 PLAIN_FIELDS: Final = tuple(name for name in StepRecord.__struct_fields__ if name not in _NOT_PLAIN)
-_REAL: Final = frozenset(name for name in PLAIN_FIELDS if name.endswith("_s") or name == "kv_usage")
+_REAL: Final = frozenset(name for name in PLAIN_FIELDS if name.endswith("_s") or name in ("kv_usage", "saved_rows"))
 
 TABLES: Final[dict[str, dict[str, type]]] = {
     "runs": {"id": int, "epoch": int, "started_ns": int, "version": str, "config": str},
@@ -61,7 +61,11 @@ TABLES: Final[dict[str, dict[str, type]]] = {
 ADDED: Final[dict[int, tuple[tuple[str, str, str], ...]]] = {
     2: (("caught_up", "INTEGER", "0"), ("draft_rounds", "INTEGER", "NULL"), ("drawn_tokens", "INTEGER", "NULL")),
     3: (("decision_policy", "TEXT", "NULL"), ("decision_digest", "TEXT", "NULL"), ("decision_draws", "BLOB", "NULL")),
-}
+    4: (
+        ("prune_layer", "INTEGER", "NULL"), ("prune_s", "FLOAT", "0"), ("saved_rows", "FLOAT", "0"),
+        ("wrongly_pruned", "INTEGER", "0"),
+    ),
+}  # fmt: skip
 
 VIEWS: Final = {
     "step_summary": """

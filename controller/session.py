@@ -22,6 +22,7 @@ from .config import LeaseConfig
 from .decide import Decision, LeaseTerms, decide
 from .errors import PolicyError
 from .governor import Governor
+from .pruning_totals import PruningTotals
 from .snapshot import MAX_SHOWN, EngineStatus, LastStep, Presence
 from .window import Window
 
@@ -40,6 +41,7 @@ class Session:
         self.state = EngineState(capabilities)
         self.governor = Governor(hello, LeaseTerms(lease.steps, lease.ms))
         self.window = Window()
+        self.pruning = PruningTotals()
         self.newest: StepRecord | None = None
         self.sequence = 0
         self.decisions = self.sends_dropped = self.failures = self.late_records = 0
@@ -106,6 +108,7 @@ class Session:
     def measure(self, record: StepRecord) -> None:
         """Take a record into the figures that status readers see."""
         self.window.add(record, record.lease_epoch == self.epoch)
+        self.pruning.add(record)
         self.governor.measure(record, self.state, record.lease_epoch == self.epoch)
 
     def note_sent(self, is_sent: bool, now_s: float) -> None:
@@ -189,6 +192,7 @@ class Session:
             reason=self.governor.reason or self.reason,
             steering=self.governor.status(),
             last_step=_last_step(record) if record else None,
+            pruning=self.pruning.status(),
         )
 
     def _lease_age_s(self, now_s: float) -> float | None:

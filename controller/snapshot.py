@@ -33,6 +33,16 @@ class SteeringStatus(msgspec.Struct, frozen=True):
     lag_s: float = 0.0  # of the newest record behind the quickest ones
 
 
+class PruningStatus(msgspec.Struct, frozen=True):
+    """What pruned verification did since the sidecar met the engine."""
+
+    steps: int = 0  # in which exit heads looked
+    pruned_rows: int = 0
+    saved_rows: float = 0.0  # each as the share of the layers that it was spared
+    wrongly_pruned: int = 0  # drafts cut at a token that was then accepted
+    spent_s: float = 0.0  # deciding and cutting
+
+
 class LastStep(msgspec.Struct, frozen=True):
     """The newest record: times in ms, and one entry per request in batch order, at most MAX_SHOWN."""
 
@@ -90,6 +100,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     reason: str  # of the last decision, or why there is none
     steering: SteeringStatus = SteeringStatus()
     last_step: LastStep | None = None
+    pruning: PruningStatus = PruningStatus()
 
 
 class LinkStatus(msgspec.Struct, frozen=True):

@@ -27,12 +27,13 @@ Ints = npt.NDArray[np.int64]
 
 _INT_COLUMNS: Final = (
     "engine", "counter", "step", "running", "waiting", "prefill_tokens", "decode_tokens", "draft_tokens", "drafted",
-    "verified", "pruned", "accepted", "emitted", "lease_epoch", "dropped", "rejected", "caught_up",
+    "verified", "pruned", "accepted", "emitted", "lease_epoch", "dropped", "rejected", "caught_up", "wrongly_pruned",
 )  # fmt: skip
 _FLOAT_COLUMNS: Final = (
     "time_s", "step_s", "schedule_s", "verify_s", "sample_s", "draft_s", "overlap_s", "adapter_s", "kv_usage",
+    "prune_s", "saved_rows",
 )  # fmt: skip
-_TOLD_COLUMNS: Final = ("draft_rounds", "drawn_tokens")
+_TOLD_COLUMNS: Final = ("draft_rounds", "drawn_tokens", "prune_layer")
 _DECISION_COLUMNS: Final = ("decision_sequence", "decision_is_sent", "decision_s", "decision_price")
 
 
@@ -41,7 +42,7 @@ class StepTable:
     """All steps of a file, by engine and then in the engine's order; arrays (n,). Units as in protocol.StepRecord.
 
     `decision_*` is NaN where no decision was made on a record, `draft_rounds` and `drawn_tokens` where the engine did
-    not say.
+    not say, `prune_layer` where no exit heads looked.
     """
 
     engine: Ints
@@ -61,6 +62,7 @@ class StepTable:
     dropped: Ints
     rejected: Ints
     caught_up: Ints
+    wrongly_pruned: Ints
     time_s: Floats
     step_s: Floats
     schedule_s: Floats
@@ -70,8 +72,11 @@ class StepTable:
     overlap_s: Floats
     adapter_s: Floats
     kv_usage: Floats
+    prune_s: Floats
+    saved_rows: Floats
     draft_rounds: Floats
     drawn_tokens: Floats
+    prune_layer: Floats
     decision_sequence: Floats
     decision_is_sent: Floats
     decision_s: Floats
@@ -135,7 +140,8 @@ def read_engines(path: Path) -> list[Hello]:
     for (text,) in rows:
         try:
             named = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-            ordered = msgspec.json.encode(["hello", *(named[name] for name in Hello.__struct_fields__)])
+            told = [named[name] for name in Hello.__struct_fields__ if name in named]  # what came later is missing
+            ordered = msgspec.json.encode(["hello", *told])
             engines.append(msgspec.json.decode(ordered, type=Hello))
         except (msgspec.MsgspecError, KeyError) as error:
             raise StoreError(f"an engine's introduction in {path} cannot be read: {error}") from None

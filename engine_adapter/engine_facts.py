@@ -12,7 +12,7 @@ import socket
 from typing import TYPE_CHECKING, Literal
 
 from .. import __version__
-from .exits import exit_layers
+from .exits import ExitFacts, usable_exits
 from .limits_v2 import captured_lengths
 from .protocol import MAX_DRAFT_LENGTH, Hello
 from .settings import Settings
@@ -46,7 +46,7 @@ def describe_engine(config: VllmConfig, settings: Settings) -> Hello:
     from vllm.platforms import current_platform
 
     scheduler, cache, parallel = config.scheduler_config, config.cache_config, config.parallel_config
-    drafting = config.speculative_config
+    drafting, exits = config.speculative_config, _exits(config, settings)
     table = list(drafting.num_speculative_tokens_per_batch_size or ()) if drafting else []
     return Hello(
         boot_id=secrets.token_hex(8),
@@ -68,7 +68,7 @@ def describe_engine(config: VllmConfig, settings: Settings) -> Hello:
         kv_tokens=(cache.num_gpu_blocks or 0) * (cache.block_size or 0),
         graph_sizes=_graph_sizes(config),
         splits=["unsplit"],
-        exit_layers=_exit_layers(config, settings),
+        exit_layers=list(exits.layers) if exits else [],
         tensor_parallel=parallel.tensor_parallel_size,
         pipeline_parallel=parallel.pipeline_parallel_size,
         data_parallel=parallel.data_parallel_size,
@@ -77,14 +77,15 @@ def describe_engine(config: VllmConfig, settings: Settings) -> Hello:
         lease_ms=settings.lease_ms,
         roster=[],
         graph_lengths=_graph_lengths(config),
+        released_prune=exits.released if exits else None,
     )
 
 
-def _exit_layers(config: VllmConfig, settings: Settings) -> list[int]:
-    layers, reason = exit_layers(settings.exit_heads, config)
+def _exits(config: VllmConfig, settings: Settings) -> ExitFacts | None:
+    facts, reason = usable_exits(settings.exit_heads, config)
     if reason is not None:
         logger.warning("FASER does not prune: %s", reason)
-    return layers
+    return facts
 
 
 def _runner(config: VllmConfig) -> Literal["v1", "v2"]:

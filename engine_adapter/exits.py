@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from .protocol import Prune
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -29,6 +31,7 @@ class ExitFacts:
     hidden_size: int
     vocabulary: int
     candidates: int  # tokens the drafter shall note at each position
+    released: Prune | None = None  # layer and threshold that saved most time when the heads were judged
 
 
 def read_facts(path: str) -> ExitFacts:
@@ -45,10 +48,22 @@ def read_facts(path: str) -> ExitFacts:
     try:
         return ExitFacts(
             tuple(sorted(int(layer) for layer in said["layers"].split(","))),
-            *(int(said[name]) for name in ("target_layers", "hidden_size", "vocabulary", "candidates")),
+            int(said["target_layers"]),
+            int(said["hidden_size"]),
+            int(said["vocabulary"]),
+            int(said["candidates"]),
+            _released(said.get("released", "")),
         )
     except (KeyError, ValueError) as error:
         raise ExitError(f"{path}: metadata {error} is missing or no number; train the heads again") from None
+
+
+def _released(text: str) -> Prune | None:
+    """Read "layer,threshold"; a file that does not say can prune, but nobody knows from what threshold on."""
+    if not text:
+        return None
+    layer, threshold = text.split(",")
+    return Prune(int(layer), float(threshold))
 
 
 def check_model(path: str, facts: ExitFacts, layers: int, hidden_size: int, vocabulary: int) -> None:
@@ -90,19 +105,19 @@ def pruning_refusal(config: VllmConfig) -> str | None:
     return None
 
 
-def exit_layers(path: str, config: VllmConfig) -> tuple[list[int], str | None]:
-    """Return the layers behind which this engine can prune, and why there are none if there is a reason."""
+def usable_exits(path: str, config: VllmConfig) -> tuple[ExitFacts | None, str | None]:
+    """Return the exit heads with which this engine can prune, and why there are none if there is a reason."""
     if not path:
-        return [], None
+        return None, None
     if reason := pruning_refusal(config):
-        return [], reason
+        return None, reason
     text: Any = config.model_config.hf_text_config
     try:
         facts = read_facts(path)
         check_model(path, facts, text.num_hidden_layers, text.hidden_size, text.vocab_size)
     except ExitError as error:
-        return [], str(error)
-    return list(facts.layers), None
+        return None, str(error)
+    return facts, None
 
 
 def _names(values: frozenset[str]) -> str:

@@ -119,6 +119,10 @@ class StepRecord(msgspec.Struct, array_like=True, tag="step", gc=False):
     caught_up: Count = 0  # tokens the drafter had skipped while nobody drafted and made up for in `draft_s`
     draft_rounds: Count | None = None  # drafter passes of this step that drew a token; none: not told
     drawn_tokens: Count | None = None  # tokens drawn in them, those that a stop rule dropped included
+    prune_layer: Count | None = None  # behind which exit heads looked at this step's drafts; none: they did not
+    prune_s: Number = 0.0  # part of `verify_s`: deciding which rows leave, and cutting
+    saved_rows: Number = 0.0  # rows that left, each as the share of the layers that it was spared
+    wrongly_pruned: Count = 0  # drafts cut at a token that was then accepted: the last one tested
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):
@@ -152,6 +156,7 @@ class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):
     lease_ms: Count
     roster: Annotated[list[RequestEvent], Meta(max_length=MAX_REQUESTS)]  # live requests, as arrivals
     graph_lengths: Annotated[list[Count], Meta(max_length=64)] = []  # lengths with a full graph; empty: all cost alike
+    released_prune: Prune | None = None  # where and from what threshold on the exit heads were released to prune
 
 
 class Goodbye(msgspec.Struct, array_like=True, tag="goodbye", frozen=True):

@@ -71,6 +71,7 @@ class Pruning:
         self.heads = heads
         self.cut: Cut | None = None  # in force for the step under way
         self.is_on = True  # False after a failure
+        self.layer: int | None = None  # behind which the heads looked in the step under way; None: they did not
         self.decide_s = 0.0  # wall time of the last decision: scoring, index arithmetic, metadata
         self._runner = runner
         self._model = runner.get_model()
@@ -83,7 +84,7 @@ class Pruning:
         :param metadata: vLLM's SpecDecodeMetadata, None without drafts.
         :param common: vLLM's CommonAttentionMetadata.
         """
-        self.cut, self._step, self.decide_s = None, None, 0.0
+        self.forget_step()
         forget_narrowing(self._model)
         if (
             not self.is_on
@@ -99,6 +100,10 @@ class Pruning:
             return False
         self._step = _Step(prune, metadata, common, notes, list(self._runner.input_batch.req_ids))
         return True
+
+    def forget_step(self) -> None:
+        """Begin a step: nothing was looked at yet, nothing left."""
+        self.cut, self._step, self.layer, self.decide_s = None, None, None, 0.0
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -131,6 +136,7 @@ class Pruning:
         positions, hidden, residual, *rest = arguments
         batch = Batch(step.drafts, step.lengths(), step.unknown())
         decision = self.heads.decide(step.prune.layer, step.prune.threshold, step.checks(hidden, residual), batch)
+        self.layer = step.prune.layer
         cut, index = decision.cut, decision.rows
         if not cut.removed.any():
             return None
@@ -189,6 +195,13 @@ class Pruning:
     def pruned(self) -> list[int]:
         """Return per batch row how many rows left the last forward pass; empty: none."""
         return [] if self.cut is None else [int(rows) for rows in self.cut.removed]
+
+    def saved_rows(self) -> float:
+        """Return the rows that left the last forward pass, each as the share of the layers that it was spared."""
+        if self.cut is None or self.layer is None:
+            return 0.0
+        depth = len(self._decoder.layers)
+        return float(self.cut.removed.sum()) * (depth - self.layer) / depth
 
 
 class _Step:

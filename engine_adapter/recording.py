@@ -125,6 +125,10 @@ class RecordBuilder:
             caught_up=report.caught_up,
             draft_rounds=None if report.rounds is None else len(report.rounds),
             drawn_tokens=None if report.rounds is None else sum(report.rounds),
+            prune_layer=report.prune_layer,
+            prune_s=report.prune_s,
+            saved_rows=report.saved_rows,
+            wrongly_pruned=sum([ends_wrongly(row) for row in rows]) if report.pruned else 0,
         )
 
     def _rows(self, trace: StepTrace) -> tuple[list[RequestRow], int, int, int]:
@@ -184,3 +188,8 @@ def _accepted(draft: list[int], sampled: list[int], pruned: int) -> int:
     tests = len(draft) + 1 - pruned
     is_all = pruned > 0 and len(sampled) == tests and sampled[-1] == draft[tests - 1]
     return tests if is_all else len(sampled) - 1
+
+
+def ends_wrongly(row: RequestRow) -> bool:
+    """Tell whether a draft was cut at a token that the target then accepted; it is the last one that was tested."""
+    return row.pruned > 0 and row.accepted == row.verified + 1 - row.pruned

@@ -16,6 +16,7 @@ from .patches.pruning import PruningHooks
 from .prune_gate import PruneGate
 from .pruning import Notes, Pruning
 from .settings import load_settings
+from .steps import StepReport
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below "vllm", whose handler shows the operator INFO lines too
 
@@ -57,7 +58,7 @@ class PruningRunner(PruningHooks):
         self.verified = self.common = None
         self._could_prune = False
         if self.pruning is not None:
-            self.pruning.cut = None
+            self.pruning.forget_step()
             if self.gate is not None:
                 self._may_prune = self._may_prune[1], self.gate.ask(self.input_batch.num_reqs)  # type: ignore[attr-defined]
         return super().execute_model(*args, **kwargs)  # type: ignore[misc]
@@ -112,6 +113,8 @@ class PruningRunner(PruningHooks):
         if self.gate is not None and self._could_prune:
             self.gate.note(len(sampled), self._may_prune[0], runner_s, sum(map(len, sampled)))
 
-    def pruned_rows(self) -> tuple[list[int], float]:
-        """Return per batch row how many rows left this step's forward pass, and what that took in seconds."""
-        return ([], 0.0) if self.pruning is None else (self.pruning.pruned(), self.pruning.decide_s)
+    def report_pruning(self, report: StepReport) -> None:
+        """Write down what left this step's forward pass, and what finding that out took."""
+        if (pruning := self.pruning) is not None:
+            report.pruned, report.saved_rows = pruning.pruned(), pruning.saved_rows()
+            report.prune_layer, report.prune_s = pruning.layer, pruning.decide_s

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from .catch_up import CacheShape, CatchUp, Limits
-from .patches.v1 import RunnerHooks, inner_output, shared_cache
+from .patches.v1 import RunnerHooks, inner_output, shared_cache, undrafted_step
 from .phases import DevicePhases, HostPhases, Phases
 from .ragged import RaggedModelDrafter, adopt
 from .runner_pruning import PruningRunner
@@ -127,11 +127,27 @@ class FaserRunnerV1(RunnerHooks, PruningRunner):
         drafter.stop = None if self.order is None else self.order.stop
         try:
             with self._timed("draft"):
-                drafts = super().propose_draft_token_ids(scheduler_output, *args, **kwargs)
+                drafts = self._sit_out(scheduler_output, args)
+                if drafts is None:
+                    drafts = super().propose_draft_token_ids(scheduler_output, *args, **kwargs)
         finally:
             drafter.lengths = drafter.follows = drafter.stop = None
         self._guard("count of drafts", lambda: self._count(drafts, lengths))
         return drafts
+
+    def _sit_out(self, scheduler_output: Any, step: tuple[Any, ...]) -> Any:
+        """Return drafts of no length where nobody drafts and the drafter need not run; None: vLLM is asked."""
+        drafter, found = self.drafter, None  # type: ignore[attr-defined]
+
+        def look() -> None:
+            nonlocal found
+            undrafted = undrafted_step(self, scheduler_output, step)
+            found = None if undrafted is None else drafter.sit_out(drafter.lengths, undrafted)
+
+        if getattr(drafter, "catch_up", None) is not None and drafter.lengths is not None:
+            if not any(drafter.lengths) and not any(drafter.follows or ()):
+                self._guard("sitting out", look)
+        return found
 
     def row_lengths(self) -> list[int] | None:
         """Return the draft length of each batch row; rows in the middle of a prompt draft nothing."""
@@ -193,7 +209,6 @@ class FaserRunnerV1(RunnerHooks, PruningRunner):
         if not request_ids:  # vLLM's empty output is one object for all
             return
         drafter = getattr(self, "drafter", None) if self.drafted else None
-        pruned, prune_s = self.pruned_rows()
         self.note_step(spent.get("runner", 0.0), inner.sampled_token_ids)
         inner.faser = StepReport(
             verify_s=spent.get("verify", 0.0),
@@ -204,9 +219,8 @@ class FaserRunnerV1(RunnerHooks, PruningRunner):
             rounds=getattr(drafter, "rounds", None),
             drafted=self.drafted or [0] * len(request_ids),
             confidences=self._confidences(),
-            pruned=pruned,
-            prune_s=prune_s,
         )
+        self.report_pruning(inner.faser)
 
     def _confidences(self) -> list[tuple[float, ...]]:
         book = getattr(getattr(self, "drafter", None), "book", None)

@@ -38,5 +38,7 @@ class StepReport:
     drafted: list[int] = field(default_factory=list)  # tokens handed to verification
     confidences: list[tuple[float, ...]] = field(default_factory=list)  # and of a dropped one; empty: not recorded
     pruned: list[int] = field(default_factory=list)  # rows that left the target's forward pass; empty: none
+    prune_layer: int | None = None  # behind which exit heads looked at the drafts; None: they did not
     prune_s: float = 0.0  # part of `verify_s`: deciding which rows leave, and cutting
+    saved_rows: float = 0.0  # rows that left, each as the share of the layers that it was spared
     rounds: tuple[int, ...] | None = None  # rows that drafted in each pass of the drafter; None: not told

@@ -12,13 +12,23 @@ import torch
 
 from ...engine_adapter.exit_heads import TENSORS, Head
 from ...engine_adapter.exits import FORMAT
+from ...engine_adapter.protocol import Prune
 from .record import Recording
 
 FINGERPRINT: Final = (8, 16)  # a corner of the LM head, to know the target by
 
 
-def export_heads(file: Path, heads: Mapping[int, Head], recording: Recording, card: Mapping[str, object]) -> None:
-    """Write `file` and the card; matrices in bfloat16."""
+def export_heads(
+    file: Path,
+    heads: Mapping[int, Head],
+    recording: Recording,
+    card: Mapping[str, object],
+    released: Prune | None = None,
+) -> None:
+    """Write `file` and the card; matrices in bfloat16.
+
+    :param released: the layer and threshold to prune with.
+    """
     from safetensors.torch import save_file
 
     rows, columns = FINGERPRINT
@@ -36,6 +46,8 @@ def export_heads(file: Path, heads: Mapping[int, Head], recording: Recording, ca
         "vocabulary": str(vocabulary),
         "candidates": str(recording.candidates.shape[1]),
     }
+    if released is not None:
+        metadata["released"] = f"{released.layer},{released.threshold:g}"
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, str(file), metadata=metadata)
     file.chmod(0o644)

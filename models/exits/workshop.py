@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...engine_adapter.protocol import Prune
 from ...env.prompt import held_out_prompts, training_prompts
 from .choose import (
     THRESHOLDS,
@@ -79,7 +80,9 @@ def write_exits(
     figures = judge_heads(held_out, predicted, fitted_cost(learned.steps.numpy(), recipe.batch))
     kept = sorted({figures.best().layer, max(figures.layers, key=lambda one: one.auc).layer})
     card = card_of(figures, recipe, learned, command, seed, kept)
-    export_heads(output, {layer: heads[layer] for layer in kept}, learned, card)
+    chosen = figures.best().chosen
+    released = Prune(chosen.layer, chosen.threshold) if chosen else None
+    export_heads(output, {layer: heads[layer] for layer in kept}, learned, card, released)
     return figures
 
 

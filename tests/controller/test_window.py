@@ -1,5 +1,9 @@
 """The running figures of the last seconds equal what a recount gives."""
 
+import msgspec
+
+from faser.controller.pruning_totals import PruningTotals
+from faser.controller.snapshot import PruningStatus
 from faser.controller.window import Window
 from faser.engine_adapter.protocol import RequestRow, StepRecord
 
@@ -59,6 +63,19 @@ def test_steps_leave_the_window_with_all_they_brought() -> None:
         assert figures.length_histogram(4) == [0, 1, 0, 0, 0]
         assert figures.acceptance_by_position(2) == [0.0, None]
         assert (figures.tokens_per_s(), figures.lease_share()) == (2.0, 0.0)
+
+
+def test_pruning_adds_up_over_the_steps_in_which_heads_looked() -> None:
+    totals = PruningTotals()
+    step = record(1.0, [(2, 2, 1), (3, 3, 0)])
+    for row, gone in zip(step.rows, (1, 2), strict=True):
+        row.pruned = gone
+    totals.add(step)  # no heads looked
+    for _ in range(2):
+        totals.add(msgspec.structs.replace(step, prune_layer=5, prune_s=0.25, saved_rows=2.5, wrongly_pruned=1))
+    assert totals.status() == PruningStatus(2, 6, 5.0, 2, 0.5)
+    totals.add(msgspec.structs.replace(step, prune_layer=5, prune_s=float("inf")))  # JSON has no number for it
+    assert totals.status().spent_s == 0.0
 
 
 def test_a_request_in_its_prompt_counts_for_no_length() -> None:

@@ -99,6 +99,9 @@ class RandomController(threading.Thread):
             "ended_without_bonus": sum(
                 row.pruned > 0 and row.accepted == row.verified + 1 - row.pruned for rows in decoding for row in rows
             ),
+            "told_wrongly_pruned": sum(record.wrongly_pruned for record in self.records),
+            "saved_rows": sum(record.saved_rows for record in self.records),
+            "looked": sum(record.prune_layer is not None and record.prune_s > 0.0 for record in self.records),
             "confident": sum(min(len(row.confidences), row.verified) for rows in decoding for row in rows),
             "stopped": sum(len(row.confidences) > row.verified for rows in decoding for row in rows),
             "dropped": self.records[-1].dropped,

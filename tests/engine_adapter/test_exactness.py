@@ -176,6 +176,9 @@ def test_random_pruning_changes_nothing(target: Path, short_folder: Path, refere
     assert result["is_pruning"]
     assert result["faults"] == {}
     assert counts["pruned_row_steps"] > 200
+    assert counts["told_wrongly_pruned"] == counts["ended_without_bonus"]
+    assert counts["looked"] > 100
+    assert 0.0 < counts["saved_rows"] < counts["pruned"]
     assert counts["ended_without_bonus"] > 100  # else the head would draft from states that were not computed
     assert counts["chunked"] > 10
     assert counts["events"]["preempt"] >= 1

@@ -92,7 +92,7 @@ def test_what_cannot_be_pruned_is_refused_with_its_reason(changed: dict[str, Any
     assert refused is not None
     assert reason in refused
     assert "\n" not in refused
-    assert exits.exit_layers("heads.safetensors", config(**changed)) == ([], refused)
+    assert exits.usable_exits("heads.safetensors", config(**changed)) == (None, refused)
 
 
 def test_the_embedded_engine_is_not_refused() -> None:
@@ -100,4 +100,4 @@ def test_the_embedded_engine_is_not_refused() -> None:
 
 
 def test_without_a_file_nothing_is_said() -> None:
-    assert exits.exit_layers("", config(method=None)) == ([], None)
+    assert exits.usable_exits("", config(method=None)) == (None, None)

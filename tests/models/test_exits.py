@@ -14,6 +14,7 @@ import torch
 
 from faser.engine_adapter.exit_heads import ExitHeads, load_heads
 from faser.engine_adapter.exits import ExitError, ExitFacts, check_model, read_facts
+from faser.engine_adapter.protocol import Prune
 from faser.engine_adapter.pruning import Checks
 from faser.models.embedded import ensure_embedded_target
 from faser.models.exits.choose import Outcome, StepCost, accepted_tokens, best, ended_by, ending, judge, survival
@@ -76,7 +77,8 @@ def test_a_written_file_says_in_the_engine_what_it_said_in_training(
 ) -> None:
     made, heads = learned
     file = tmp_path / "exits.safetensors"
-    export_heads(file, heads, made, {"name": "test"})
+    export_heads(file, heads, made, {"name": "test"}, Prune(6, 0.25))
+    assert read_facts(str(file)).released == Prune(6, 0.25)
     loaded = load_heads(str(file), model_of(made))
     assert isinstance(loaded, ExitHeads)
     assert loaded.layers == (2, 6)
@@ -176,5 +178,6 @@ def test_the_shipped_heads_are_the_embedded_targets() -> None:
     check_model(str(SHIPPED), facts, config["num_hidden_layers"], config["hidden_size"], config["vocab_size"])
     card = json.loads(SHIPPED.with_suffix(".card.json").read_text())
     assert tuple(card["layers"]) == facts.layers
+    assert facts.released == Prune(card["best"]["layer"], card["best"]["rule"]["threshold"])
     assert card["sha256"] == sha256(SHIPPED.read_bytes()).hexdigest()
     assert card["best"]["rule"]["wrong"] <= card["ceiling_of_wrongly_pruned"]
