@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from .catch_up import CacheShape, CatchUp, Limits
-from .patches.v1 import RunnerHooks, inner_output, shared_cache, undrafted_step
+from .patches.v1 import RunnerHooks, inner_output, shared_cache
 from .phases import DevicePhases, HostPhases, Phases
 from .ragged import RaggedModelDrafter, adopt
 from .runner_pruning import PruningRunner
@@ -127,27 +127,11 @@ class FaserRunnerV1(RunnerHooks, PruningRunner):
         drafter.stop = None if self.order is None else self.order.stop
         try:
             with self._timed("draft"):
-                drafts = self._sit_out(scheduler_output, args)
-                if drafts is None:
-                    drafts = super().propose_draft_token_ids(scheduler_output, *args, **kwargs)
+                drafts = super().propose_draft_token_ids(scheduler_output, *args, **kwargs)
         finally:
             drafter.lengths = drafter.follows = drafter.stop = None
         self._guard("count of drafts", lambda: self._count(drafts, lengths))
         return drafts
-
-    def _sit_out(self, scheduler_output: Any, step: tuple[Any, ...]) -> Any:
-        """Return drafts of no length where nobody drafts and the drafter need not run; None: vLLM is asked."""
-        drafter, found = self.drafter, None  # type: ignore[attr-defined]
-
-        def look() -> None:
-            nonlocal found
-            undrafted = undrafted_step(self, scheduler_output, step)
-            found = None if undrafted is None else drafter.sit_out(drafter.lengths, undrafted)
-
-        if getattr(drafter, "catch_up", None) is not None and drafter.lengths is not None:
-            if not any(drafter.lengths) and not any(drafter.follows or ()):
-                self._guard("sitting out", look)
-        return found
 
     def row_lengths(self) -> list[int] | None:
         """Return the draft length of each batch row; rows in the middle of a prompt draft nothing."""
