@@ -25,6 +25,7 @@ from .bench_machine import ROOT, commit, machine_facts, versions
 from .bench_plan import (
     FULL_LOADS,
     FULL_RIVALS,
+    POLICIES,
     QUICK_LOADS,
     QUICK_RIVALS,
     Plan,
@@ -36,8 +37,8 @@ from .bench_result import Results, Settings, summary
 from .bench_run import Bench
 from .bench_server import ARGUMENTS, Bed
 from .bench_view import envelope_table, write_picture
-from .bench_work import MIXED, Mix, Replay
-from .demo import peak_rps
+from .bench_work import MIXED, Mix, Replay, seconds_of_work
+from .demo import PEAK_RPS, peak_rps
 from .endpoint import socket_folder
 from .errors import FaserError, UsageError
 from .launch import available_cores, default_threads
@@ -85,11 +86,9 @@ class BenchOptions:
             raise UsageError(f"--turn-seconds {self.turn_s:g}", "0.1 to 60")
         if not 8 <= self.max_tokens <= 512:
             raise UsageError(f"--max-tokens {self.max_tokens}", "8 to 512")
-        peak = self.peak_rps if self.peak_rps is not None else peak_rps()
-        low = peak / 6.0 if self.swell else None
         return Plan(
             loads=loads,
-            replays=tuple(Replay(name, self.trace_s, peak, self.warp, low) for name in self.traces),
+            replays=tuple(self._replay(name) for name in self.traces),
             mixes=tuple(Mix.parse(text.strip()) for text in dict.fromkeys(self.kinds.split(","))),
             rivals=rivals,
             pairs=self.pairs if self.pairs is not None else (3 if self.quick else 6),
@@ -102,11 +101,17 @@ class BenchOptions:
             seed=self.seed,
         )
 
+    def _replay(self, trace: str) -> Replay:
+        speed = peak_rps() / PEAK_RPS  # this machine's, by the demo
+        peak = self.peak_rps if self.peak_rps is not None else round(speed / seconds_of_work(trace), 2)
+        return Replay(trace, self.trace_s, peak, self.warp, peak / 6.0 if self.swell else None)
+
 
 def run_bench(options: BenchOptions) -> int:
     """Measure, write, print; return 0, or 130 after Ctrl-C. A rival that failed is named, and no failure of ours."""
     plan = options.plan()
-    check_policy(options.policy)
+    for policy in (options.policy, *(rival for rival in plan.rivals if rival in POLICIES)):
+        check_policy(policy)
     console = Console(stderr=True, highlight=False)
     folder = (Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S")).absolute()
     path = options.out or folder / "result.json"

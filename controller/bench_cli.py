@@ -20,7 +20,10 @@ def bench(
         str | None, typer.Option(help="Concurrent requests, with commas; default 1,2,4,8,16,32,64, quick 1,8,32.")
     ] = None,
     rivals: Annotated[
-        str | None, typer.Option(help="Some of none, k1 to k8, table (vLLM's Dynamic SD, tuned here), ngram.")
+        str | None,
+        typer.Option(
+            help="Some of none, k1 to k8, table (vLLM's Dynamic SD, tuned), ngram, suffix, or policies by name."
+        ),
     ] = None,
     pairs: Annotated[int | None, typer.Option(help="Rounds in which every arm has a turn; default 6, quick 3.")] = None,
     trace: Annotated[

@@ -19,13 +19,17 @@ from .errors import UsageError
 NONE: Final = "none"
 TABLE: Final = "table"
 NGRAM: Final = "ngram"
+SUFFIX: Final = "suffix"
+PAPERS: Final = ("adaspec", "smartspec", "gplcb")
+# Arms with FASER's plugin and a sidecar of their own under another policy than FASER's.
+POLICIES: Final = (*PAPERS, "goodput", "ema", "bandit", "price:history", "learned")
 MAX_LENGTH: Final = 8
 LENGTHS: Final = tuple(f"k{length}" for length in range(1, MAX_LENGTH + 1))
-ARMS: Final = (NONE, *LENGTHS, TABLE, NGRAM, OURS)
+ARMS: Final = (NONE, *LENGTHS, TABLE, NGRAM, SUFFIX, *POLICIES, OURS)
 QUICK_LOADS: Final = (1, 8, 32)
 QUICK_RIVALS: Final = (NONE, "k1", "k3", TABLE)
 FULL_LOADS: Final = (1, 2, 4, 8, 16, 32, 64)
-FULL_RIVALS: Final = (NONE, "k1", "k2", "k3", "k4", "k6", "k8", TABLE, NGRAM)
+FULL_RIVALS: Final = (NONE, "k1", "k2", "k3", "k4", "k6", "k8", TABLE, NGRAM, SUFFIX, *PAPERS)
 MAX_LOAD: Final = 64
 NEAR: Final = 0.92  # of the best rival's rate: what may still turn out the best
 REPEATS: Final = 2  # rounds at most that replace disturbed ones, at each load point

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 import aiohttp
+import msgspec
 import numpy as np
 
 from ..models.embedded import TARGET_NAME
@@ -34,7 +35,6 @@ SETTLE_TURNS: Final = {SWEEP: 1, MAIN: 2}  # of each arm at each load, unmeasure
 LEAST_PER_CLIENT: Final = 16  # tokens of a turn: fewer depend too much on whose prompt falls into it
 UNMEASURED_STEPS: Final = 4  # about so many at the start of a turn: caches are cold, and FASER's lease is over
 UNLOADED_REQUESTS: Final = 10  # one at a time, for the objective of a replay
-LEAST_GOODPUT: Final = 0.01  # tokens/s: a ratio to nothing at all has no logarithm
 _CLOSE_S: Final = 0.3  # for a server to notice that clients are gone
 _LOST: Final = (EngineError, aiohttp.ClientError, TimeoutError, OSError)
 
@@ -264,8 +264,15 @@ class Bench:
                 turn = await self._attempt(name, partial(self._replay, each, mix, place, objective))
                 turns += [turn] if turn is not None else []
                 self._step(what, 1.0)
-            self._close_round(turns, progress, what)
+            self._close_round(self._comparable(turns, what), progress, what)
             round_ += 1
+
+    def _comparable(self, turns: list[Turn], what: str) -> list[Turn]:
+        """Return a replay's round without its rates where no arm met an objective: it says nothing of goodput."""
+        if any(turn.good_share for turn in turns):
+            return turns
+        self.tell(f"{what}: no request met its objective under any arm, the round does not count; lower --peak-rps")
+        return [msgspec.structs.replace(turn, rate=0.0) for turn in turns]
 
     async def _replay(self, each: Replay, mix: Mix, place: Place, objective: Objective, arm: Arm) -> Turn:
         """Replay a trace once; a round's prompts and part of the trace are the same for every arm."""
@@ -325,9 +332,10 @@ class Bench:
             excess_load=average - self.own_load.cores,
         )  # fmt: skip
         tokens_per_s = served.tokens / served.seconds
+        # A ratio to nothing has no logarithm: where no request met its objective, one ordinary request is assumed.
         return Turn(
             phase=phase, load=load, kinds=kinds, round=round_, arm=name,
-            rate=tokens_per_s if goodput is None else max(goodput.tokens_per_s, LEAST_GOODPUT),
+            rate=tokens_per_s if goodput is None else max(goodput.tokens_per_s, tokens_per_s / max(requests, 1)),
             tokens_per_s=tokens_per_s, seconds=served.seconds, tokens=served.tokens, requests=requests, failed=failed,
             draft_tokens=after.drafting.draft_tokens - before.drafting.draft_tokens,
             accepted_tokens=after.drafting.accepted_tokens - before.drafting.accepted_tokens,

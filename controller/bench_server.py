@@ -13,12 +13,13 @@ import os
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, Self
 
 import aiohttp
 
-from .bench_plan import LENGTHS, NGRAM, NONE, TABLE
+from .bench_plan import LENGTHS, NGRAM, NONE, POLICIES, SUFFIX, TABLE
 from .bench_ratio import OURS
 from .bench_table import Table, longest
 from .config import Config, Value
@@ -37,6 +38,7 @@ READY_S: Final = 600.0
 _INTRODUCTION_S: Final = 30.0
 _ANSWER_S: Final = 60.0
 _NGRAM: Final = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+_SUFFIX_REMEDY: Final = "pip install arctic-inference==0.1.1, which is built from source"
 _ENVIRONMENT: Final = {
     "VLLM_SERVER_DEV_MODE": "1",  # /pause and /resume
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",  # a frozen server must not find its clients too quiet
@@ -61,24 +63,26 @@ class Bed:
     policy: str
     threads: int
 
-    def config(self) -> Config:
-        """Return the sidecar's configuration."""
+    def config(self, name: str = OURS) -> Config:
+        """Return the configuration of an arm's sidecar; a rival's rule is not saved from itself by our guard."""
         flags: dict[str, Value | None] = {
-            "link.endpoint": f"ipc://{self.sockets / 'engine.sock'}",
-            "link.status_endpoint": f"ipc://{self.sockets / 'status.sock'}",
-            "policy.spec": self.policy,
-            "store.path": self.folder / "telemetry.sqlite",
-            "mode.state": self.folder / "modes.json",
+            "link.endpoint": f"ipc://{self.sockets / f'{name}.sock'}",
+            "link.status_endpoint": f"ipc://{self.sockets / f'{name}.status'}",
+            "policy.spec": self.policy if name == OURS else name,
+            "store.path": self.folder / f"{name}.sqlite",
+            "mode.state": self.folder / f"{name}.modes.json",
         }
+        if name != OURS:
+            flags["guard.envelope_margin"] = 1.0
         return load_config(None, os.environ, flags).config
 
     def launch(self, name: str, table: Table = ()) -> EngineLaunch:
-        """Return an arm's server; the rivals are vLLM without FASER's plugin."""
+        """Return an arm's server; what is no policy is vLLM without FASER's plugin."""
         launch = dataclasses.replace(
-            embedded_launch(self.pair, self.config().link.endpoint, arguments=ARGUMENTS),
+            embedded_launch(self.pair, self.config(name).link.endpoint, arguments=ARGUMENTS),
             threads=self.threads, kv_cache_gib=None, environment_extra=_ENVIRONMENT,
         )  # fmt: skip
-        if name == OURS:
+        if is_steered(name):
             return launch
         environment = {**_ENVIRONMENT, "VLLM_PLUGINS": "none"}
         speculative = self._speculative(name, table)
@@ -89,11 +93,24 @@ class Bed:
             return None
         if name == NGRAM:
             return dict(_NGRAM)
+        if name == SUFFIX:
+            return {"method": "suffix"}
         if name == TABLE:
             rows = [list(row) for row in table]
             return {**self.pair.speculative(longest(table)), "num_speculative_tokens_per_batch_size": rows}
         assert name in LENGTHS, name
         return self.pair.speculative(int(name[1:]))
+
+
+def is_steered(name: str) -> bool:
+    """Return whether an arm has a sidecar."""
+    return name == OURS or name in POLICIES
+
+
+def require_available(name: str) -> None:
+    """Raise EngineError for a rival that cannot run here: vLLM would say so half a minute later."""
+    if name == SUFFIX and find_spec("arctic_inference") is None:
+        raise EngineError("not available: arctic_inference is not installed", "the package", _SUFFIX_REMEDY)
 
 
 @dataclass(slots=True)
@@ -110,12 +127,14 @@ class Arm:
     @classmethod
     def start(cls, name: str, bed: Bed, table: Table = ()) -> Self:
         """Start the server's processes; `wait_ready` says whether they live."""
+        require_available(name)
         stack, sidecar = ExitStack(), None
         with deferred_interrupts():
-            if name == OURS:
-                sidecar = start_sidecar(bed.config(), bed.folder / "sidecar.log")
+            if is_steered(name):
+                config = bed.config(name)
+                sidecar = start_sidecar(config, bed.folder / f"{name}.sidecar.log")
                 if sidecar is None:
-                    raise EndpointError(f"a sidecar already runs at {bed.config().link.endpoint}", "none", "stop it")
+                    raise EndpointError(f"a sidecar already runs at {config.link.endpoint}", "none", "stop it")
                 stack.enter_context(sidecar)
             try:
                 engine = stack.enter_context(RunningEngine(bed.launch(name, table), bed.folder / f"{name}.log"))
@@ -129,13 +148,15 @@ class Arm:
         self.engine.wait_ready(READY_S)
         if self.sidecar is None:
             return
-        link, end_s = bed.config().link, time.monotonic() + _INTRODUCTION_S
+        link, end_s = bed.config(self.name).link, time.monotonic() + _INTRODUCTION_S
         while time.monotonic() < end_s:
             with contextlib.suppress(FaserError):
                 if ask(link, timeout_s=1.0).engines:
                     return
             time.sleep(0.1)
-        raise EngineError("FASER's engine did not introduce itself to the sidecar", remedy=f"see {bed.folder}")
+        raise EngineError(
+            f"the engine of {self.name} did not introduce itself to the sidecar", remedy=f"see {bed.folder}"
+        )
 
     @property
     def url(self) -> str:

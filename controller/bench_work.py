@@ -29,6 +29,10 @@ OPEN_LENGTHS: Final = Lengths(
     context_tokens=2048, input_scale=0.1, max_input_tokens=300, min_output_tokens=16, max_output_tokens=128
 )
 PEAK_PARTS: Final = 10  # a trace's peak rate is that of its busiest tenth
+# The default peak: past the knee, where a token takes twice as long as unloaded, but below what one thread can serve at
+# all, for beyond that nobody meets an objective (docs/results.md: 126 tokens/s at 8 requests, 208 at 32).
+PEAK_TOKENS_PER_S: Final = 200.0
+PEAK_PROMPT_TOKENS_PER_S: Final = 800.0
 _WEEK_S: Final = 7 * 86_400.0
 
 
@@ -75,6 +79,15 @@ def closed_stream(load: int, mix: Mix, max_tokens: int, max_prompt_tokens: int, 
     lengths = [*staggered(load, max_tokens, random), *itertools.repeat(max_tokens, MOST_REQUESTS)]
     work = ((prompts[place], length) for place, length in zip(order, lengths, strict=False))
     return [TimedRequest(0.0, each.text, each.kind, length, each.id, each.tokens) for each, length in work]
+
+
+def seconds_of_work(trace: str) -> float:
+    """Return about how long one thread is at work for a request of a replayed trace; Replay refuses unknown traces."""
+    source = shipped_trace(trace if trace in SHIPPED else "azure-conv")  # ServeGen's windows draw their lengths from it
+    most = OPEN_LENGTHS.max_input_tokens
+    prompt = np.clip(source.input_tokens * OPEN_LENGTHS.input_scale, 1, most).mean()
+    answer = np.clip(source.output_tokens, OPEN_LENGTHS.min_output_tokens, OPEN_LENGTHS.max_output_tokens).mean()
+    return float(prompt / PEAK_PROMPT_TOKENS_PER_S + answer / PEAK_TOKENS_PER_S)
 
 
 @dataclass(frozen=True, slots=True)

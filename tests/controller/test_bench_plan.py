@@ -10,11 +10,24 @@ import pytest
 
 from faser.controller.bench import BenchOptions
 from faser.controller.bench_machine import Noise, OwnLoad, Processor
-from faser.controller.bench_plan import Progress, arm_of, contenders, groups, length_of, parse_rivals, turn_order
+from faser.controller.bench_plan import (
+    FULL_RIVALS,
+    PAPERS,
+    POLICIES,
+    Progress,
+    arm_of,
+    contenders,
+    groups,
+    length_of,
+    parse_rivals,
+    turn_order,
+)
 from faser.controller.bench_ratio import Ratio
 from faser.controller.bench_table import best_table, described, longest
 from faser.controller.bench_work import PEAK_PARTS, TRACES, Mix, Replay, closed_stream
+from faser.controller.demo import PEAK_RPS, peak_rps
 from faser.controller.errors import UsageError
+from faser.controller.session import check_policy
 from faser.env.prompt import KINDS
 from faser.env.split import is_held_out_prompt
 
@@ -185,3 +198,23 @@ def test_a_trace_too_thin_for_the_peak_is_refused_and_a_swell_swings() -> None:
     counts = np.histogram([r.arrival_s for r in swell.requests(Mix.parse("all"), seed=0)], 6, (0.0, 60.0))[0]
     assert counts[2:4].min() > 2 * counts[[0, 5]].max()
     assert swell.name == "azure-conv swell"
+
+
+def test_every_rival_that_the_full_run_names_is_an_arm_and_policies_can_be_named_too() -> None:
+    assert parse_rivals(",".join(FULL_RIVALS)) == FULL_RIVALS
+    assert {"suffix", *PAPERS} <= set(FULL_RIVALS)
+    assert parse_rivals("price:history,none") == ("none", "price:history")
+    for policy in POLICIES:
+        check_policy(policy)
+
+
+@pytest.mark.parametrize("trace", TRACES)
+def test_the_default_peak_is_past_the_knee_and_not_past_everything(trace: str) -> None:
+    """The knee and what can be served at all, tokens/s without speculation, are those of docs/results.md."""
+    replay = BenchOptions(traces=(trace,), threads=1).plan().replays[0]
+    answer = np.mean([request.max_tokens for request in replay.requests(Mix.parse("all"), 0)])
+    speed = peak_rps() / PEAK_RPS
+    assert replay.peak_rps * answer / speed < 200.0
+    if trace != "azure-code":  # its answers are short: prompts are most of the work
+        assert replay.peak_rps * answer / speed > 115.0
+    assert BenchOptions(traces=(trace,), peak_rps=1.0).plan().replays[0].peak_rps == 1.0

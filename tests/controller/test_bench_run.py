@@ -14,13 +14,14 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from faser.controller import bench_run, bench_work
-from faser.controller.bench_clients import LEAST_TOKENS, Clients, Stopwatch, Times
-from faser.controller.bench_machine import Machine, Noise
-from faser.controller.bench_plan import Plan
+from faser.controller import bench_run, bench_server, bench_work
+from faser.controller.bench_clients import LEAST_TOKENS, Clients, Served, Stopwatch, Times
+from faser.controller.bench_machine import Machine, Noise, Processor
+from faser.controller.bench_plan import POLICIES, Plan
+from faser.controller.bench_ratio import Goodput, Objective
 from faser.controller.bench_result import Results, Settings, read_results, summary
-from faser.controller.bench_run import Bench
-from faser.controller.bench_server import Bed, Drafting
+from faser.controller.bench_run import Bench, _Look
+from faser.controller.bench_server import Arm, Bed, Drafting
 from faser.controller.bench_table import Table
 from faser.controller.bench_work import Mix, Replay, closed_stream
 from faser.controller.errors import EngineError
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.alone
 
 FASER = [sys.executable, "-P", "-c", "from faser.controller.cli import main; main()"]
 MIX = Mix.parse("all")
+SETTINGS = Settings("target", "ab" * 32, "price", 4, 1, 1.5, 96, 300, 0, 3, ())
 
 
 class FakeArm:
@@ -172,8 +174,7 @@ def measure(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arms: dict[str, FakeArm], noisy: int = 0
 ) -> Results:
     """Run a benchmark on fake arms; the first `noisy` turns are disturbed."""
-    settings = Settings("target", "ab" * 32, "price", 4, 1, 1.5, 96, 300, 0, 3, ())
-    results = Results(Machine("cpu", 2, 23.5, "Linux"), {}, "abc", settings)
+    results = Results(Machine("cpu", 2, 23.5, "Linux"), {}, "abc", SETTINGS)
     reasons = iter(["0.50 cores used by others"] * noisy)
     monkeypatch.setattr(Noise, "reason", lambda self, cores: next(reasons, ""))
     monkeypatch.setattr(bench_run, "_CLOSE_S", 0.0)
@@ -280,6 +281,52 @@ def test_a_replay_is_told_by_goodput_against_the_unloaded_server(
     }
     assert all(turn.good_share is not None and turn.mean_tpot_ms for turn in results.turns)
     assert point["tpot_ratio"] > 0
+
+
+def test_a_replay_in_which_nobody_meets_an_objective_has_no_ratio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_run, "UNLOADED_REQUESTS", 2)
+    monkeypatch.setattr(Objective, "is_met", lambda self, result: False)
+    wanted = plan(loads=(), replays=(Replay("azure-conv", 1.0, 5.0, warp=20.0),), rivals=("none",), pairs=1)
+    results = measure(wanted, tmp_path, monkeypatch, {})
+    point = summary(results)["points"][0]
+    assert (point["envelope_ratio"], point["faser"], point["pairs"], point["verdict"]) == (None, None, 0, "open")
+    assert [turn.rate for turn in results.turns] == [0.0, 0.0]
+    assert all(turn.tokens_per_s > 0 for turn in results.turns)
+
+
+def test_one_arm_without_a_good_request_is_counted_as_with_one(tmp_path: Path) -> None:
+    results = Results(Machine("cpu", 2, 23.5, "Linux"), {}, "abc", SETTINGS)
+    bed = Bed(EmbeddedPair(tmp_path, tmp_path), tmp_path, tmp_path, "off", 1)
+    bench = Bench(plan(), results, tmp_path / "result.json", bed, lambda text: None, lambda what, share: None)
+    looks = [_Look(at_s, Processor(0.0, 0.0), 0.0, 0.0, Drafting(0, 0)) for at_s in (0.0, 10.0)]
+    rates = [
+        bench._as_turn(("main", "azure-conv", "all", 0), "none", Served(1000, 10.0), *looks, 20, goodput).rate
+        for goodput in (Goodput(0.0, 0.0, 50.0), Goodput(30.0, 0.3, 50.0))
+    ]
+    assert rates == [1000 / 10.0 / 20, 30.0]
+
+
+@pytest.mark.parametrize("name", ["faser", *POLICIES])
+def test_a_policys_arm_has_the_plugin_and_a_sidecar_of_its_own(name: str, tmp_path: Path) -> None:
+    bed = Bed(EmbeddedPair(tmp_path, tmp_path), tmp_path, tmp_path, "price", 1)
+    config, launch = bed.config(name), bed.launch(name)
+    assert config.policy.spec == ("price" if name == "faser" else name)
+    assert launch.has_faser
+    assert launch.endpoint == config.link.endpoint == f"ipc://{tmp_path / name}.sock"
+    assert (config.guard.envelope_margin == 1.0) == (name != "faser")  # our guard is part of FASER, not of their rule
+
+
+def test_suffix_decoding_that_is_not_installed_is_not_available_and_no_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_server, "find_spec", lambda name: None)
+    bed = Bed(EmbeddedPair(tmp_path, tmp_path), tmp_path, tmp_path, "price", 1)
+    with pytest.raises(EngineError, match="not available: arctic_inference is not installed"):
+        Arm.start("suffix", bed)
+    assert list(tmp_path.iterdir()) == []
+    assert bed.launch("suffix").speculative == {"method": "suffix"}
 
 
 @pytest.mark.engine

@@ -186,6 +186,17 @@ def test_smartspec_learns_acceptance_from_tested_tokens_only() -> None:
     assert policy.acceptance == pytest.approx(0.5, abs=0.01)
 
 
+@pytest.mark.parametrize("spec", ["smartspec", "adaspec"])
+def test_the_longer_the_batch_the_shorter_the_drafts_of_goodput_rules(spec: str) -> None:
+    """What both papers claim: speculation fades as load grows, until rows cost more than they bring."""
+    lengths = []
+    for requests in (5, 20, 80, 250):
+        state = make_state([5, 4, 2, 1, 0] * (requests // 5), Costs(row_s=0.0001, round_s=0.0005), steps=40)
+        lengths.append(make_policy(spec, CAPABILITIES).act(state).default_length)
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] >= 3 > 1 >= lengths[-1]
+
+
 # --- AdaSpec ---
 
 
