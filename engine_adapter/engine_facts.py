@@ -12,6 +12,7 @@ import socket
 from typing import TYPE_CHECKING, Literal
 
 from .. import __version__
+from .drafter_choice import chosen_drafter
 from .exits import ExitFacts, usable_exits
 from .limits_v2 import captured_lengths
 from .protocol import MAX_DRAFT_LENGTH, Hello
@@ -78,6 +79,7 @@ def describe_engine(config: VllmConfig, settings: Settings) -> Hello:
         roster=[],
         graph_lengths=_graph_lengths(config),
         released_prune=exits.released if exits else None,
+        frontier=_frontier(config, settings),
     )
 
 
@@ -86,6 +88,13 @@ def _exits(config: VllmConfig, settings: Settings) -> ExitFacts | None:
     if reason is not None:
         logger.warning("FASER does not prune: %s", reason)
     return facts
+
+
+def _frontier(config: VllmConfig, settings: Settings) -> int:
+    command, reason = chosen_drafter(settings.drafter_cores, config)
+    if reason is not None:
+        logger.warning("FASER drafts nothing ahead: %s", reason)
+    return min(config.num_speculative_tokens, MAX_DRAFT_LENGTH) if command else 0
 
 
 def _runner(config: VllmConfig) -> Literal["v1", "v2"]:

@@ -123,6 +123,8 @@ class StepRecord(msgspec.Struct, array_like=True, tag="step", gc=False):
     prune_s: Number = 0.0  # part of `verify_s`: deciding which rows leave, and cutting
     saved_rows: Number = 0.0  # rows that left, each as the share of the layers that it was spared
     wrongly_pruned: Count = 0  # drafts cut at a token that was then accepted: the last one tested
+    frontier_hits: Count = 0  # requests of this step whose next draft had been drafted ahead
+    frontier_misses: Count = 0  # requests of this step whose frontier was thrown away, or not there in time
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):
@@ -157,6 +159,7 @@ class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):
     roster: Annotated[list[RequestEvent], Meta(max_length=MAX_REQUESTS)]  # live requests, as arrivals
     graph_lengths: Annotated[list[Count], Meta(max_length=64)] = []  # lengths with a full graph; empty: all cost alike
     released_prune: Prune | None = None  # where and from what threshold on the exit heads were released to prune
+    frontier: Frontier = 0  # most tokens that can be drafted ahead of a chunk; 0: this engine drafts nothing ahead
 
 
 class Goodbye(msgspec.Struct, array_like=True, tag="goodbye", frozen=True):

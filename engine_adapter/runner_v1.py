@@ -16,6 +16,7 @@ from .catch_up import CacheShape, CatchUp, Limits
 from .patches.v1 import RunnerHooks, inner_output, shared_cache
 from .phases import DevicePhases, HostPhases, Phases
 from .ragged import RaggedModelDrafter, adopt
+from .runner_frontier import FrontierRunner
 from .runner_pruning import PruningRunner
 from .settings import load_settings
 from .steps import StepOrder, StepReport
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 REPORT_LIMIT = 1  # log lines per failing hook; further failures are only counted
 
 
-class FaserRunnerV1(RunnerHooks, PruningRunner):
+class FaserRunnerV1(RunnerHooks, PruningRunner, FrontierRunner):
     """Mixin in front of CPUModelRunner or the V1 GPUModelRunner."""
 
     phases: Phases | None = None  # None while nothing is timed: before the first step and during graph capture
@@ -127,10 +128,19 @@ class FaserRunnerV1(RunnerHooks, PruningRunner):
         drafter.stop = None if self.order is None else self.order.stop
         try:
             with self._timed("draft"):
+                self.draft_remotely(args[0], lengths)
                 drafts = super().propose_draft_token_ids(scheduler_output, *args, **kwargs)
         finally:
             drafter.lengths = drafter.follows = drafter.stop = None
         self._guard("count of drafts", lambda: self._count(drafts, lengths))
+        return self._joined(drafts)
+
+    def _joined(self, drafts: Any) -> Any:
+        """Return the drafts with those of the drafter's process among them."""
+        if self.drafted is None:
+            return drafts
+        drafts = self.hand_over(drafts, self.drafted)
+        self._handed = dict(zip(self.input_batch.req_ids, self.drafted, strict=True))  # type: ignore[attr-defined]
         return drafts
 
     def row_lengths(self) -> list[int] | None:
@@ -205,6 +215,7 @@ class FaserRunnerV1(RunnerHooks, PruningRunner):
             confidences=self._confidences(),
         )
         self.report_pruning(inner.faser)
+        self.report_frontiers(inner.faser)
 
     def _confidences(self) -> list[tuple[float, ...]]:
         book = getattr(getattr(self, "drafter", None), "book", None)

@@ -62,7 +62,7 @@ def start_steering(vllm_config: VllmConfig, scheduler: Any) -> Steering | None:
         ensure_private_folder(_folder_of(settings.endpoint))
     keys = engine_keys(settings)
     hello = describe_engine(vllm_config, settings)
-    default = Default(settings.default_length)
+    default = Default(settings.default_length, frontier=settings.frontier)
     if scheduler.dynamic_sd_lookup is not None:
         default.lookup = list(scheduler.dynamic_sd_lookup)
     elif hello.k_max:

@@ -16,6 +16,8 @@ from typing import Final
 
 from .protocol import MAX_DRAFT_LENGTH
 
+ANYWHERE: Final = "all"  # cores: wherever the engine may run
+MAX_CORES: Final = 4096
 IPC_PATH_LIMIT: Final = 107  # sun_path of Linux, without the trailing zero
 
 
@@ -45,6 +47,8 @@ class Settings:
     has_confidence: bool
     catch_up_tokens: int
     exit_heads: str
+    drafter_cores: str = ""
+    frontier: int = 0
     server_key: str = ""
     engine_key: str = ""
 
@@ -66,6 +70,29 @@ def _switch(name: str, text: str) -> bool:
     if text not in ("0", "1"):
         raise SettingError(f"{name}={text!r}: expected 0 or 1; correct or unset it")
     return text == "1"
+
+
+def core_numbers(text: str) -> list[int]:
+    """Return the cores of a list such as 1 or 2-3,6; ValueError for anything else."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        cores = range(int(first), int(last if dash else first) + 1)
+        if not 0 < len(cores) <= MAX_CORES or cores[0] < 0:
+            raise ValueError(text)
+        found.update(cores)
+    return sorted(found)
+
+
+def _cores(name: str, text: str) -> str:
+    try:
+        if text not in ("", ANYWHERE):
+            core_numbers(text)
+    except ValueError:
+        raise SettingError(
+            f"{name}={text!r}: expected core numbers such as 1 or 2-3,6, or {ANYWHERE}; correct or unset it"
+        ) from None
+    return text
 
 
 def _endpoint(name: str, text: str) -> str:
@@ -112,6 +139,18 @@ SETTINGS: Final = {
         "",
         "File of exit heads (docs/pruning.md); with it, a lease may prune verification; empty: never.",
         lambda _name, text: text,
+    ),
+    "drafter_cores": Setting(
+        "FASER_DRAFTER_CORES",
+        "",
+        "Cores of a process that drafts ahead (docs/overlap.md), such as 1 or 2-3; all: unpinned; empty: no process.",
+        _cores,
+    ),
+    "frontier": Setting(
+        "FASER_FRONTIER",
+        "0",
+        "Tokens to draft ahead per request where no lease says so; needs FASER_DRAFTER_CORES.",
+        _integer(0, MAX_DRAFT_LENGTH),
     ),
     "server_key": Setting(
         "FASER_SERVER_KEY",

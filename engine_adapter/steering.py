@@ -75,6 +75,7 @@ class Default:
 
     length: int
     lookup: list[int] | None = None
+    frontier: int = 0  # tokens to draft ahead
 
     def at(self, batch: int) -> int:
         """Return the length for `batch` scheduled requests."""
@@ -161,7 +162,13 @@ class Steering:
             stop = None if self.hello.is_async else action.stop
         lengths = self._lengths(scheduled, named, default)
         prune, self._prune = self._prune, None if action is None else action.prune
-        return StepOrder(lengths, self.step, started_s, now_s - started_s, epoch, sequence, stop, prune)
+        frontier = self._frontier(action)
+        return StepOrder(lengths, self.step, started_s, now_s - started_s, epoch, sequence, stop, prune, frontier)
+
+    def _frontier(self, action: ActionSet | None) -> int:
+        """Return how many tokens may be drafted ahead; none where HELLO offers none."""
+        asked = None if action is None else action.frontier
+        return min(self.default.frontier if asked is None else asked, self.hello.frontier)
 
     def _lengths(self, scheduled: dict[str, int], named: dict[int, int], default: int) -> dict[str, int]:
         lengths = dict.fromkeys(scheduled, default)

@@ -23,6 +23,7 @@ class StepOrder:
     lease_sequence: int = 0
     stop: StopRule | None = None  # ends drafts on confidence, within `lengths`
     prune: Prune | None = None  # for the verification in this step: ordered before its drafts were drawn
+    frontier: int = 0  # tokens to draft ahead of each chunk that this step hands over; 0: nothing is drafted ahead
 
 
 @dataclass(slots=True)
@@ -41,4 +42,6 @@ class StepReport:
     prune_layer: int | None = None  # behind which exit heads looked at the drafts; None: they did not
     prune_s: float = 0.0  # part of `verify_s`: deciding which rows leave, and cutting
     saved_rows: float = 0.0  # rows that left, each as the share of the layers that it was spared
+    frontier_hits: int = 0  # requests whose draft had been drafted ahead
+    frontier_misses: int = 0  # requests whose frontier was of no use, or late
     rounds: tuple[int, ...] | None = None  # rows that drafted in each pass of the drafter; None: not told

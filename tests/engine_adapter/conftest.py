@@ -33,6 +33,8 @@ class Step:
     caught_up: int
     times_s: list[float]
     pruned: list[int]  # rows that left the forward pass; empty: none
+    frontiers: list[int]  # hits and misses
+    overlap_s: float
 
 
 @dataclass(frozen=True, slots=True)

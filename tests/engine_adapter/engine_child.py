@@ -38,6 +38,7 @@ class Driver:
         self.rule: Rule | None = lambda handle: 0  # None: what the leases say
         self.stop: Stop = lambda: None
         self.prune: Prunes = lambda: None
+        self.frontier = 0
         self.log: Log = []
         self.runner: Any = None
         driver = self
@@ -57,6 +58,7 @@ class Driver:
         def order(steering: Steering, scheduled: dict[str, int], started_s: float) -> StepOrder:
             ordered = inherited_order(steering, scheduled, started_s)
             ordered.stop, ordered.prune = driver.stop(), driver.prune()
+            ordered.frontier = driver.frontier
             return ordered
 
         inherited, leased, inherited_order = Steering.record, Steering._lengths, Steering.order
@@ -83,6 +85,8 @@ class Driver:
                 "first_rows": getattr(self.runner.drafter, "first_rows", 0),
                 "caught_up": report.caught_up,
                 "pruned": [report.pruned[outcome.row_of[name]] for name in names] if report.pruned else [],
+                "frontiers": [report.frontier_hits, report.frontier_misses],
+                "overlap_s": report.overlap_s,
                 "times_s": [report.verify_s, report.sample_s, report.draft_s, report.runner_s],
             }
         )
@@ -284,6 +288,8 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         from faser.engine_adapter import worker
 
         worker.mend_expand = lambda: False
+    if "process" in scenario:
+        import_module("remote_faults").install(scenario["process"])
     coins = None
     if "exits" in scenario:
         coins = import_module("coin_heads")
@@ -302,6 +308,9 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         else:
             driver.rule, driver.log, driver.runner = rule_of(batch["rule"]), [], runner
             driver.stop, driver.prune = stop_of(batch.get("stop")), prune_of(batch.get("prune"))
+            driver.frontier = batch.get("frontier", 0)
+            if "process" in scenario:
+                import_module("remote_faults").begin(runner, batch)
             whole = [] if coins is None else coins.spoil(batch.get("broken_cut", ""))
             if coins is not None:
                 llm.reset_prefix_cache()  # a broken cut leaves broken blocks

@@ -9,6 +9,7 @@ import pytest
 from faser.engine_adapter.settings import (
     SETTINGS,
     SettingError,
+    core_numbers,
     default_endpoint,
     ensure_private_folder,
     load_settings,
@@ -33,6 +34,10 @@ def test_an_empty_environment_gives_the_documented_defaults() -> None:
         ("FASER_ENABLED", "yes"),
         ("FASER_CONFIDENCE", "true"),
         ("FASER_ENDPOINT", "udp://x"),
+        ("FASER_DRAFTER_CORES", "3-1"),
+        ("FASER_DRAFTER_CORES", "1,,2"),
+        ("FASER_DRAFTER_CORES", "-1"),
+        ("FASER_FRONTIER", "-1"),
         ("FASER_ENDPOINT", "ipc://" + "x" * 200),
     ],
 )
@@ -40,6 +45,12 @@ def test_a_bad_value_is_one_line_that_names_the_variable(name: str, text: str) -
     with pytest.raises(SettingError, match=name) as caught:
         load_settings({name: text})
     assert "\n" not in str(caught.value)
+
+
+def test_cores_are_named_by_numbers_and_ranges() -> None:
+    assert core_numbers("1") == [1]
+    assert core_numbers("6,2-3,3") == [2, 3, 6]
+    assert load_settings({"FASER_DRAFTER_CORES": "all"}).drafter_cores == "all"
 
 
 def test_the_runtime_folder_follows_the_environment() -> None:

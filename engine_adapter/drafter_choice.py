@@ -1,0 +1,76 @@
+"""Whether this engine gets a drafter process, which one, and on which cores.
+
+Asked by the scheduler's side for HELLO and by the runner's side to start it: both must say the same. Reads public
+configuration only.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from .drafter_llama import llama_refusal
+from .partition import PartitionError, Sizes
+from .partition_cpu import CpuPartition
+from .settings import ANYWHERE, core_numbers
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def chosen_drafter(cores: str, config: VllmConfig) -> tuple[list[str], str | None]:
+    """Return the command of the drafter's process, and why there is none; neither where none is asked for."""
+    if not cores:
+        return [], None
+    reason = _refusal(config)
+    drafting = config.speculative_config
+    if reason is not None or drafting is None:
+        return [], reason
+    dtype = str(drafting.draft_model_config.dtype).removeprefix("torch.")
+    return [sys.executable, "-m", "faser.engine_adapter.drafter_llama", str(drafting.model), dtype], None
+
+
+def _refusal(config: VllmConfig) -> str | None:
+    from vllm.platforms import current_platform
+
+    drafting, parallel = config.speculative_config, config.parallel_config
+    if drafting is None or drafting.method != "draft_model":
+        method = "none" if drafting is None else drafting.method
+        return f"method {method}: only a draft model can go on without the target's states; expected draft_model"
+    if not current_platform.is_cpu() or config.use_v2_model_runner:
+        return "a drafter process is for the CPU with vLLM's V1 runner"
+    if config.scheduler_config.async_scheduling:
+        return "async scheduling: nobody waits for the tokens that a frontier would follow"
+    if parallel.world_size > 1:
+        return f"{parallel.world_size} ranks; expected one"
+    if drafting.draft_sample_method != "greedy":
+        return f"draft_sample_method {drafting.draft_sample_method!r}; expected 'greedy': a frontier is not drawn"
+    drafter = drafting.draft_model_config
+    if drafter.quantization is not None:
+        return f"the draft model is quantized ({drafter.quantization}); expected plain weights"
+    if drafter.get_vocab_size() != config.model_config.get_vocab_size():
+        return "the draft model has another vocabulary than the target"
+    return llama_refusal(str(drafting.model))
+
+
+def drafter_cores(text: str, threads: int) -> CpuPartition | None:
+    """Return the partition that FASER_DRAFTER_CORES asks for, None for everywhere; PartitionError if it cannot be.
+
+    :param threads: of the target, each of which needs a core of its own beside the drafter's.
+    """
+    if text == ANYWHERE:
+        return None
+    draft = core_numbers(text)
+    mine = os.sched_getaffinity(0)
+    verify = sorted(mine - set(draft))
+    if len(verify) < threads:
+        raise PartitionError(
+            f"cores {text} for the drafter leave the target {len(verify)} of cores {sorted(mine)} for its {threads} "
+            f"threads; start vLLM with OMP_NUM_THREADS={max(len(verify), 1)}, or name fewer cores"
+        )
+    sizes = Sizes(len(draft), len(verify))
+    return CpuPartition(
+        name=f"{sizes.draft}:{sizes.verify}", unit="cores", asked=sizes, allocated=sizes, draft_cores=tuple(draft),
+        verify_cores=tuple(verify),
+    )  # fmt: skip

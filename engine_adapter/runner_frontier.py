@@ -1,0 +1,272 @@
+"""Drafting ahead on the V1 runner: the part of FASER's mixin that asks a drafter's process and hands its tokens over.
+
+While the target verifies a chunk, the process goes on behind it as if all of it were accepted (frontier.py). Where
+that held, the next chunk is there already; where it did not, the process drafts in turn; where the process has no
+answer in time, vLLM's own drafter does what it always did. A row that got its draft here has length 0 for vLLM's
+drafter, which catches up when it is asked again. Without a process this does nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from .drafter_choice import chosen_drafter, drafter_cores
+from .drafter_process import DrafterProcess, Wish
+from .frontier import Drafted, Frontiers
+from .settings import load_settings
+from .stop_rule import kept_tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .mailbox import Reply
+    from .protocol import StopRule
+    from .steps import StepOrder, StepReport
+
+logger = logging.getLogger(f"vllm.{__name__}")  # below "vllm", whose handler shows the operator INFO lines too
+
+FIRST_GUESS_S: Final = 0.05  # what drafting in turn takes, before the first was timed
+PATIENCE: Final = 4.0  # times what drafting in turn usually takes, before vLLM's own drafter does it
+SMOOTHING: Final = 0.1
+
+
+class RemoteDrafting:
+    """One engine's drafter process, its frontiers, and what both cost."""
+
+    def __init__(self, process: DrafterProcess) -> None:
+        self.process = process
+        self.frontiers = Frontiers()
+        self.serial_s = FIRST_GUESS_S  # of drafting in turn, as the engine waits for it
+        self.delay_s = 0.0  # until the process has left a frontier nobody wants any more
+        self.overlap_s = 0.0  # of this step: the process drafted while the engine did something else
+        self.hits = self.misses = 0  # of this step
+        self.rounds: tuple[int, ...] = ()  # rows of each pass of the process in this step
+        self.turns: dict[int, Wish] = {}  # by batch row, of this step: who drafts, and behind what
+        self.drafted: dict[int, Drafted] = {}  # by batch row, of this step: what the process drafted
+        self._ahead_s: float | None = None  # when the newest job was sent, if it was to draft ahead
+
+    def begin_step(self) -> None:
+        """Look at the process, and forget what the last step did."""
+        self.process.look()
+        if self._ahead_s is None:
+            self.process.collect(0.0)  # what came too late for an earlier step
+        self.overlap_s, self.rounds, self.turns, self.drafted = 0.0, (), {}, {}
+        self.hits = self.misses = 0
+
+    def take(self, sampled: dict[str, list[int]], lengths: dict[str, int]) -> dict[str, Drafted]:
+        """Return the frontiers that are of use behind what was sampled; the other chains end as well."""
+        if self._ahead_s is not None:
+            is_awaited = any(self.frontiers.is_awaited(name, tokens) for name, tokens in sampled.items())
+            self._fill(self.serial_s if is_awaited else 0.0)
+        outcomes = self.frontiers.outcomes
+        before = outcomes.hits, outcomes.misses
+        found = {name: self.frontiers.take(name, tokens, lengths[name]) for name, tokens in sampled.items()}
+        self.hits, self.misses = outcomes.hits - before[0], outcomes.misses - before[1]
+        self.frontiers.clear()
+        return {name: drafted for name, drafted in found.items() if drafted is not None}
+
+    def _fill(self, limit_s: float) -> None:
+        asked_s = time.monotonic()
+        reply = self.process.collect(limit_s)
+        if reply is None:
+            return
+        self._count(reply, asked_s)
+        for name, key in self.process.requests_of(reply).items():
+            self.frontiers.fill(name, reply.drafted[key])
+
+    def _count(self, reply: Reply, until_s: float) -> None:
+        if self._ahead_s is not None:
+            self.overlap_s += max(min(reply.ended_s, until_s) - max(reply.began_s, self._ahead_s), 0.0)
+            self._ahead_s = None
+        depths = [len(drafted.tokens) for drafted in reply.drafted.values()]
+        self.rounds += tuple(sum(depth > column for depth in depths) for column in range(max(depths, default=0)))
+
+    def draft(self, wishes: Sequence[Wish]) -> dict[str, Drafted]:
+        """Return drafts in turn, of those requests that the process has an answer for in time."""
+        began_s = time.monotonic()
+        if self._ahead_s is not None:  # nobody wants it any more
+            self.process.cancel()
+            reply = self.process.collect(self.serial_s)
+            if reply is not None:
+                self.delay_s += SMOOTHING * (time.monotonic() - began_s - self.delay_s)
+                self._count(reply, began_s)
+            self._ahead_s = None
+        if not self.process.send(wishes):
+            return {}
+        reply = self.process.collect(PATIENCE * self.serial_s)
+        if reply is None:
+            self.process.cancel()
+            return {}
+        self.serial_s += SMOOTHING * (time.monotonic() - began_s - self.serial_s)
+        self._count(reply, began_s)
+        return {name: reply.drafted[key] for name, key in self.process.requests_of(reply).items()}
+
+    def go_on(self, wishes: Sequence[Wish]) -> None:
+        """Let the process draft ahead of the chunks that the target is about to verify."""
+        wanted = [wish for wish in wishes if self.frontiers.is_wanted(wish.request, self.serial_s, self.delay_s)]
+        sent_s = time.monotonic()
+        if wanted and self.process.send(wanted):
+            self._ahead_s = sent_s
+            for wish in wanted:
+                self.frontiers.open(wish.request, wish.chunk)
+
+    def forget(self, requests: set[str]) -> None:
+        """Forget requests that ended."""
+        self.frontiers.forget(requests)
+        self.process.forget(requests)
+
+
+class FrontierRunner:
+    """Mixin in front of CPUModelRunner; `remote` is None while no process drafts."""
+
+    remote: RemoteDrafting | None = None
+    _order: StepOrder | None = None  # of the step under way
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Let vLLM set up its KV cache; then start the drafter's process, which loads while vLLM warms up."""
+        super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        try:
+            self._start_drafter()
+        except Exception as error:  # no cores, an unknown model, an unreadable file
+            logger.warning("FASER drafts nothing ahead: %s", error)
+
+    def _start_drafter(self) -> None:
+        import torch
+
+        cores = load_settings().drafter_cores
+        command, reason = chosen_drafter(cores, self.vllm_config)  # type: ignore[attr-defined]
+        if reason is not None:
+            raise ValueError(reason)
+        if not command or self.remote is not None:
+            return
+        partition = drafter_cores(cores, torch.get_num_threads())
+        if partition is not None:
+            partition.confine("verify")
+            logger.info("FASER: the drafter's process gets its own cores, %s", partition)
+        self.remote = RemoteDrafting(DrafterProcess(command, partition))
+
+    def shutdown(self) -> None:
+        """End the drafter's process."""
+        if self.remote is not None:
+            self.remote.process.close()
+            self.remote = None
+        super().shutdown()  # type: ignore[misc]
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the target for one step."""
+        self._order = getattr(scheduler_output, "faser", None)
+        self._remotely(lambda remote: remote.forget(scheduler_output.finished_req_ids))
+        return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+
+    def _remotely(self, action: Callable[[RemoteDrafting], None]) -> None:
+        if self.remote is None:
+            return
+        try:
+            action(self.remote)
+        except Exception:
+            self.remote.process.close()
+            self.remote = None
+            logger.exception("FASER drafts nothing ahead any more after a failure; vLLM's own drafter goes on")
+
+    def draft_remotely(self, sampled: Tensor | list[list[int]], lengths: list[int] | None) -> None:
+        """Draft what the process can; the rows that are served get length 0 for vLLM's drafter."""
+        if lengths is None:
+            return
+
+        def draft(remote: RemoteDrafting) -> None:
+            remote.begin_step()
+            if self._order is None or not self._order.frontier:
+                return
+            turns = self._turns(sampled, lengths)
+            wanted = {turn.request: lengths[row] for row, turn in turns.items()}
+            drafted = remote.take({turn.request: list(turn.sampled) for turn in turns.values()}, wanted)
+            wishes = [turn for turn in turns.values() if turn.request not in drafted]
+            if wishes:
+                drafted |= remote.draft(wishes)
+            remote.turns = turns
+            remote.drafted = {row: drafted[turn.request] for row, turn in turns.items() if turn.request in drafted}
+            for row in remote.drafted:
+                lengths[row] = 0
+
+        self._remotely(draft)
+
+    def _turns(self, sampled: Tensor | list[list[int]], lengths: list[int]) -> dict[int, Wish]:
+        """Return by batch row what the process needs to go on from what was just sampled."""
+        batch = self.input_batch  # type: ignore[attr-defined]
+        is_booked = isinstance(sampled, list)  # then vLLM has written the tokens to its batch already
+        rows = sampled if isinstance(sampled, list) else sampled.tolist()
+        found = {}
+        for row, length in enumerate(lengths):
+            tokens = tuple(token for token in rows[row] if token >= 0) if length else ()
+            if tokens:
+                end = int(batch.num_tokens_no_spec[row]) - (len(tokens) if is_booked else 0)
+                found[row] = Wish(batch.req_ids[row], batch.token_ids_cpu[row, :end], tokens, count=length)
+        return found
+
+    def hand_over(self, drafts: Tensor | list[list[int]], drafted: list[int]) -> Tensor | list[list[int]]:
+        """Return vLLM's drafts with the process's among them, and let the process go on behind all of them.
+
+        :param drafted: tokens handed over of each row; changed where a row has the process's.
+        """
+        if self.remote is None or not self.remote.turns:
+            return drafts
+        joined = drafts
+
+        def join(remote: RemoteDrafting) -> None:
+            nonlocal joined
+            stop = None if self._order is None else self._order.stop
+            kept = {row: _kept(found, stop) for row, found in remote.drafted.items()}
+            joined = _joined(drafts, kept)
+            for row, tokens in kept.items():
+                drafted[row] = len(tokens)
+            remote.go_on(self._behind(remote.turns, joined, drafted))
+
+        self._remotely(join)
+        return joined
+
+    def report_frontiers(self, report: StepReport) -> None:
+        """Add what the process did in this step: its time counts as drafting, and as overlap where it was hidden."""
+        remote = self.remote
+        if remote is None:
+            return
+        report.frontier_hits, report.frontier_misses = remote.hits, remote.misses
+        report.overlap_s = remote.overlap_s
+        report.draft_s += remote.overlap_s
+        if report.rounds is not None:
+            report.rounds = remote.rounds + report.rounds
+        if report.confidences:
+            for row, found in remote.drafted.items():
+                report.confidences[row] = found.confidences[: report.drafted[row] + 1]
+
+    def _behind(self, turns: dict[int, Wish], drafts: Tensor | list[list[int]], drafted: list[int]) -> list[Wish]:
+        """Return what to draft ahead: behind every chunk a guess of the next token, and as much as may be asked."""
+        assert self._order is not None
+        found = []
+        for row, turn in turns.items():
+            chunk = drafts[row][: drafted[row]]
+            if drafted[row]:
+                tokens = tuple(chunk if isinstance(chunk, list) else chunk.tolist())
+                found.append(replace(turn, chunk=tokens, count=1 + min(self._order.frontier, turn.count)))
+        return found
+
+
+def _kept(found: Drafted, stop: StopRule | None) -> tuple[int, ...]:
+    return found.tokens if stop is None else found.tokens[: kept_tokens(stop, found.confidences)]
+
+
+def _joined(drafts: Tensor | list[list[int]], put: dict[int, tuple[int, ...]]) -> Tensor | list[list[int]]:
+    """Return drafts whose rows of `put` hold these tokens; vLLM's are wide enough only where it drafted itself."""
+    if isinstance(drafts, list):
+        return [list(put.get(row, draft)) for row, draft in enumerate(drafts)]
+    longest = max(map(len, put.values()), default=0)
+    wide = drafts
+    if longest > drafts.shape[1]:
+        wide = drafts.new_zeros((len(drafts), longest))
+        wide[:, : drafts.shape[1]] = drafts
+    for row, tokens in put.items():
+        wide[row, : len(tokens)] = wide.new_tensor(tokens)
+    return wide
