@@ -100,6 +100,20 @@ class CatchUp:
         narrowed = self._narrow(step, rows, starts[rows], stops[rows])
         return FirstRows(rows.tolist(), ready, narrowed, missed)
 
+    def keep(self, slots: Tensor, tokens: Tensor, hidden: Tensor) -> None:
+        """Remember what the drafter would have seen in these slots, (rows,) int64.
+
+        :param tokens: (rows,) the target's own input
+        :param hidden: (rows, width) the target's states
+        """
+        places = slots.numpy()
+        self._held[places] = False
+        self._tokens[places] = tokens.numpy()
+        if self.is_shifted:
+            if self._hidden is None:
+                self._hidden = hidden.new_empty((len(self._held), hidden.shape[-1]))
+            self._hidden[slots] = hidden
+
     def _takes_whole(self, step: _Step, lengths: Sequence[int]) -> bool:
         """Tell whether everybody drafts, nobody has missed a token, and the step is small."""
         if len(step.inputs["target_token_ids"]) > WHOLE_ROWS or not all(lengths):
@@ -145,20 +159,14 @@ class CatchUp:
         return slots
 
     def _keep(self, step: _Step, rows: Numbers, positions: Numbers) -> None:
-        """Remember what the drafter would have seen at these positions of this step."""
+        """Remember these positions of this step."""
         import torch
 
         if not len(rows):
             return
-        slots = self._slots(step, rows, positions)
-        at = step.offsets[rows] + positions - step.firsts[rows]
-        self._held[slots] = False
-        self._tokens[slots] = step.inputs["target_token_ids"].numpy()[at]
-        if self.is_shifted:
-            hidden = step.inputs["target_hidden_states"]
-            if self._hidden is None:
-                self._hidden = hidden.new_empty((len(self._held), hidden.shape[-1]))
-            self._hidden[torch.from_numpy(slots)] = hidden[torch.from_numpy(at)]
+        at = torch.from_numpy(step.offsets[rows] + positions - step.firsts[rows])
+        slots = torch.from_numpy(self._slots(step, rows, positions))
+        self.keep(slots, step.inputs["target_token_ids"][at], step.inputs["target_hidden_states"][at])
 
     def _narrow(self, step: _Step, rows: Numbers, starts: Numbers, stops: Numbers) -> dict[str, Any]:
         """Return vLLM's inputs for a pass over positions [start, stop) of these requests."""

@@ -19,6 +19,7 @@ from .confidence import ConfidenceBook, top_probability
 from .draft_batch import DraftBatch, draft_metadata, index_of, narrow_metadata, narrow_sampling, shape_metadata
 from .patches.v1 import (
     DrafterHooks,
+    UndraftedStep,
     advance_positions,
     draft_context,
     draft_inputs,
@@ -107,6 +108,21 @@ class RaggedModelDrafter(DrafterHooks):
         prepared = super().set_inputs_first_pass(*args, **kwargs)  # type: ignore[misc]
         self._first = prepared[1], prepared[2]
         return prepared
+
+    def sit_out(self, lengths: list[int], step: UndraftedStep) -> Tensor | None:
+        """Return drafts of no length for a step in which nobody drafts or follows; None: `propose` has to be asked.
+
+        vLLM prepares the pass in every step; where speculation does not pay, nobody should pay for that.
+        """
+        catch_up = self.catch_up
+        if catch_up is None or not catch_up.can_keep(step.hidden) or not self._can_cut(lengths, 0, step.metadata):
+            return None
+        catch_up.keep(step.slots, step.tokens, step.hidden)
+        self.ends, self.rounds, self.caught_up, self.first_rows = list(lengths), (), 0, 0
+        self.num_speculative_tokens = 0
+        self._open_book()
+        keep_draft_probabilities(self, None)
+        return step.tokens.new_zeros((len(lengths), 0), dtype=_int64())
 
     def propose(self, num_speculative_tokens: int, **inputs: Any) -> Tensor:
         """Return drafts (requests, num_speculative_tokens); row i holds its first `lengths[i]` columns."""

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from .catch_up import CacheShape, CatchUp, Limits
-from .patches.v1 import RunnerHooks, inner_output, shared_cache
+from .patches.v1 import RunnerHooks, inner_output, shared_cache, undrafted_step
 from .phases import DevicePhases, HostPhases, Phases
 from .ragged import RaggedModelDrafter, adopt
 from .runner_frontier import FrontierRunner
@@ -129,7 +129,9 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, FrontierRunner):
         try:
             with self._timed("draft"):
                 self.draft_remotely(args[0], lengths)
-                drafts = super().propose_draft_token_ids(scheduler_output, *args, **kwargs)
+                drafts = self._sit_out(scheduler_output, args)
+                if drafts is None:
+                    drafts = super().propose_draft_token_ids(scheduler_output, *args, **kwargs)
         finally:
             drafter.lengths = drafter.follows = drafter.stop = None
         self._guard("count of drafts", lambda: self._count(drafts, lengths))
@@ -142,6 +144,20 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, FrontierRunner):
         drafts = self.hand_over(drafts, self.drafted)
         self._handed = dict(zip(self.input_batch.req_ids, self.drafted, strict=True))  # type: ignore[attr-defined]
         return drafts
+
+    def _sit_out(self, scheduler_output: Any, step: tuple[Any, ...]) -> Any:
+        """Return drafts of no length where nobody drafts and the drafter need not run; None: vLLM is asked."""
+        drafter, found = self.drafter, None  # type: ignore[attr-defined]
+
+        def look() -> None:
+            nonlocal found
+            undrafted = undrafted_step(self, scheduler_output, step)
+            found = None if undrafted is None else drafter.sit_out(drafter.lengths, undrafted)
+
+        is_skipping = getattr(drafter, "catch_up", None) is not None and drafter.lengths is not None
+        if is_skipping and not any(drafter.lengths) and not any(drafter.follows or ()):
+            self._guard("sitting out", look)
+        return found
 
     def row_lengths(self) -> list[int] | None:
         """Return the draft length of each batch row; rows in the middle of a prompt draft nothing."""
@@ -182,7 +198,10 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, FrontierRunner):
         self._handed = dict(zip(self.input_batch.req_ids, self.drafted, strict=True))  # type: ignore[attr-defined]
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Return the drafts on the host, row i cut to its request's length."""
+        """Return the drafts on the host, row i cut to its request's length; None where nobody has any."""
+        # A request that was scheduled holds no drafts any more (0.32 scheduler.py:876): there is nothing to replace.
+        if self._handed is not None and not any(self._handed.values()):
+            return None
         drafts: DraftTokenIds | None = super().take_draft_token_ids()  # type: ignore[misc]
         if drafts is not None and self.order is not None:
             self._guard("cut of drafts", lambda: self._cut(drafts))

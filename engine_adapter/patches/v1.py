@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +82,32 @@ def substituted(module: str, name: str, change: Callable[[type], type]) -> Itera
         yield
     finally:
         setattr(home, name, original)
+
+
+@dataclass(frozen=True, slots=True)
+class UndraftedStep:
+    """A step of the target none of whose rows is a draft: what a drafter's first pass would be made of."""
+
+    tokens: Tensor  # (rows,) the target's input
+    slots: Tensor  # (rows,) int64 where their KV went
+    hidden: Tensor  # (rows, width) what the target hands to the drafter
+    metadata: Any  # CommonAttentionMetadata
+
+
+def undrafted_step(runner: Any, scheduled: Any, step: tuple[Any, ...]) -> UndraftedStep | None:
+    """Return the step out of what vLLM gives to `propose_draft_token_ids`, None if it verified drafts.
+
+    The same as vLLM gathers itself (0.32 gpu_model_runner.py:4911), without the tokens that follow.
+    """
+    import torch
+
+    _, _, states, _, auxiliary, verified, metadata, _ = step
+    if any(verified.num_draft_tokens) or hasattr(runner.get_model(), "get_mtp_target_hidden_states"):
+        return None
+    rows = scheduled.total_num_scheduled_tokens
+    if runner.use_aux_hidden_state_outputs:
+        states = torch.cat([part[:rows] for part in auxiliary], dim=-1)
+    return UndraftedStep(runner.input_ids.gpu[:rows], metadata.slot_mapping[:rows].long(), states[:rows], metadata)
 
 
 def inner_output(output: Any) -> Any:

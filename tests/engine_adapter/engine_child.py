@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -168,7 +167,7 @@ def spoiled(control: str, runner: Any) -> Iterator[None]:
         "positions": (ragged, "advance_positions", _forget_to_advance),
         "drawn": (ragged, "sample_draft", _judge_by_the_drawn_token(ragged.sample_draft)),
         "no catch-up": (CatchUp, "_held_until", lambda _catch_up, step, rows: step.firsts[rows]),
-        "shifted states": (CatchUp, "_keep", _keep_shifted(CatchUp._keep)),
+        "shifted states": (CatchUp, "keep", _keep_shifted(CatchUp.keep)),
         "failure": (ragged, "advance_positions", _fail),
         "rows": (ragged._Store, "put", _shifted(ragged._Store.put)),
         "probabilities": (ragged, "keep_draft_probabilities", _roll(ragged.keep_draft_probabilities)),
@@ -256,11 +255,7 @@ def _judge_by_the_drawn_token(sample: Any) -> Any:
 
 
 def _keep_shifted(keep: Any) -> Any:
-    def shifted(catch_up: Any, step: Any, *rest: Any) -> None:
-        hidden = step.inputs["target_hidden_states"].roll(1, 0)
-        keep(catch_up, replace(step, inputs=step.inputs | {"target_hidden_states": hidden}), *rest)
-
-    return shifted
+    return lambda catch_up, slots, tokens, hidden: keep(catch_up, slots, tokens, hidden.roll(1, 0))
 
 
 def _accept_all(sample: Any) -> Any:
