@@ -16,6 +16,7 @@ from .state import EngineState
 from .step_octaves import OCTAVES
 
 Singles = npt.NDArray[np.float32]
+Floats = npt.NDArray[np.float64]
 
 OBSERVATION_VERSION: Final = 1
 POSITIONS: Final = 4  # draft positions whose acceptance is shown; the last one known stands for those beyond k_max
@@ -73,6 +74,7 @@ class Observation(NamedTuple):
     requests: Singles  # (slots, len(REQUEST_FEATURES)); the order of requests carries no meaning
     globals: Singles  # (len(GLOBAL_FEATURES),)
     handles: npt.NDArray[np.int64]  # (n,) of the first n rows
+    acceptance: Floats  # (live requests, k_max) as EngineState.acceptance gives it: who acts on it need not ask again
 
 
 def observe_vector(state: EngineState, slots: int) -> Observation:
@@ -80,30 +82,30 @@ def observe_vector(state: EngineState, slots: int) -> Observation:
     is_running = state.requests.running(state.link.records)
     places = np.flatnonzero(is_running)[:slots]
     requests = np.zeros((slots, len(REQUEST_FEATURES)), np.float32)
-    requests[: len(places)] = _requests(state, places)
-    return Observation(requests, _globals(state, is_running), state.requests.column("handle")[places])
+    acceptance = state.acceptance()
+    _fill(requests[: len(places)], state, places, acceptance)
+    return Observation(requests, _globals(state, is_running), state.requests.column("handle")[places], acceptance)
 
 
-def _requests(state: EngineState, places: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def _fill(rows: Singles, state: EngineState, places: npt.NDArray[np.int64], acceptance: Floats) -> None:
+    """Write the features of the requests at these places, column by column: stacking columns takes twice as long."""
     table, k_max = state.requests, state.capabilities.k_max
-    is_prefill = table.column("is_prefill")[places]
-    age_s = np.maximum(state.time_s - table.column("arrival_s")[places], 0.0)
-    acceptance = state.acceptance()[places]
-    shown = acceptance[:, np.minimum(np.arange(POSITIONS), k_max - 1)] if k_max else np.zeros((len(places), POSITIONS))
-    trials = table.trials[places, 0] if k_max else np.zeros(len(places))
-    columns = [
-        ~is_prefill,
-        is_prefill,
-        squeezed(table.column("context")[places], 1024.0),
-        squeezed(table.column("emitted")[places], 128.0),
-        squeezed(age_s, 10.0),
-        np.clip(table.column("priority")[places] / 8.0, -1.0, 1.0),
-        table.column("limit")[places] / max(k_max, 1),
-        *shown.T,
-        acceptance.prod(axis=1) if k_max else np.zeros(len(places)),
-        squeezed(trials, 40.0),
-    ]
-    return np.stack([np.asarray(column, np.float64) for column in columns], axis=1)
+    known = table.rows.take(places)
+    is_prefill = known["is_prefill"]
+    rows[:, 0] = ~is_prefill
+    rows[:, 1] = is_prefill
+    rows[:, 2] = squeezed(known["context"], 1024.0)
+    rows[:, 3] = squeezed(known["emitted"], 128.0)
+    rows[:, 4] = squeezed(np.maximum(state.time_s - known["arrival_s"], 0.0), 10.0)
+    rows[:, 5] = np.minimum(np.maximum(known["priority"] / 8.0, -1.0), 1.0)
+    rows[:, 6] = known["limit"] / max(k_max, 1)
+    if k_max:
+        chances = acceptance.take(places, axis=0)
+        shown = min(POSITIONS, k_max)
+        rows[:, 7 : 7 + shown] = chances[:, :shown]
+        rows[:, 7 + shown : 7 + POSITIONS] = chances[:, shown - 1 : shown]
+        rows[:, 7 + POSITIONS] = chances.prod(axis=1)
+        rows[:, 8 + POSITIONS] = squeezed(table.trials[places, 0], 40.0)
 
 
 def _globals(state: EngineState, is_running: npt.NDArray[np.bool_]) -> Singles:

@@ -93,6 +93,11 @@ class RequestTable:
         return self._rows[: self.size][name]
 
     @property
+    def rows(self) -> npt.NDArray[Any]:
+        """View of the live requests' columns, (size,) structured."""
+        return self._rows[: self.size]
+
+    @property
     def trials(self) -> Floats:
         """(size, k_max) view: how often each position was tried, with forgetting."""
         return self._evidence[0, : self.size]

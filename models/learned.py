@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..env.action_vector import RULED_FROM, deepest, lengths_for, outside
-from ..env.observation import observe_vector
+from ..env.observation import Observation, observe_vector
 from ..env.spaces import Action, Capabilities, clamp
 from ..env.state import EngineState
 from .network import OUTPUTS, Network, load_network
@@ -68,21 +68,23 @@ class LearnedPolicy:
             return self._handed_over(state, f"{np.count_nonzero(outside_range)} features unlike training")
         values = self._network.forward(requests, seen.globals)
         if self._network.manifest.head == "price":
-            return self._priced(state, values, len(seen.handles))
+            return self._priced(state, values, seen)
         return self._lengths(state, seen.handles, values)
 
-    def _priced(self, state: EngineState, values: Array, running: int) -> Action:
+    def _priced(self, state: EngineState, values: Array, seen: Observation) -> Action:
         """Return what env/action_vector.py's `decode` makes of these outputs (a test compares), without its clamps."""
         threshold, depth, keep, go_on = ((np.clip(values, -1.0, 1.0) + np.float32(1.0)) * np.float32(0.5)).tolist()
         k_max = state.capabilities.k_max
-        lengths = lengths_for(state.acceptance(), threshold, depth)
-        default = int(lengths_for(state.population.mean[None, :], threshold, depth)[0])
+        lengths = lengths_for(np.concatenate([seen.acceptance, state.population.mean[None, :]]), threshold, depth)
         stop = None
         if keep >= RULED_FROM and state.confidence.is_ready:
             stop = state.confidence.rule(keep, np.full(k_max, go_on))
         rounds = deepest(depth, k_max)
-        reason = f"{running} running: learned, survival {threshold:.2f} in up to {rounds} rounds, kept above {keep:.2f}"
-        return Action(lengths, default, stop=stop, reason=reason)
+        reason = (
+            f"{len(seen.handles)} running: learned, survival {threshold:.2f} in up to {rounds} rounds, "
+            f"kept above {keep:.2f}"
+        )
+        return Action(lengths[:-1], int(lengths[-1]), stop=stop, reason=reason)
 
     def _lengths(self, state: EngineState, handles: Array, logits: Array) -> Action:
         chosen = logits[:, : state.capabilities.k_max + 1].argmax(axis=1)

@@ -14,7 +14,7 @@ import pytest
 
 from faser.engine_adapter.protocol import RequestRow, StepRecord
 from faser.env.action_vector import decode
-from faser.env.observation import GLOBAL_FEATURES, REQUEST_FEATURES
+from faser.env.observation import GLOBAL_FEATURES, REQUEST_FEATURES, observe_vector
 from faser.env.spaces import Capabilities
 from faser.env.state import EngineState, observe
 from faser.models import learned
@@ -100,9 +100,10 @@ def test_each_handle_keeps_its_length_whatever_the_order_of_appearance(head: Hea
 def test_prices_mean_what_the_action_vector_says() -> None:
     state, random = make_state(12), np.random.default_rng(0)
     policy = LearnedPolicy(make_network("price"), CAPABILITIES)
+    seen = observe_vector(state, 12)
     for _ in range(60):
         values = random.uniform(-1.3, 1.3, 4).astype(np.float32)
-        found, expected = policy._priced(state, values, 12), decode(outside_of(values), state)
+        found, expected = policy._priced(state, values, seen), decode(outside_of(values), state)
         assert found.lengths.tolist() == expected.lengths.tolist()
         assert (found.default_length, found.stop) == (expected.default_length, expected.stop)
 
