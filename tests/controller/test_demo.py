@@ -141,6 +141,7 @@ def test_a_short_demo_serves_steers_and_reports(demo: list[str], tmp_path: Path)
 
 
 @pytest.mark.engine
+@pytest.mark.slow  # `make proof`; Ctrl-C while vLLM starts is tried in CI
 def test_ctrl_c_under_load_leaves_no_process_a_readable_file_and_the_figures(demo: list[str], tmp_path: Path) -> None:
     with (tmp_path / "stderr").open("w+") as log:
         running = subprocess.Popen([*demo, "--duration", "600"], stdout=subprocess.PIPE, stderr=log, text=True)

@@ -139,7 +139,7 @@ def test_the_reference_says_something(reference: dict[str, Any]) -> None:
 # `make proof` for what is marked slow: its nearest relatives run in CI.
 @pytest.mark.parametrize(
     "method",
-    ["ngram", "draft_model itself", pytest.param("draft_model truncated", marks=pytest.mark.slow), "eagle3"],
+    ["ngram", *(pytest.param(f"draft_model {of}", marks=pytest.mark.slow) for of in ("itself", "truncated")), "eagle3"],
 )
 def test_outputs_equal_those_without_speculation(
     method: str, target: Path, truncated: Path, short_folder: Path, reference: dict[str, Any]

@@ -233,6 +233,7 @@ def tokens_per_round(run: Any) -> float:
     return float(sum(sum(step.rounds) for step in run.steps if any(step.lengths))) / allowed
 
 
+@pytest.mark.slow  # an engine for one switch: `make proof`
 def test_confidence_can_be_switched_off(engine: Callable[..., Any], reference: Any) -> None:
     method = {"method": "draft_model", "model": str(ensure_embedded_target())}
     seen = engine(scenario(method, batch(CYCLE, stop=STOP)), {"FASER_CONFIDENCE": "0"})
