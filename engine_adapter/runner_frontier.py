@@ -52,8 +52,8 @@ class RemoteDrafting:
     def begin_step(self) -> None:
         """Look at the process, and forget what the last step did."""
         self.process.look()
-        if self._ahead_s is None:
-            self.process.collect(0.0)  # what came too late for an earlier step
+        if self._ahead_s is None and (late := self.process.collect(0.0)) is not None:
+            self._learn(late.ended_s - late.began_s)  # else a drafter that got slower would never be waited for again
         self.overlap_s, self.rounds, self.turns, self.drafted = 0.0, (), {}, {}
         self.hits = self.misses = 0
 
@@ -101,9 +101,12 @@ class RemoteDrafting:
         if reply is None:
             self.process.cancel()
             return {}
-        self.serial_s += SMOOTHING * (time.monotonic() - began_s - self.serial_s)
+        self._learn(time.monotonic() - began_s)
         self._count(reply, began_s)
         return {name: reply.drafted[key] for name, key in self.process.requests_of(reply).items()}
+
+    def _learn(self, took_s: float) -> None:
+        self.serial_s += SMOOTHING * (took_s - self.serial_s)
 
     def go_on(self, wishes: Sequence[Wish]) -> None:
         """Let the process draft ahead of the chunks that the target is about to verify."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -10,40 +11,50 @@ from pathlib import Path
 from typing import Any
 
 from faser.engine_adapter import drafter_process, runner_frontier
+from faser.engine_adapter.drafter_process import DrafterProcess
 
 KNOWN = Path(__file__).with_name("known_drafter.py")
-START_LIMIT_S = 60.0
+LIMIT_S = 60.0
 
 
 def install(given: dict[str, Any]) -> None:
-    """Let the runner start the given process: `texts` for known_drafter.py; without, the model's own."""
-    os.environ["FASER_DRAFTER_CORES"] = given.get("cores", "all")
-    drafter_process.FIRST_PAUSE_S = given.get("pause_s", 0.01)  # type: ignore[misc]
+    """Let the runner start a process: known_drafter.py with the file `texts`; without one, the draft model's own."""
+    os.environ["FASER_DRAFTER_CORES"] = "all"
+    drafter_process.FIRST_PAUSE_S = 0.01  # type: ignore[misc]
+    # Whether an answer comes in time shall not depend on the machine's other work.
+    runner_frontier.SMOOTHING, runner_frontier.FIRST_GUESS_S = 0.0, LIMIT_S  # type: ignore[misc]
     if "texts" in given:
         command = [sys.executable, str(KNOWN), given["texts"]]
         runner_frontier.chosen_drafter = lambda cores, config: (command, None)
 
 
 def begin(runner: Any, batch: dict[str, Any]) -> None:
-    """Wait until the process can take jobs, and arrange for what shall happen to it."""
-    process = runner.remote.process
-    ends = time.monotonic() + START_LIMIT_S
-    while not process.is_ready and time.monotonic() < ends:
-        process.look()
-        time.sleep(0.01)
-    assert process.is_ready, "the drafter's process did not start"
-    kills = list(batch.get("kill_at", []))
-    begin_step, steps = runner.remote.begin_step, 0
+    """Wait until the process can take jobs, and arrange for what shall happen to it in this batch."""
+    remote = runner.remote
+    if "known" in batch:
+        file = Path(remote.process._command[-1])
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"wrong": 0.0, "fault": ""} | batch["known"]))
+        remote.process.close()
+        remote.process = DrafterProcess(remote.process._command)
+    _wait(remote.process)
+    kills, steps = list(batch.get("kill_at", [])), 0
 
-    def kill() -> None:
+    def begin_step() -> None:
         nonlocal steps
         steps += 1
-        if kills and steps >= kills[0] and process.pid is not None:
+        if kills and steps >= kills[0] and remote.process.pid is not None:
             kills.pop(0)
-            os.kill(process.pid, batch.get("signal", signal.SIGKILL))
-        begin_step()
+            os.kill(remote.process.pid, signal.SIGKILL)
+        elif batch.get("is_back_at") == steps:
+            _wait(remote.process)
+        type(remote).begin_step(remote)
 
-    runner.remote.begin_step = kill
-    if batch.get("is_patient", True):  # whether an answer comes in time shall not depend on the machine's other work
-        runner_frontier.SMOOTHING = 0.0  # type: ignore[misc]
-        runner.remote.serial_s = START_LIMIT_S
+    remote.begin_step = begin_step
+
+
+def _wait(process: DrafterProcess) -> None:
+    ends = time.monotonic() + LIMIT_S
+    while not process.is_ready and time.monotonic() < ends:
+        process.look()
+        process.collect(0.01)
+    assert process.is_ready, "the drafter's process did not start"
