@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +101,19 @@ def plan(machine: Any, options: argparse.Namespace) -> Iterator[tuple[str, Part]
 
 def run(machine: Any, options: argparse.Namespace) -> int:
     """Run what is not done yet, as far as the time goes; return the exit status."""
-    begun = time.monotonic()
     asked = {name: getattr(options, name) for name in ("requests", "length", "context", "rounds", "targets")}
     results = Results(options.output, machine.facts(), asked)
+    return run_parts(plan(machine, options), results, options, lambda: machine.forget())
+
+
+def run_parts(
+    parts: Iterable[tuple[str, Part]], results: Results, options: argparse.Namespace, forget: Callable[[], None]
+) -> int:
+    """Run the parts that are not done yet; each one's result is in the file before the next begins."""
+    begun = time.monotonic()
     longest: dict[str, float] = {}
     failed = False
-    for name, measure in plan(machine, options):
+    for name, measure in parts:
         if results.has(name) or not name.startswith(options.only):
             continue
         kind, now = name.split("/")[0], time.monotonic()
@@ -118,7 +125,7 @@ def run(machine: Any, options: argparse.Namespace) -> int:
         except Exception as error:
             traceback.print_exc()
             with contextlib.suppress(Exception):
-                machine.forget()  # what the part left behind would take the next one's memory
+                forget()  # what the part left behind would take the next one's memory
             part, failed = {"error": f"{type(error).__name__}: {error}"[:500]}, True
         spent = time.monotonic() - now
         longest[kind] = max(longest.get(kind, 0.0), spent)

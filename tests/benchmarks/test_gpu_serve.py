@@ -1,0 +1,152 @@
+"""The serving benchmark for GPUs without a GPU: its dry run end to end, and its arithmetic by hand."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import faser
+
+FOLDER = Path(faser.__file__).parent / "benchmarks" / "gpu"
+SMALL = ["--targets", "qwen3-8b", "--loads", "1", "16", "--rounds", "2", "--answers", "2", "--trace-seconds", "5"]
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    names = ("serve", "serve_load", "serve_engine", "run", "shapes", "checkout", "part_vllm")
+    for name in names:
+        sys.modules.pop(name, None)
+    yield importlib.import_module("serve")
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def run(serve: ModuleType, monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["serve.py", *flags])
+    status: int = serve.main()
+    return status
+
+
+def test_the_dry_run_does_every_part_once_goes_on_and_sums_up(
+    serve: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "serve.json"
+    flags = ["--dry-run", *SMALL, "--output", str(output)]
+    assert run(serve, monkeypatch, *flags, "--only", "qwen3-8b/k3") == 0
+    first = json.loads(output.read_text())["parts"]
+    assert list(first) == ["qwen3-8b/k3/0", "qwen3-8b/k3/1"]
+    capsys.readouterr()
+    assert run(serve, monkeypatch, *flags) == 0
+    told = capsys.readouterr().out
+    content = json.loads(output.read_text())
+    assert set(content["parts"]) == {f"qwen3-8b/{arm}/{round_}" for arm in serve.ARMS for round_ in (0, 1)}
+    assert {name: content["parts"][name] for name in first} == first
+    assert content["machine"] == {"is_dry_run": True}
+    found = json.loads(told.splitlines()[-1])
+    assert [point["load"] for point in found["points"]] == ["1", "16", "azure-conv"]
+    assert [point["metric"] for point in found["points"]] == ["tokens_per_s", "tokens_per_s", "goodput"]
+    assert all(point["envelope_ratio"] > 0 and point["throughput_over_static"] > 0 for point in found["points"])
+    assert found["paper_throughput"]["verdict"] in ("hit", "missed")
+
+
+def test_arms_of_a_round_take_turns(serve: ModuleType) -> None:
+    options = serve.arguments(["--dry-run", *SMALL, "--output", "x", "--arms", "none", "k3", "faser"])
+    assert [name.split("/", 1)[1] for name, _ in serve.plan(options)] == [
+        "none/0", "k3/0", "faser/0", "k3/1", "faser/1", "none/1",
+    ]  # fmt: skip
+
+
+def test_a_closed_loop_keeps_its_clients_busy_and_counts_the_full_batch_only(serve: ModuleType) -> None:
+    load = importlib.import_module("serve_load")
+    engine, most = load.DryEngine("none"), 0
+    step = engine.step
+
+    def watched() -> Any:
+        nonlocal most
+        most = max(most, len(engine._requests))
+        return step()
+
+    engine.step = watched
+    asked = load.closed_requests(4, 3, 0)
+    found = load.drive(engine, asked, 4)
+    assert (most, len(asked), len(found["requests"])) == (4, 16, 12)
+    # Four rows a step and nothing accepted; a prompt, taken in where an answer ended, delays it.
+    step_s = engine.STEP_S + 4 * engine.ROW_S
+    assert 0.9 * 4 / step_s < found["tokens_per_s"] <= 4 / step_s
+    assert all(tokens == load.ANSWER_TOKENS for _, _, tokens in found["requests"])
+
+
+def test_a_replay_sends_requests_when_they_are_due(serve: ModuleType) -> None:
+    load = importlib.import_module("serve_load")
+    engine = load.DryEngine("none")
+    found = load.drive(engine, [load.Asked(0.0, 10, 4), load.Asked(5.0, 10, 4)], None)
+    step_ms = 1e3 * (engine.STEP_S + engine.ROW_S)
+    assert found["seconds"] == pytest.approx(5.0 + 4 * step_ms / 1e3, abs=0.01)
+    for ttft_ms, tpot_ms, tokens in found["requests"]:
+        assert ttft_ms == pytest.approx(step_ms, abs=0.2)
+        assert (tpot_ms, tokens) == (pytest.approx(step_ms, abs=1e-3), 4)
+
+
+def made_up(**rates: list[float]) -> dict[str, Any]:
+    """Return results in which an arm has so many tokens/s in each round, and its latency is the inverse."""
+    return {
+        "parts": {
+            f"t/{arm}/{round_}": {
+                "result": {"4": {"tokens_per_s": rate, "requests": [[10.0, 1e3 / rate, 64.0]], "seconds": 1.0}}
+            }
+            for arm, values in rates.items()
+            for round_, rate in enumerate(values)
+        }
+    }
+
+
+def test_ratios_and_the_papers_verdicts_are_those_worked_out_by_hand(serve: ModuleType) -> None:
+    content = made_up(none=[100.0, 102.0, 98.0], k3=[120.0, 118.0, 122.0], faser=[192.0, 188.8, 195.2])
+    content["parts"]["t/adaptive/0"] = {"error": "not on this runner"}
+    found = serve.summary(content)
+    (point,) = found["points"]
+    assert (point["envelope_ratio"], point["best_rival"]) == (1.6, ["k3"])
+    assert found["failed"] == {"t/adaptive/0": "not on this runner"}  # and no loss, no win
+    assert found["paper_throughput"] == {"bar": 1.53, "best": 1.6, "verdict": "hit"}
+    assert found["paper_latency"] == {"bar": 1.92, "best": 1.6, "verdict": "missed"}
+
+
+def test_of_a_trace_only_requests_within_five_and_two_times_the_unloaded_latency_count(serve: ModuleType) -> None:
+    unloaded = {0: {"requests": [[100.0, 10.0, 64.0]]}}
+    requests = [[400.0, 15.0, 50.0], [600.0, 15.0, 30.0], [400.0, 25.0, 20.0]]
+    found = {"tokens_per_s": 200.0, "requests": requests}
+    assert serve._rate(unloaded, True, found) == pytest.approx(100.0)
+    assert serve._rate(unloaded, False, found) == 200.0
+    assert serve._rate(unloaded, True, found | {"requests": requests[1:]}) == 100.0  # as one ordinary request
+
+
+def test_acceptance_by_decree_is_the_measured_one(serve: ModuleType) -> None:
+    rates = serve.acceptance_rates(5)
+    assert rates == sorted(rates, reverse=True)
+    assert 0.0 < rates[4] < rates[0] < 1.0
+    engine = importlib.import_module("serve_engine")
+    task = {"arm": "k3", "drafter": "d", "length": 5, "rates": rates}
+    config = engine.speculation(task)
+    assert (config["num_speculative_tokens"], config["synthetic_acceptance_rates"]) == (3, rates[:3])
+    assert engine.speculation(task | {"arm": "none"}) is None
+    assert engine.speculation(task | {"arm": "adaptive"})["enable_adaptive_verification"] is True
+    assert "enable_adaptive_verification" not in engine.speculation(task | {"arm": "faser"})
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"), [(["--dry-run"], "give an --output"), (["--loads", "0"], "above 0"), (["--answers", "1"], "2")]
+)
+def test_bad_options_are_refused(
+    serve: ModuleType, flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        serve.arguments(flags)
+    assert told in capsys.readouterr().err
