@@ -159,5 +159,5 @@ class Engine:
         return said
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and "--child" in sys.argv:
     serve(Engine(int(sys.argv[2])))

@@ -80,13 +80,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, drafter
 
 
-def exact(target: Path, temperature: float, top_k: int = TOP_K) -> dict[tuple[int, ...], float]:
-    """Return the probability of every sequence of TESTED tokens that top-k lets through."""
+def exact(target: Path, temperature: float, top_k: int = TOP_K, tested: int = TESTED) -> dict[tuple[int, ...], float]:
+    """Return the probability of every sequence of `tested` tokens that top-k lets through."""
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(target).float().eval()
     paths: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(TESTED):
+    for _ in range(tested):
         with torch.no_grad():
             logits = model(torch.tensor([[*PROMPT, *path] for path in paths])).logits[:, -1] / temperature
         best = logits.topk(top_k)
@@ -100,7 +100,8 @@ def exact(target: Path, temperature: float, top_k: int = TOP_K) -> dict[tuple[in
 
 def p_value(tokens: list[list[list[int]]], expected: dict[tuple[int, ...], float]) -> float:
     """Return the probability of a sample at least as odd as this one; 0 if a token is impossible."""
-    seen = Counter(tuple(sample[:TESTED]) for request in tokens for sample in request)
+    tested = len(next(iter(expected)))
+    seen = Counter(tuple(sample[:tested]) for request in tokens for sample in request)
     total = sum(seen.values())
     if set(seen) - set(expected):
         return 0.0
@@ -188,6 +189,26 @@ def test_drafts_drawn_at_random_leave_the_distribution_alone(
         assert_untouched(run, target, temperature)
     # Control: accepting against the next column's distribution shows in the output.
     assert p_value(seen.batches[2].tokens, exact(target, TEMPERATURES[0])) < 1e-6
+
+
+@pytest.mark.slow  # `make proof`; test_frontier_engine.py has the greedy version
+def test_drafts_made_ahead_leave_the_distribution_alone(engine: Callable[..., Any], folders: tuple[Path, Path]) -> None:
+    """Chunks of one and two tokens, so that the fourth token has been verified as part of a frontier."""
+    target, drafter = folders
+    method = {"method": "draft_model", "model": str(drafter)}
+    given = scenario(target, method, controls=("", "", "acceptance"))
+    for batch in given["batches"]:
+        batch |= {"rule": {"cycle": [1, 2]}, "frontier": LONGEST}
+        batch["sampling"]["max_tokens"] = EMITTED + 1
+    seen = engine(given | {"process": {}})
+    assert seen.faults == {}
+    for run, temperature in zip(seen.batches[:2], TEMPERATURES, strict=True):
+        hits, misses = (sum(step.frontiers[index] for step in run.steps) for index in (0, 1))
+        assert hits > 300
+        assert misses > 300
+        assert p_value(run.tokens, exact(target, temperature, tested=EMITTED)) > SIGNIFICANCE
+    # Control: drafts that are taken unverified show in the output.
+    assert p_value(seen.batches[2].tokens, exact(target, TEMPERATURES[0], tested=EMITTED)) < 1e-6
 
 
 def drafted(run: Any) -> Counter[int]:
