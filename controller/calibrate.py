@@ -31,16 +31,18 @@ from ..env.engine_model import (
     PROFILE_VERSION,
     Card,
     EngineProfile,
+    Exit,
     Phase,
     PhaseModel,
     ProfileError,
     load_profile,
     save_profile,
 )
+from ..env.exit_fit import Look, fit_exits
 from ..env.step_samples import StepSamples
 from ..env.trace import TraceError
 from .errors import ModelError, StoreError, UsageError
-from .measured import Measured, read_measured, trials
+from .measured import Measured, looks, read_measured, trials
 from .starvation import freed, load_waiting
 
 PHASES: Final[tuple[Phase, ...]] = ("verify", "draft", "host")
@@ -84,6 +86,7 @@ def calibrate(options: CalibrateOptions, console: Console) -> int:
         drafts = accept_trace(options.acceptance)
     source = options.acceptance or ", ".join(path.name for path in options.telemetry)
     acceptance = fit_acceptance(drafts, hello.k_max, Path(source).name)
+    seen = [look for one in measured for look in looks(one)]
     fits: dict[Phase, Fit] = {}
     samples = StepSamples.joined([freed(one.samples, one.steps, load_waiting(one.path)) for one in measured])
     if options.base is not None:
@@ -92,6 +95,8 @@ def calibrate(options: CalibrateOptions, console: Console) -> int:
     else:
         fits = fit_all(samples, options, tuple(hello.graph_sizes))
         profile = profile_of(hello, fits, samples, acceptance, options)
+    if seen:  # else a base keeps the exits that it has
+        profile = msgspec.structs.replace(profile, exits=fit_exits(seen, hello.released_prune))
     try:
         save_profile(profile, options.output)
     except OSError as error:
@@ -104,6 +109,8 @@ def calibrate(options: CalibrateOptions, console: Console) -> int:
         if fits:
             out.print(error_table(fits))
         out.print(acceptance_table(describe(profile.acceptance, drafts)) if drafts else "no drafts measured")
+        if seen:
+            out.print(exit_table(profile.exits, seen))
     console.print(f"faser: profile {options.output}", highlight=False, soft_wrap=True)
     return 0
 
@@ -289,6 +296,20 @@ def acceptance_table(description: Description) -> Table:
     return table
 
 
+def exit_table(exits: tuple[Exit, ...], seen: list[Look]) -> Table:
+    """Return what exit heads found, what they spared and what looking took."""
+    table = Table(title="exit heads")
+    for name in ("layer", "steps", "layers spared", "rejections found", "accepted, cut", "a look", "and per token"):
+        table.add_column(name, justify="right")
+    for each in exits:
+        table.add_row(
+            str(each.layer), str(sum(look.layer == each.layer for look in seen)), _percent(each.saved_share),
+            _percent(each.recall), _percent(each.false_alarm), f"{1e3 * each.look_s:.2f} ms",
+            f"{1e6 * each.look_token_s:.1f} us",
+        )  # fmt: skip
+    return table
+
+
 def figures(fits: dict[Phase, Fit], profile: EngineProfile, drafts: list[DraftTrial]) -> dict[str, object]:
     """Return what --json prints."""
     found: dict[str, object] = {
@@ -310,6 +331,7 @@ def figures(fits: dict[Phase, Fit], profile: EngineProfile, drafts: list[DraftTr
         "measured_auc": acceptance.measured_auc if acceptance else [],
         "model_auc": acceptance.model_auc if acceptance else [],
     }
+    found["exits"] = [msgspec.to_builtins(each) for each in profile.exits]
     return found
 
 

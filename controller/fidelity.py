@@ -24,7 +24,7 @@ from ..env.replay import replay
 from ..env.retrace import RecordedRequest
 from ..env.step_samples import StepSamples
 from .calibrate import load_profile_or_fail, require_fitting, require_same
-from .errors import StoreError, UsageError
+from .errors import ModelError, StoreError, UsageError
 from .measured import Life, Measured, lives, read_measured
 from .starvation import Waiting, freed, load_waiting
 
@@ -86,6 +86,8 @@ def compare(measured: Measured, profile: EngineProfile, options: FidelityOptions
     seeds = track(range(options.runs), "replaying", console=Console(stderr=True), transient=True)
     simulated = [replayed(profile, requests, seed) for seed in seeds]
     result: dict[str, object] = step_errors(freed(measured.samples, measured.steps, waiting), profile)
+    if not profile.exits and not np.isnan(measured.steps.prune_layer).all():
+        raise ModelError(f"{measured.path}: steps with pruning", "a profile that knows exit heads", "calibrate one")
     result |= {f"{name}_error": value for name, value in run_errors(real, simulated).items()}
     result["repeat_spread"] = _repeat_spread(real, found, options.repeat)
     result["requests"] = len(found)
@@ -98,12 +100,15 @@ def recorded_requests(measured: Measured, waiting: Waiting) -> list[tuple[Life, 
     """Return every whole request with what is replayed of it, by the clock that leaves noted waiting out."""
     decisions: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     emitted: dict[tuple[int, int], int] = {}
+    looked: dict[tuple[int, int], set[int]] = {}
     for index, rows in enumerate(measured.rows):
         engine = int(measured.steps.engine[index])
         drawn, handed = measured.steps.drawn_tokens[index], sum([row.drafted for row in rows])
         has_dropped = not np.isnan(drawn) and drawn > handed
         for row in rows:
             key = (engine, row.handle)
+            if row.verified and not np.isnan(measured.steps.prune_layer[index]):
+                looked.setdefault(key, set()).add(emitted.get(key, 0))
             emitted[key] = emitted.get(key, 0) + row.emitted
             if row.emitted:
                 extra = int(has_dropped and row.drafted < row.draft_limit)
@@ -113,7 +118,10 @@ def recorded_requests(measured: Measured, waiting: Waiting) -> list[tuple[Life, 
         if life.output_tokens < 1 or life.prompt_tokens < 1:
             continue
         key = (life.engine, life.handle)
-        request = RecordedRequest(life.arrival_s, life.prompt_tokens, life.output_tokens, tuple(decisions.get(key, ())))
+        request = RecordedRequest(
+            life.arrival_s, life.prompt_tokens, life.output_tokens, tuple(decisions.get(key, ())),
+            frozenset(looked.get(key, ())),
+        )  # fmt: skip
         found.append((life, request))
     return found
 
@@ -144,6 +152,7 @@ def replayed(profile: EngineProfile, requests: list[RecordedRequest], seed: int)
         [lengths_by_emitted(request) for request in requests],
         profile,
         seed=seed,
+        pruned=[pruned_by_emitted(request) for request in requests],
     )
     return Run(served.ttft_s, served.tpot_s, served.e2e_s, served.tokens_per_s)
 
@@ -151,6 +160,11 @@ def replayed(profile: EngineProfile, requests: list[RecordedRequest], seed: int)
 def lengths_by_emitted(request: RecordedRequest) -> list[int]:
     """Return the draft length decided at each number of tokens emitted, from 0 on."""
     return [request.decided(emitted)[0] for emitted in range(request.output_tokens + 1)]
+
+
+def pruned_by_emitted(request: RecordedRequest) -> list[bool]:
+    """Return whether exit heads looked at what was drafted at each number of tokens emitted, from 0 on."""
+    return [request.is_looked_at(emitted) for emitted in range(request.output_tokens + 1)]
 
 
 def _figures(arrival_s: Floats, first_s: Floats, end_s: Floats, tokens: Floats) -> Run:
@@ -176,7 +190,10 @@ def _median_error(value: Floats, wanted: Floats) -> float:
 
 
 def step_errors(samples: StepSamples, profile: EngineProfile) -> dict[str, object]:
-    """Return the errors over recorded steps, each of them a single one: its own scatter is in them."""
+    """Return the errors over recorded steps, each of them a single one: its own scatter is in them.
+
+    Deciding what is pruned is in neither side; it is a fraction of a step.
+    """
     verify_s = samples.basis("verify", profile.graph_sizes) @ np.array(profile.verify.coefficients)
     draft_s = samples.basis("draft") @ np.array(profile.draft.coefficients)
     drafted = samples.drafting_requests > 0

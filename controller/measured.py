@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ..engine_adapter.protocol import Hello, RequestRow
 from ..env.acceptance_fit import DraftTrial
+from ..env.exit_fit import Look
 from ..env.step_samples import StepSamples
 from .errors import StoreError
 from .schema import open_for_reading
@@ -76,7 +77,7 @@ def _row(steps: StepTable, index: int) -> str:
 
 
 def _require_times(path: Path, steps: StepTable) -> None:
-    for name in ("time_s", "step_s", "verify_s", "sample_s", "draft_s", "overlap_s"):
+    for name in ("time_s", "step_s", "verify_s", "sample_s", "draft_s", "overlap_s", "prune_s", "saved_rows"):
         values = getattr(steps, name)
         is_bad = ~np.isfinite(values) | (values < 0.0)
         if name in ("step_s", "time_s"):
@@ -106,9 +107,10 @@ def _samples(steps: StepTable, rows: list[list[RequestRow]], arrivals: Floats) -
     pause_s = steps.time_s[1:] - steps.step_s[1:] - steps.time_s[:-1]
     follows = (np.diff(steps.engine) == 0) & (np.diff(steps.counter) == 1) & (steps.running[:-1] > 0) & (pause_s > 0)
     host_s[1:][follows] = pause_s[follows]
-    verify_s = steps.step_s - steps.draft_s + steps.overlap_s
+    verify_s = steps.step_s - steps.draft_s + steps.overlap_s - steps.prune_s
     draft_s = np.where(steps.draft_s > 0.0, steps.draft_s, np.nan)
-    columns = [*table.T, arrivals, np.where(verify_s > 0.0, verify_s, np.nan), draft_s, host_s]
+    verify_s = np.where(verify_s > 0.0, verify_s, np.nan)
+    columns = [*table.T, arrivals, verify_s, draft_s, host_s, steps.pruned.astype(np.float64), steps.saved_rows]
     return StepSamples(**dict(zip(names, columns, strict=True)))
 
 
@@ -146,6 +148,16 @@ def _work(cells: list[RequestRow], steps: StepTable, index: int) -> tuple[float,
         float(len(cells)), decode, drafts, prompts, prompt_tokens, sampled, kv, attended, prompt_attended, drafting,
         rounds, float(drawn) if is_told else float(total), first_rows, max(rows - first, 0), draft_attended,
     )  # fmt: skip
+
+
+def looks(measured: Measured) -> Iterator[Look]:
+    """Yield every step in which exit heads looked at drafts."""
+    steps = measured.steps
+    for index in np.flatnonzero(~np.isnan(steps.prune_layer)).tolist():
+        drafts = [(row.verified, row.pruned, row.accepted) for row in measured.rows[index] if row.verified]
+        if drafts:
+            saved_rows, spent_s = float(steps.saved_rows[index]), float(steps.prune_s[index])
+            yield Look(int(steps.prune_layer[index]), spent_s, saved_rows, tuple(drafts))
 
 
 def trials(measured: Measured) -> Iterator[DraftTrial]:

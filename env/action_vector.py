@@ -35,7 +35,7 @@ ACTION: Final = (
     Component("go_on", "survival", 0.0, 1.0, "end a draft behind a token to which confidence gives less"),
     Component("overlap", "third", 0.0, 1.0, "draft and verify in turn; two half-batches; draft ahead"),
     Component("split", "part", 0.0, 1.0, "equal parts, one for each split of the engine; the first is unsplit"),
-    Component("prune", "strength", -1.0, 1.0, "prune while verifying; 0 and less: off"),
+    Component("prune", "sign", -1.0, 1.0, "above 0: prune while verifying, where the exit heads were released to"),
 )
 THRESHOLD, DEPTH, KEEP, GO_ON, OVERLAP, SPLIT, PRUNE = range(len(ACTION))
 SERIAL, PING_PONG, AHEAD = range(3)  # of the overlap
@@ -102,7 +102,5 @@ def decode(vector: npt.ArrayLike, state: EngineState) -> Action:
     return clamp(action, capabilities)
 
 
-def _prune(strength: float, capabilities: Capabilities) -> Prune | None:
-    if strength <= 0.0 or not capabilities.exit_layers:
-        return None
-    return Prune(capabilities.exit_layers[len(capabilities.exit_layers) // 2], strength)
+def _prune(sign: float, capabilities: Capabilities) -> Prune | None:
+    return capabilities.released_prune if sign > 0.0 else None

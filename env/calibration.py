@@ -87,7 +87,10 @@ def cells_of(samples: StepSamples, phase: Phase, least_repeats: int, held_out_sh
     keys = _keys(samples, phase)
     groups: dict[tuple[int, ...], list[int]] = {}
     for index in np.flatnonzero(np.isfinite(times)).tolist():
-        groups.setdefault(tuple(keys[index].tolist()), []).append(index)
+        key = tuple(keys[index].tolist())
+        if phase == "verify" and key[-2:] == (0, 0):  # named as before there was pruning: so the same are held out
+            key = key[:-2]
+        groups.setdefault(key, []).append(index)
     kept = {key: places for key, places in groups.items() if len(places) >= least_repeats}
     basis = samples.basis(phase, graph_sizes)
     rows, measured, repeats, spreads, halves, held, counts = [], [], [], [], [], [], []
@@ -189,7 +192,7 @@ def _keys(samples: StepSamples, phase: Phase) -> Ints:
     if phase == "verify":
         parts = [
             samples.requests, samples.decode_rows, samples.draft_tokens, samples.prompts,
-            _octave(samples.prompt_tokens, 4), _octave(samples.kv_tokens, 2),
+            _octave(samples.prompt_tokens, 4), _octave(samples.kv_tokens, 2), samples.pruned_rows, samples.saved_rows,
         ]  # fmt: skip
     elif phase == "draft":
         is_few = samples.first_rows < 8.0  # these differ by what was accepted; more are prompts and catching up

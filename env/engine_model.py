@@ -131,6 +131,43 @@ def fill_verify_basis(
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def fill_cut_basis(
+    out: Floats,
+    scratch: Floats,
+    pruned_rows: float,
+    saved_share: float,
+    requests: float,
+    decode_rows: float,
+    draft_tokens: float,
+    prompts: float,
+    prompt_tokens: float,
+    sampled_rows: float,
+    kv_tokens: float,
+    attended_tokens: float,
+    attended_prompt_tokens: float,
+) -> None:
+    """Fill `out` (len(VERIFY_BASIS),) for one step whose `pruned_rows` leave before the last share of the layers.
+
+    A share of the layers sees all rows and the rest fewer; what follows the layers works on those that stayed.
+    :param scratch: as long as `out`
+    """
+    left = decode_rows - pruned_rows
+    sampled, drafts = sampled_rows - pruned_rows, max(draft_tokens - pruned_rows, 0.0)
+    attended = attended_tokens * left / decode_rows if decode_rows > 0.0 else 0.0
+    fill_verify_basis(
+        out, requests, left, drafts, prompts, prompt_tokens, sampled, kv_tokens, attended, attended_prompt_tokens
+    )
+    if pruned_rows <= 0.0:
+        return
+    fill_verify_basis(
+        scratch, requests, decode_rows, drafts, prompts, prompt_tokens, sampled, kv_tokens, attended_tokens,
+        attended_prompt_tokens,
+    )  # fmt: skip
+    for t in range(len(VERIFY_BASIS)):
+        out[t] = saved_share * out[t] + (1.0 - saved_share) * scratch[t]
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def fill_draft_basis(
     out: Floats,
     requests: float,
@@ -221,10 +258,17 @@ class Split(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Exit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One exit layer: the share of a row's time that is saved when it leaves there."""
+    """One exit layer: what a row saves that leaves there, what its heads find, and what looking takes.
+
+    The first one of a profile is where the engine's heads were released to prune, at their released threshold.
+    """
 
     layer: int
-    saved_share: float
+    saved_share: float  # of the layers, 0..1
+    recall: float = 0.6  # share of the first rejected tokens, and of those behind them, at which a draft is cut
+    false_alarm: float = 0.01  # share of the accepted tokens at which a draft is cut
+    look_s: float = 0.0  # of each step whose drafts are looked at: deciding, cutting, metadata
+    look_token_s: float = 0.0  # of each draft token that is looked at
 
 
 class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -419,6 +463,12 @@ def check(profile: EngineProfile, where: str) -> None:
         numbers = (*model.coefficients, model.noise)
         if not all(math.isfinite(value) and value >= 0.0 for value in numbers):
             raise ProfileError(f"{where}, {phase}: {numbers}; expected finite numbers of at least 0")
+    for exit_ in profile.exits:
+        shares = (exit_.saved_share, exit_.recall, exit_.false_alarm)
+        if not all(0.0 <= share <= 1.0 for share in shares) or not all(
+            math.isfinite(value) and value >= 0.0 for value in (exit_.look_s, exit_.look_token_s)
+        ):
+            raise ProfileError(f"{where}, exits: {exit_}; expected shares in 0..1 and finite seconds of at least 0")
     if unknown := sorted(set(profile.domain) - set(DOMAIN)):
         raise ProfileError(f"{where}, domain: {', '.join(unknown)}; expected {', '.join(DOMAIN)}")
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ..engine_adapter.protocol import StepRecord, StopRule
 from ..engine_adapter.stop_rule import fitted
 from .acceptance_model import AcceptanceModel
-from .action_vector import ACTION, KEEP
+from .action_vector import ACTION, KEEP, PRUNE
 from .engine_model import EngineProfile
 from .scenario import Scenario, ServiceClass
 from .simulated_record import Recorder
@@ -34,11 +34,12 @@ STEPS_AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What a decision asks for: draft lengths by handle, of all others, and a stop rule."""
+    """What a decision asks for: draft lengths by handle, of all others, a stop rule, and pruning."""
 
     lengths: dict[int, int]
     default_length: int = 0
     stop: StopRule | None = None
+    prunes: bool = False  # what is drafted in that step is pruned while it is verified
 
 
 Decide = Callable[[StepRecord], Orders]
@@ -77,6 +78,7 @@ def replay(
     *,
     limit_tokens: int | None = None,
     noise: float = 1.0,
+    pruned: Sequence[npt.ArrayLike] | None = None,
     keep_steps: bool = False,
 ) -> Served:
     """Serve n requests by themselves and return their times.
@@ -85,6 +87,7 @@ def replay(
     :param decisions: a callable from each step's record to orders, in force `profile.lease_staleness` steps after the
         record's step; or one sequence of draft lengths per request, entry m for the step after which it has emitted m
         tokens (the last entry holds on); or one length for all
+    :param pruned: beside recorded lengths, whether what is drafted there is pruned while it is verified
     :param acceptance: instead of the profile's own
     :param limit_tokens: the most that an answer may have, as requests say; as long as it is, unless given
     """
@@ -102,7 +105,7 @@ def replay(
         simulator.reset()
         step_s = _drive(simulator, decisions, profile.lease_staleness)
     else:
-        table = _decision_table(decisions, len(arrivals))
+        table = _decision_table(decisions, len(arrivals), pruned)
         simulator = Simulator(scenario, 1, mode=RECORDED, results=len(arrivals), seed=seed, decisions=table)
         simulator.reset()
         step_s = _run(simulator, keep_steps)
@@ -126,13 +129,18 @@ def _checked(arrival_s: npt.ArrayLike, prompt_tokens: npt.ArrayLike, output_toke
     return arrivals - arrivals[0], prompts, outputs
 
 
-def _decision_table(decisions: Sequence[npt.ArrayLike] | int, requests: int) -> tuple[Ints, npt.NDArray[np.int8]]:
+def _decision_table(
+    decisions: Sequence[npt.ArrayLike] | int, requests: int, pruned: Sequence[npt.ArrayLike] | None
+) -> tuple[Ints, npt.NDArray[np.int8]]:
     each = [[decisions]] * requests if isinstance(decisions, int) else [np.asarray(d).reshape(-1) for d in decisions]
     if len(each) != requests:
         raise TraceError(f"decisions of {len(each)} requests; expected those of {requests}")
     offsets = np.concatenate([[0], np.cumsum([len(lengths) for lengths in each])]).astype(np.int64)
     flat = np.concatenate([np.asarray(lengths, np.int64) for lengths in each]) if offsets[-1] else np.zeros(1, np.int64)
-    return offsets, np.clip(flat, 0, 127).astype(np.int8)
+    lengths = np.clip(flat, 0, 127).astype(np.int8)
+    if pruned is not None and offsets[-1]:
+        lengths = np.where(np.concatenate([np.asarray(flags, np.bool_) for flags in pruned]), ~lengths, lengths)
+    return offsets, lengths
 
 
 def _run(simulator: Simulator, keep_steps: bool) -> list[float]:
@@ -154,11 +162,10 @@ def _drive(simulator: Simulator, decide: Decide, staleness: int) -> list[float]:
     waiting: list[Orders] = [Orders({})] * max(staleness - 1, 0)
     orders = Orders({})
     vector = np.full((1, len(ACTION)), -1.0, np.float32)
-    vector[0, -1] = 0.0
     named = np.zeros((1, slots), np.int8)
     step_s: list[float] = []
     for sequence in range(1, MOST_STEPS):
-        vector[0, KEEP] = -1.0
+        vector[0, KEEP], vector[0, PRUNE] = -1.0, float(orders.prunes)
         if orders.stop is not None:
             vector[0, KEEP] = 1.0
             _set_rule(simulator, fitted(orders.stop, positions))

@@ -38,14 +38,21 @@ class RecordedRequest:
     prompt_tokens: int
     output_tokens: int
     decisions: tuple[tuple[int, int, int], ...] = ()
+    looked: frozenset[int] = frozenset()  # tokens emitted when drafts were made that exit heads looked at later
 
     def decided(self, emitted: int) -> tuple[int, int]:
         """Return (handed over, drawn) at so many tokens emitted: the last decision until then, else the first."""
         if not self.decisions:
             return 0, 0
-        place = bisect_right(self.decisions, (emitted, 1 << 30, 1 << 30)) - 1
-        _, handed, drawn = self.decisions[max(place, 0)]
+        _, handed, drawn = self.decisions[self._place(emitted)]
         return handed, drawn
+
+    def is_looked_at(self, emitted: int) -> bool:
+        """Tell whether exit heads looked at what was drafted by that decision."""
+        return bool(self.decisions) and self.decisions[self._place(emitted)][0] in self.looked
+
+    def _place(self, emitted: int) -> int:
+        return max(bisect_right(self.decisions, (emitted, 1 << 30, 1 << 30)) - 1, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,10 +56,8 @@ class RewardWeights:
 
 @dataclass(frozen=True, slots=True)
 class Mechanisms:
-    """What no engine does yet, as numbers; without effect until a profile has splits that hide time, or exit heads."""
+    """What no engine does yet, as numbers; without effect until a profile has splits that hide time."""
 
-    recall: float = 0.6  # of rejected drafts, pruned at strength 1
-    false_alarm: float = 0.01  # of accepted tokens, pruned at strength 1
     ahead_acceptance: float = 0.9  # factor on acceptance where drafts are made ahead of their verification
 
 
@@ -112,8 +110,8 @@ class Scenario:
         """Return the numbers that the kernel takes, (1,) of SETTINGS."""
         weights, mechanisms = self.weights, self.mechanisms
         values = (
-            self.positions, self.staleness, mode, own_rules, self.randomises, self.noise, mechanisms.recall,
-            mechanisms.false_alarm, mechanisms.ahead_acceptance, weights.discount_per_s, weights.good, weights.token,
+            self.positions, self.staleness, mode, own_rules, self.randomises, self.noise,
+            mechanisms.ahead_acceptance, weights.discount_per_s, weights.good, weights.token,
             weights.request, weights.waste,
         )  # fmt: skip
         return np.array([values], SETTINGS)
@@ -167,10 +165,17 @@ def _profile_numbers(profile: EngineProfile, scenario: Scenario) -> tuple[float,
     return (
         profile.kv_blocks, profile.block_size, profile.token_budget, min(profile.max_requests, scenario.slots),
         profile.max_context, profile.catch_up_tokens, profile.k_max, len(profile.splits),
-        max((each.saved_share for each in profile.exits), default=0.0), *noise,
+        *_released_exit(profile), *noise,
         math.sqrt(model.request_share), math.sqrt(1.0 - model.request_share), model.carry,
         math.sqrt(1.0 - model.carry * model.carry), model.hidden,
     )  # fmt: skip
+
+
+def _released_exit(profile: EngineProfile) -> tuple[float, ...]:
+    if not profile.exits:
+        return (0.0,) * 5
+    first = profile.exits[0]
+    return first.saved_share, first.recall, first.false_alarm, first.look_s, first.look_token_s
 
 
 def _rows(scenario: Scenario, seed: int) -> Records:

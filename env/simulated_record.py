@@ -6,10 +6,13 @@ called while training.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
-from ..engine_adapter.protocol import Hello, RequestEvent, RequestRow, StepRecord
+from ..engine_adapter.protocol import Hello, Prune, RequestEvent, RequestRow, StepRecord
+from .engine_model import EngineProfile
 from .simulator import Simulator
 from .simulator_state import (
     ACCEPTED,
@@ -45,9 +48,23 @@ def hello(simulator: Simulator, engine: int = 0) -> Hello:
         max_requests=min(profile.max_requests, simulator.scenario.slots), max_batched_tokens=profile.token_budget,
         kv_tokens=profile.kv_blocks * profile.block_size, graph_sizes=list(profile.graph_sizes),
         splits=[split.name for split in profile.splits], exit_layers=[each.layer for each in profile.exits],
+        released_prune=Prune(profile.exits[0].layer, 0.5) if profile.exits else None,
         tensor_parallel=1, pipeline_parallel=1, data_parallel=1, data_parallel_rank=0, lease_steps=32, lease_ms=1000,
         roster=[],
     )  # fmt: skip
+
+
+def pruning_of(engine: Any, profile: EngineProfile, rows: list[RequestRow]) -> dict[str, Any]:
+    """Return what a record says of pruning in the step just simulated."""
+    if not engine["looked"]:
+        return {}
+    first = profile.exits[0]
+    return {
+        "prune_layer": first.layer,
+        "prune_s": float(engine["prune_s"]),
+        "saved_rows": first.saved_share * sum([row.pruned for row in rows]),
+        "wrongly_pruned": int(engine["wrongly_pruned"]),
+    }
 
 
 class Recorder:
@@ -78,7 +95,7 @@ class Recorder:
             kv_usage=1.0 - at["free_blocks"] / total, split=None, frontier=None,
             lease_epoch=1 if lease_sequence else 0, lease_sequence=lease_sequence, dropped=0, rejected=0,
             events=self._events(order), rows=rows, caught_up=at["caught_up"], draft_rounds=at["rounds"],
-            drawn_tokens=at["drawn"],
+            drawn_tokens=at["drawn"], **pruning_of(engine, self._simulator.scenario.profiles[at["profile"]], rows),
         )  # fmt: skip
         self._cells, self._dropped = state.cells[e].copy(), self._was_dropped(at["is_ruled"])
         self._drafted_for = ints[HANDLE].astype(np.int64)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .action_vector import AHEAD, DEPTH, GO_ON, KEEP, OVERLAP, RULED_FROM, THRESHOLD
+from .action_vector import AHEAD, DEPTH, GO_ON, KEEP, OVERLAP, PRUNE, RULED_FROM, THRESHOLD
 from .simulator_schedule import GOLDEN, gaussian, mixed
 from .simulator_state import (
     ACCEPTANCE,
@@ -107,6 +107,7 @@ def draft(
     skips = room > 0
     engine.is_ruled = 1 if vector[KEEP] >= np.float32(RULED_FROM) else 0
     is_ruled = engine.is_ruled != 0
+    engine.prunes = 1 if vector[PRUNE] > 0.0 else 0
     factor = np.float32(settings.ahead_acceptance) if int(vector[OVERLAP] * 3.0) >= AHEAD else _ONE
     hardness = np.float32(engine.hardness_now)
     drafting = rounds = tokens = first_rows = kept_rows = caught_up = 0
@@ -117,7 +118,8 @@ def draft(
             continue
         length = int(named[i]) if named[i] >= 0 else default
         if settings.mode == RECORDED:
-            length = _recorded(offsets, decisions, ints[HANDLE, i], ints[EMITTED, i])
+            length = recorded(offsets, decisions, ints[HANDLE, i], ints[EMITTED, i])
+            length = -length - 1 if length < 0 else length
         length = min(length, settings.positions)
         samples = ints[FRESH, i] > 0
         if samples:  # a longer draft than what then remains could never be emitted
@@ -186,7 +188,8 @@ def score_cell(score: np.float32) -> int:
 
 
 @compiled
-def _recorded(offsets: Ints, decisions: Bytes, handle: int, emitted: int) -> int:
+def recorded(offsets: Ints, decisions: Bytes, handle: int, emitted: int) -> int:
+    """Return the recorded length of what is drafted at so many tokens, less than 0 where it is pruned: see World."""
     if handle >= len(offsets):
         return 0
     first, last = offsets[handle - 1], offsets[handle]

@@ -70,6 +70,9 @@ _WHOLE = (
     "prefill_tokens", "decode_tokens", "draft_tokens", "rounds", "drawn", "caught_up",
     "was_ruled",  # a stop rule chose which tokens this step verified
     "is_ruled",  # a stop rule was in force while this step drafted
+    "prunes",  # the drafts of this step will be pruned while the next one verifies them
+    "looked",  # draft tokens of this step that exit heads looked at
+    "wrongly_pruned",  # drafts cut at a token that was then accepted
 )  # fmt: skip
 _REAL = (
     "clock_s", "next_arrival_s",
@@ -83,6 +86,7 @@ _REAL = (
     "began_s", "step_s",
     "elapsed_s",  # since the end of the step before, idle time included
     "verify_s", "draft_s", "overlap_s", "host_s",
+    "prune_s",  # part of verify_s
     # running estimates, as env/state.py keeps them
     "mean_prefill_rows", "mean_prefill_share", "mean_step_s", "mean_tokens_per_s", "arrival_rate", "observed_s",
     "excess", "leverage", "mean_draft_s", "mean_rounds",

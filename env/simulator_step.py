@@ -14,18 +14,28 @@ from typing import Any
 import numba
 import numpy as np
 
-from .action_vector import AHEAD, OVERLAP, PING_PONG, PRUNE, SPLIT
+from .action_vector import AHEAD, OVERLAP, PING_PONG, SPLIT
 from .engine_model import (
     DRAFT_BASIS,
     HOST_BASIS,
     VERIFY_BASIS,
+    fill_cut_basis,
     fill_draft_basis,
     fill_host_basis,
-    fill_verify_basis,
     padded_rows,
 )
 from .reward import reward
-from .simulator_draft import DRAFT_ATTENDED, DRAFTING, DRAWN, FIRST_ROWS, KEPT_ROWS, ROUNDS, draft, take_action
+from .simulator_draft import (
+    DRAFT_ATTENDED,
+    DRAFTING,
+    DRAWN,
+    FIRST_ROWS,
+    KEPT_ROWS,
+    ROUNDS,
+    draft,
+    recorded,
+    take_action,
+)
 from .simulator_observe import SCRATCH, observe
 from .simulator_schedule import (
     GOLDEN,
@@ -65,12 +75,13 @@ from .simulator_state import (
     SCHEDULED,
     SERVICE,
     VERIFIED,
+    Bytes,
     Floats,
     Shorts,
     Singles,
     Words,
 )
-from .world import compiled
+from .world import RECORDED, Ints, compiled
 
 # A step's work: behind simulator_draft's, the parameters of fill_verify_basis and what is counted beside.
 (
@@ -97,9 +108,12 @@ def _pause(engine: Any, profile: Any, settings: Any, coefficients: Floats, norma
 
 
 @compiled
-def _verify(engine: Any, profile: Any, settings: Any, ints: Shorts, keys: Words, strength: float, work: Floats) -> None:
+def _verify(
+    engine: Any, profile: Any, settings: Any, ints: Shorts, keys: Words, offsets: Ints, decisions: Bytes, work: Floats
+) -> None:
     """Run the target over what is scheduled: accept drafts, emit tokens, count the work."""
-    prunes = strength > 0.0 and profile.saved > 0.0
+    can_prune = profile.saved > 0.0 and (engine.prunes != 0 or settings.mode == RECORDED)
+    looked = wrong = 0
     requests = decode_rows = draft_tokens = prompts = prompt_tokens = sampled = kv_tokens = attended = 0
     all_pruned = all_fresh = wasted = decoding = 0
     attended_prompt = 0.0
@@ -114,9 +128,14 @@ def _verify(engine: Any, profile: Any, settings: Any, ints: Shorts, keys: Words,
         ends = rows - verified == ints[PROMPT, i] + ints[EMITTED, i] - before
         hits = min(ints[LUCKY, i], verified)
         made, pruned = hits + 1 if ends else 0, 0
-        if prunes and verified > 0:
-            hits, made, pruned = _prune(settings, strength, keys[i], ints[EMITTED, i], verified, hits)
+        prunes = can_prune and verified > 0
+        if prunes and settings.mode == RECORDED:
+            prunes = recorded(offsets, decisions, ints[HANDLE, i], ints[EMITTED, i]) < 0
+        if prunes:
+            hits, made, pruned = _prune(profile, keys[i], ints[EMITTED, i], verified, hits)
             all_pruned += pruned
+            looked += verified
+            wrong += 1 if made == hits else 0
         is_prefill = rows > verified + 1 or made == 0
         fresh = min(made, ints[OUTPUT, i] - ints[EMITTED, i])
         context = before + (rows - 1 - verified + made if ends else rows)
@@ -140,6 +159,7 @@ def _verify(engine: Any, profile: Any, settings: Any, ints: Shorts, keys: Words,
             draft_tokens += verified
             attended += rows * context
     engine.prefill_tokens, engine.decode_tokens, engine.draft_tokens = prompt_tokens, decoding, draft_tokens
+    engine.looked, engine.wrongly_pruned = looked, wrong
     engine.drafted += draft_tokens
     engine.accepted += draft_tokens - wasted
     engine.emitted += all_fresh
@@ -150,23 +170,24 @@ def _verify(engine: Any, profile: Any, settings: Any, ints: Shorts, keys: Words,
 
 
 @compiled
-def _prune(
-    settings: Any, strength: float, key: np.uint64, emitted: int, verified: int, hits: int
-) -> tuple[int, int, int]:
+def _prune(profile: Any, key: np.uint64, emitted: int, verified: int, hits: int) -> tuple[int, int, int]:
     """Prune one request's draft: (accepted, emitted, pruned tokens).
 
     A token that is pruned though it would be accepted is still tested by the row before it, and ends the step without
     a token of the target's own.
     """
     bits = mixed(key ^ (_PRUNE_KEY + np.uint64(emitted) * GOLDEN))
-    quiet = 1.0 - settings.false_alarm * strength
+    quiet = 1.0 - profile.false_alarm
     luck, chance = uniform(bits), 1.0
     for j in range(hits):
         chance *= quiet
         if luck >= chance:
             return j + 1, j + 1, verified - j
-    if hits < verified and uniform(mixed(bits + GOLDEN)) < settings.recall * strength:
-        return hits, hits + 1, verified - hits
+    luck, chance = uniform(mixed(bits + GOLDEN)), 1.0
+    for j in range(hits, verified):
+        chance *= 1.0 - profile.recall
+        if luck >= chance:
+            return hits, hits + 1, verified - j
     return hits, hits + 1, 0
 
 
@@ -186,13 +207,13 @@ def _hand_over(ints: Shorts, work: Floats) -> None:
 @compiled
 def _time(
     engine: Any, profile: Any, settings: Any, vector: Singles, coefficients: Floats, graphs: Floats, splits: Floats,
-    normal: Singles, work: Floats, basis: Floats,
+    normal: Singles, work: Floats, basis: Floats, scratch: Floats,
 ) -> None:  # fmt: skip
     """Fill in how long the step takes: its phases, and how much of them ran side by side."""
     overlap = min(int(vector[OVERLAP] * 3.0), AHEAD)
     split = splits[min(int(vector[SPLIT] * profile.splits), profile.splits - 1)]
     parts = 2.0 if overlap == PING_PONG and work[REQUESTS] > 1.0 else 1.0
-    verify_s = parts * _verify_time(profile, coefficients, graphs, work, basis, 1.0 / parts) * split[0]
+    verify_s = parts * _verify_time(profile, coefficients, graphs, work, basis, scratch, 1.0 / parts) * split[0]
     draft_s = parts * _draft_time(coefficients, work, basis, 1.0 / parts) * split[1]
     sigma = settings.noise * profile.noise_verify
     if sigma > 0.0:
@@ -200,6 +221,8 @@ def _time(
     sigma = settings.noise * profile.noise_draft
     if sigma > 0.0:
         draft_s *= math.exp(sigma * gaussian(normal, drawn(engine)))
+    engine.prune_s = profile.look_s + profile.look_token_s * engine.looked if engine.looked > 0 else 0.0
+    verify_s += engine.prune_s
     hidden_s = 0.0
     if overlap == PING_PONG:
         hidden_s = split[2] * min(verify_s, draft_s)
@@ -211,16 +234,16 @@ def _time(
 
 @compiled
 def _verify_time(
-    profile: Any, coefficients: Floats, graphs: Floats, work: Floats, basis: Floats, share: float
+    profile: Any, coefficients: Floats, graphs: Floats, work: Floats, basis: Floats, scratch: Floats, share: float
 ) -> float:
-    """Return seconds of everything but drafting, for a share of the step's work."""
-    decode_rows = (work[DECODE_ROWS] - profile.saved * work[ALL_PRUNED]) * share
-    prompt_tokens = work[PROMPT_TOKENS] * share
+    """Return seconds of everything but drafting and looking, for a share of the step's work."""
+    decode_rows, prompt_tokens = work[DECODE_ROWS] * share, work[PROMPT_TOKENS] * share
     rows = decode_rows + prompt_tokens
     decode_rows += padded_rows(rows, graphs) - rows
-    fill_verify_basis(
-        basis, work[REQUESTS] * share, decode_rows, work[DRAFT_TOKENS] * share, work[PROMPTS] * share, prompt_tokens,
-        work[SAMPLED] * share, work[KV_TOKENS] * share, work[ATTENDED] * share, work[ATTENDED_PROMPT] * share,
+    fill_cut_basis(
+        basis, scratch, work[ALL_PRUNED] * share, profile.saved, work[REQUESTS] * share, decode_rows,
+        work[DRAFT_TOKENS] * share, work[PROMPTS] * share, prompt_tokens, work[SAMPLED] * share,
+        work[KV_TOKENS] * share, work[ATTENDED] * share, work[ATTENDED_PROMPT] * share,
     )  # fmt: skip
     total = 0.0
     for t in range(_V):
@@ -299,7 +322,7 @@ def _entry(sources: str) -> Any:
         if len(sources) == 0:
             return
         order = np.zeros(all_ints.shape[2], np.int64)
-        basis = np.zeros(max(_V, _D, _H))
+        basis, scratch_basis = np.zeros(max(_V, _D, _H)), np.zeros(max(_V, _D, _H))
         work = np.zeros(WORK)
         scratch = np.zeros((SCRATCH, all_ints.shape[2]), np.float32)
         counts = np.zeros((2, all_rules.shape[2]))
@@ -341,7 +364,7 @@ def _entry(sources: str) -> Any:
                 total += ints[SCHEDULED, slot]
             set_verified(ints)
             engine.was_ruled = engine.is_ruled
-            _verify(engine, profile, settings, ints, keys, vector[PRUNE], work)
+            _verify(engine, profile, settings, ints, keys, offsets, decisions, work)
             draft(
                 engine, profile, settings, ints, traits, keys, population, lengths[place], vector, rules,
                 all_chances[e], all_cells[e], all_tables[engine.profile], sigmoid, normal, offsets, decisions, work,
@@ -349,7 +372,7 @@ def _entry(sources: str) -> Any:
             _hand_over(ints, work)
             _time(
                 engine, profile, settings, vector, coefficients, all_graphs[engine.profile],
-                all_splits[engine.profile], normal, work, basis,
+                all_splits[engine.profile], normal, work, basis, scratch_basis,
             )  # fmt: skip
             engine.clock_s += engine.step_s
             engine.in_system_s += (in_system + engine.new_arrivals) * engine.step_s

@@ -28,6 +28,7 @@ class Capabilities:
     graph_lengths: tuple[int, ...] = ()  # draft lengths with a full graph; empty: all cost alike
     splits: tuple[str, ...] = ("unsplit",)  # index 0 is unsplit
     exit_layers: tuple[int, ...] = ()  # layers with an exit head; empty: no pruning
+    released_prune: Prune | None = None  # where and from what threshold on the exit heads were released to prune
     default_length: int = 0
     default_table: tuple[tuple[int, int, int], ...] = ()  # (first, last, length) by batch size
     lease_steps: int = 32
@@ -47,6 +48,7 @@ class Capabilities:
             graph_lengths=tuple(sorted(set(hello.graph_lengths))),
             splits=tuple(hello.splits),
             exit_layers=tuple(sorted(set(hello.exit_layers))),
+            released_prune=hello.released_prune,
             default_length=min(hello.default_length, hello.k_max),
             default_table=tuple((first, last, length) for first, last, length in hello.default_table),
             lease_steps=hello.lease_steps,

@@ -16,9 +16,9 @@ from .engine_model import (
     HOST_BASIS,
     VERIFY_BASIS,
     Phase,
+    fill_cut_basis,
     fill_draft_basis,
     fill_host_basis,
-    fill_verify_basis,
     padded_rows,
 )
 
@@ -46,9 +46,11 @@ class StepSamples:
     kept_rows: Floats
     draft_attended_tokens: Floats
     arrivals: Floats
-    verify_s: Floats  # everything of the step but drafting
+    verify_s: Floats  # everything of the step but drafting and deciding what is pruned
     draft_s: Floats
     host_s: Floats  # since the end of the step before; NaN after an idle time
+    pruned_rows: Floats  # draft rows that left the forward pass early
+    saved_rows: Floats  # the same, each as the share of the layers that it was spared
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -76,8 +78,9 @@ class StepSamples:
         if phase == "verify":
             out = np.zeros((len(self), len(VERIFY_BASIS)))
             _fill_verify(
-                out, self.requests, self.decode_rows, self.draft_tokens, self.prompts, self.prompt_tokens,
-                self.sampled_rows, self.kv_tokens, self.attended_tokens, self.attended_prompt_tokens,
+                out, self.pruned_rows, self.saved_rows, self.requests, self.decode_rows, self.draft_tokens,
+                self.prompts, self.prompt_tokens, self.sampled_rows, self.kv_tokens, self.attended_tokens,
+                self.attended_prompt_tokens,
                 np.array(graph_sizes, np.float64),
             )  # fmt: skip
         elif phase == "draft":
@@ -95,6 +98,8 @@ class StepSamples:
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _fill_verify(
     out: Floats,
+    pruned_rows: Floats,
+    saved_rows: Floats,
     requests: Floats,
     decode_rows: Floats,
     draft_tokens: Floats,
@@ -106,12 +111,14 @@ def _fill_verify(
     attended_prompt: Floats,
     graph_sizes: Floats,
 ) -> None:
+    scratch = np.zeros(out.shape[1])
     for i in range(len(out)):
         rows = decode_rows[i] + prompt_tokens[i]
         padding = padded_rows(rows, graph_sizes) - rows
-        fill_verify_basis(
-            out[i], requests[i], decode_rows[i] + padding, draft_tokens[i], prompts[i], prompt_tokens[i],
-            sampled_rows[i], kv_tokens[i], attended[i], attended_prompt[i],
+        share = saved_rows[i] / pruned_rows[i] if pruned_rows[i] > 0.0 else 0.0
+        fill_cut_basis(
+            out[i], scratch, pruned_rows[i], share, requests[i], decode_rows[i] + padding, draft_tokens[i],
+            prompts[i], prompt_tokens[i], sampled_rows[i], kv_tokens[i], attended[i], attended_prompt[i],
         )  # fmt: skip
 
 

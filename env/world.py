@@ -35,7 +35,11 @@ PROFILE: Final = np.dtype(
         ("catch_up", np.int64),
         ("lookahead", np.int64),  # tokens beyond what is scheduled for which blocks are held
         ("splits", np.int64),
-        ("saved", np.float64),  # share of a pruned row's time that is saved; 0: no exit heads
+        ("saved", np.float64),  # share of the layers that a pruned row is spared; 0: no exit heads
+        ("recall", np.float64),  # as engine_model.Exit has them
+        ("false_alarm", np.float64),
+        ("look_s", np.float64),
+        ("look_token_s", np.float64),
         ("noise_verify", np.float64),  # standard deviation of the log
         ("noise_draft", np.float64),
         ("noise_host", np.float64),
@@ -60,7 +64,7 @@ ROW: Final = np.dtype(
 )
 _WHOLE = ("positions", "staleness", "mode", "own_rules", "repeats")
 _REAL = (
-    "noise", "recall", "false_alarm", "ahead_acceptance", "discount_per_s", "good_weight", "token_weight",
+    "noise", "ahead_acceptance", "discount_per_s", "good_weight", "token_weight",
     "request_weight", "waste_weight",
 )  # fmt: skip
 # Numbers that are the same for all engines; see env/scenario.py. own_rules: stop rules are set from outside.
@@ -82,7 +86,7 @@ class World(NamedTuple):
     objectives: Floats  # (profiles, classes, 2) seconds to the first token, seconds per further token
     priority: Floats  # (classes,)
     offsets: Ints  # (requests + 1,) recorded draft lengths of the k-th request: decisions[offset:offset]
-    decisions: npt.NDArray[np.int8]  # by tokens emitted; the last one holds on
+    decisions: npt.NDArray[np.int8]  # by tokens emitted; the last one holds on. ~length: pruned while verified
 
 
 class Origins(NamedTuple):

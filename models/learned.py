@@ -84,7 +84,9 @@ class LearnedPolicy:
             f"{len(seen.handles)} running: learned, survival {threshold:.2f} in up to {rounds} rounds, "
             f"kept above {keep:.2f}"
         )
-        return Action(lengths[:-1], int(lengths[-1]), stop=stop, reason=reason)
+        return Action(
+            lengths[:-1], int(lengths[-1]), prune=state.capabilities.released_prune, stop=stop, reason=reason
+        )  # fmt: skip
 
     def _lengths(self, state: EngineState, handles: Array, logits: Array) -> Action:
         chosen = logits[:, : state.capabilities.k_max + 1].argmax(axis=1)
@@ -93,17 +95,24 @@ class LearnedPolicy:
         known = state.requests.column("handle")
         lengths[np.searchsorted(known, handles) if _ascends(known) else _places(known, handles)] = chosen
         reason = f"{len(handles)} running: learned lengths, mean {chosen.mean() if len(chosen) else 0.0:.1f}"
-        return clamp(Action(lengths, default, reason=reason), state.capabilities)
+        return clamp(
+            Action(lengths, default, prune=state.capabilities.released_prune, reason=reason), state.capabilities
+        )  # fmt: skip
 
     def _handed_over(self, state: EngineState, why: str) -> Action:
         action = self._fallback.act(state)
         reason = f"{why}: price decides; {action.reason}"
-        return Action(action.lengths, action.default_length, action.price, stop=action.stop, reason=reason)
+        return Action(
+            action.lengths, action.default_length, action.price, prune=action.prune, stop=action.stop, reason=reason
+        )  # fmt: skip
 
 
 def outside_of(values: Array) -> Array:
-    """Return the whole action vector for the price head's outputs, (..., len(OUTPUTS)); the rest is neutral."""
-    neutral = outside()
+    """Return the whole action vector for the price head's outputs, (..., len(OUTPUTS)).
+
+    The rest is neutral, but that it asks for pruning where there are exit heads.
+    """
+    neutral = outside(prune=1.0)
     vector = np.broadcast_to(neutral, (*values.shape[:-1], len(neutral))).copy()
     vector[..., : len(OUTPUTS)] = values
     return vector

@@ -138,7 +138,9 @@ class PricePolicy:
             survival = with_stranger(state, decoding).cumprod(axis=1)
             lengths, default = self._placed(survival > least_survival(self._cell[0]), state, decoding)
         held = plan.action
-        action = Action(lengths, default, price=held.price, stop=held.stop, reason=held.reason)
+        action = Action(
+            lengths, default, price=held.price, prune=held.prune, stop=held.stop, reason=held.reason
+        )  # fmt: skip
         return Plan(action, plan.rate, plan.depth, plan.people)
 
     def _search(self, state: EngineState, forecast: Forecast | None, decoding: Bools, requests: int) -> Plan:
@@ -168,7 +170,8 @@ class PricePolicy:
         )
         lengths = np.full(state.requests.size, depth, np.int64)
         stop = grid.rule(state.confidence, keep, depth) if depth else None
-        action = Action(lengths, depth, price=1.0 / now, stop=stop, reason=reason)
+        prune = state.capabilities.released_prune  # asked for; the gate in the engine finds out whether it pays
+        action = Action(lengths, depth, price=1.0 / now, prune=prune, stop=stop, reason=reason)
         return Plan(action, now, depth, all_drafts(state, forecast))
 
     def _by_history(self, state: EngineState, decoding: Bools, requests: int) -> Plan:
@@ -183,7 +186,8 @@ class PricePolicy:
         reason = (
             f"{requests} decoding: {grid.drafted[self._cell]:.0f} drafts in {depth} rounds, {gain:+.0f} % over none"
         )
-        return Plan(Action(lengths, default, price=1.0 / now, reason=reason), now, depth)
+        action = Action(lengths, default, price=1.0 / now, prune=state.capabilities.released_prune, reason=reason)
+        return Plan(action, now, depth)
 
     def _placed(self, is_worth: Bools, state: EngineState, decoding: Bools) -> tuple[Ints, int]:
         """Return lengths and default of what is worth its row, (n + 1, k_max), in the rounds in force."""

@@ -12,7 +12,7 @@ from ..engine_adapter.protocol import ActionSet, EventKind, RequestEvent, Reques
 from ..env.acceptance import Ints
 from ..env.action_vector import outside
 from ..env.scenario import Scenario
-from ..env.simulated_record import BOOT_ID, hello
+from ..env.simulated_record import BOOT_ID, hello, pruning_of
 from ..env.simulator import Simulator
 from ..env.simulator_state import (
     ACCEPTED,
@@ -108,6 +108,7 @@ class SimulatedEngine:
             caught_up=int(engine["caught_up"]),
             draft_rounds=int(engine["rounds"]),
             drawn_tokens=int(engine["drawn"]),
+            **pruning_of(engine, self.profile, rows),
         )
 
     def _ask(self, actions: ActionSet | None) -> Singles:
@@ -126,7 +127,11 @@ class SimulatedEngine:
             state.chances[0] = 1.0 / (1.0 + np.exp(-(intercept + slope * self._logits())))
             state.rules[0, KEEP_FROM], state.rules[0, GO_ON_FROM] = rule.keep[:k_max], rule.go_on[:k_max]
         self._rule = actions.stop
-        return outside(depth=actions.default_length / max(k_max, 1), keep=0.0 if self._rule is None else 1.0)
+        return outside(
+            depth=actions.default_length / max(k_max, 1),
+            keep=0.0 if self._rule is None else 1.0,
+            prune=0.0 if actions.prune is None else 1.0,
+        )
 
     def _logits(self) -> Singles:
         """Return (k_max, cells) the confidences that the drafter reports."""

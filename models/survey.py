@@ -16,6 +16,7 @@ from ..env.state import EngineState
 from .policy import PolicyError
 
 REST_STEPS = (4, 8)  # steps without drafts, the catching up follows
+PRUNED_SHARE = 0.5  # of the steps, where the engine has exit heads
 Pattern = tuple[int, ...]  # lengths, dealt to the requests in turn
 
 
@@ -42,6 +43,7 @@ class Survey:
         self.name = f"survey:{seed}"
         self._k_max = capabilities.k_max
         self._chance = random.Random(seed)
+        self._prune = capabilities.released_prune
         self._decks: dict[int, Deck] = {}
         self._rest_steps = 0
 
@@ -58,7 +60,8 @@ class Survey:
         lengths = np.zeros(state.requests.size, np.int64)
         pattern = self._next(len(decoding))
         lengths[decoding] = dealt(pattern, len(decoding))
-        return Action(lengths, pattern[0], reason=f"{self.name}: {pattern}")
+        prune = self._prune if self._prune is not None and self._chance.random() < PRUNED_SHARE else None
+        return Action(lengths, pattern[0], prune=prune, reason=f"{self.name}: {pattern}")
 
     def _next(self, requests: int) -> Pattern:
         if self._rest_steps > 0:

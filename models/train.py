@@ -53,6 +53,7 @@ class TrainConfig:
     seed: int = 0
     hidden: int = 32
     worlds: int = 48  # random engines to train in
+    exits_share: float = 0.0  # of these, have exit heads, and prune
     slots: int = 64  # most requests in a batch
     imitation_steps: int = 12_000  # decisions of the price policy to learn from before; 0: from nothing
     imitation_epochs: int = 12
@@ -75,7 +76,8 @@ class TrainConfig:
             "hidden": (4, 256), "worlds": (1, 1024), "slots": (1, 256), "engines": (1, 4096),
             "rollout_steps": (2, 4096), "minibatch": (2, 65536), "epochs": (1, 100), "judge_every": (1, 10**6),
             "patience": (1, 10**6),
-            "renewed_share": (0.0, 1.0), "learning_rate": (1e-7, 1.0), "imitation_steps": (0, 10**8),
+            "renewed_share": (0.0, 1.0), "exits_share": (0.0, 1.0), "learning_rate": (1e-7, 1.0),
+            "imitation_steps": (0, 10**8),
             "total_steps": (0, 10**10), "discount": (0.0, 10.0), "trace_decay": (0.0, 1.0), "clip": (0.01, 1.0),
         }  # fmt: skip
         for name, (low, high) in bounds.items():
@@ -116,7 +118,7 @@ class EngineBatch(VecEnv):
 
     def __init__(self, config: TrainConfig, seed: int) -> None:
         self.config = config
-        scenario = training_scenario(config.worlds, seed, config.slots)
+        scenario = training_scenario(config.worlds, seed, config.slots, config.exits_share)
         self.k_max = scenario.positions
         self.simulator = Simulator(
             scenario, config.engines, mode=PRICED if config.head == "price" else NAMED, seed=seed
@@ -286,7 +288,7 @@ def in_words(action: Action, survival: Floats, lengths: np.ndarray[Any, Any]) ->
 def collect(config: TrainConfig, decide: Decide, progress: Progress | None = None) -> Lessons:
     """Let price drive engines of the training worlds at all loads."""
     random = np.random.default_rng([config.seed, 2])
-    profiles = training(config.worlds, config.seed)
+    profiles = training(config.worlds, config.seed, config.exits_share)
     seen: list[tuple[Singles, Singles, Singles]] = []
     while len(seen) < config.imitation_steps:
         profile = profiles[int(random.integers(len(profiles)))]

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from ..env.acceptance_model import QUANTILES, AcceptanceModel
-from ..env.engine_model import EngineProfile, synthetic_profile
+from ..env.engine_model import EngineProfile, Exit, synthetic_profile
 from ..env.scenario import Scenario, ServiceClass
 from ..env.trace import Trace
 
@@ -119,9 +119,12 @@ def held_out() -> tuple[WorldSpec, ...]:
     )  # fmt: skip
 
 
-def training(worlds: int, seed: int) -> tuple[EngineProfile, ...]:
-    """Return random engines: costs log-uniform from CPUs to large GPUs, drafters from poor to good."""
-    random = np.random.default_rng([seed, 0x7A41])
+def training(worlds: int, seed: int, exits_share: float = 0.0) -> tuple[EngineProfile, ...]:
+    """Return random engines: costs log-uniform from CPUs to large GPUs, drafters from poor to good.
+
+    :param exits_share: of the engines, have exit heads, from useless to good ones
+    """
+    random, exits_random = (np.random.default_rng([seed, key]) for key in (0x7A41, 0xE817))
 
     def between(low: float, high: float) -> float:
         return float(np.exp(random.uniform(math.log(low), math.log(high))))
@@ -138,13 +141,21 @@ def training(worlds: int, seed: int) -> tuple[EngineProfile, ...]:
             round_s=step_s * between(1 / 300, 1 / 2.5), draft_row_s=step_s * between(1e-5, 1 / 40),
             host_s=step_s * between(0.01, 0.2), kv_token_s=step_s * between(1e-7, 2e-5),
         )  # fmt: skip
+        if exits_random.random() < exits_share:
+            profile = msgspec.structs.replace(profile, exits=(_random_exit(exits_random, step_s),))
         profiles.append(profile)
     return tuple(profiles)
 
 
-def training_scenario(worlds: int, seed: int, slots: int) -> Scenario:
+def _random_exit(random: np.random.Generator, step_s: float) -> Exit:
+    saved, recall, alarms, looks = random.uniform((0.1, 0.1, 0.0, 0.0), (0.9, 0.95, 0.05, 0.03)).tolist()
+    return Exit(16, saved, recall, alarms, looks * step_s, looks * step_s / 100)
+
+
+def training_scenario(worlds: int, seed: int, slots: int, exits_share: float = 0.0) -> Scenario:
     """Return the scenario that mixes the training worlds, with load, drift, cost and difficulty drawn per episode."""
-    profiles = tuple(msgspec.structs.replace(profile, max_requests=slots) for profile in training(worlds, seed))
+    engines = training(worlds, seed, exits_share)
+    profiles = tuple(msgspec.structs.replace(profile, max_requests=slots) for profile in engines)
     base = Scenario(
         profiles=profiles, workloads=(chat_trace(),), slots=slots, load=(0.05, 3.0), swing=1.0, classes=CLASSES
     )

@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -15,13 +16,22 @@ from faser.controller.fidelity import FidelityOptions, run_fidelity
 from faser.controller.measured import read_measured
 from faser.controller.starvation import Waiting, freed, load_waiting, save_waiting
 from faser.controller.store import EngineEntry, RunEntry, StepEntry, Store
-from faser.engine_adapter.protocol import Hello, RequestEvent, RequestRow, StepRecord
-from faser.env.engine_model import Work, load_profile
+from faser.engine_adapter.protocol import Hello, Prune, RequestEvent, RequestRow, StepRecord
+from faser.env.engine_model import Exit, Work, load_profile, save_profile, synthetic_profile
+from faser.env.replay import Orders, replay
 
 CONSOLE = Console(quiet=True)
 ERRORS = ("ttft_error", "tpot_error", "e2e_error", "tokens_per_s_error")
 
 
+PRUNED_PROFILE = msgspec.structs.replace(
+    synthetic_profile(
+        step_s=0.01, row_s=1e-3, round_s=2e-3, host_s=1e-3, kv_token_s=0.0, k_max=4, kv_blocks=350, block_size=128,
+        token_budget=512, max_requests=64, max_context=2048, noise=0.01,
+    ),
+    exits=(Exit(15, 0.5, recall=0.7, false_alarm=0.1, look_s=1e-3, look_token_s=2e-5),),
+    catch_up_tokens=512,
+)  # fmt: skip
 BASE_S, ROW_S, ROUND_S, PAUSE_S = 0.02, 0.0005, 0.002, 0.001
 
 
@@ -118,6 +128,67 @@ def test_known_costs_are_found_again_from_telemetry(profile: Path) -> None:
     assert found.card.model == "target"
     assert found.token_budget == 512
     assert found.acceptance.means[0] == pytest.approx(0.84, abs=0.15)
+
+
+def make_pruned_records(seed: int) -> list[StepRecord]:
+    """Return what a simulated engine did whose drafts of four tokens are pruned in every other step."""
+    chance, records = np.random.default_rng(seed), list[StepRecord]()
+
+    def decide(record: StepRecord) -> Orders:
+        records.append(record)
+        return Orders({}, (2, 4)[int(chance.integers(2))], prunes=bool(chance.integers(2)))
+
+    arrivals = np.sort(chance.uniform(0.0, 12.0, 40))
+    replay(arrivals, chance.integers(10, 60, 40), chance.integers(40, 90, 40), decide, PRUNED_PROFILE, seed=seed)
+    return records
+
+
+def test_pruning_is_found_again_from_telemetry_and_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hello = make_hello(boot_id="simulated", exit_layers=[15], released_prune=Prune(15, 0.25))
+    first, second = (
+        write_telemetry(tmp_path / f"{seed}.sqlite", make_pruned_records(seed), hello) for seed in (1, 2)
+    )  # fmt: skip
+    steps = read_measured(first).steps
+    looked = ~np.isnan(steps.prune_layer)
+    assert 50 < looked.sum() < len(steps) - 50
+    assert steps.wrongly_pruned.sum() > 10
+    calibrate(CalibrateOptions((first,), tmp_path / "p.json", held_out=False, json=True), CONSOLE)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["exits"][0]["layer"] == 15
+    found, true = load_profile(tmp_path / "p.json"), PRUNED_PROFILE.exits[0]
+    (seen,) = found.exits
+    assert seen.saved_share == pytest.approx(true.saved_share)
+    assert seen.recall == pytest.approx(true.recall, abs=0.06)
+    assert seen.false_alarm == pytest.approx(true.false_alarm, abs=0.03)
+    assert seen.look_s == pytest.approx(true.look_s, rel=0.02)
+    assert seen.look_token_s == pytest.approx(true.look_token_s, rel=0.02)
+    work = read_measured(second).samples
+    predicted = work.basis("verify") @ np.array(found.verify.coefficients)
+    cut = work.pruned_rows > 0
+    assert cut.sum() > 50
+    assert np.median(np.abs(predicted / work.verify_s - 1.0)[cut]) < 0.02
+    uncut = replace(work, pruned_rows=np.zeros(len(work)), saved_rows=np.zeros(len(work)))
+    assert np.median((uncut.basis("verify") @ np.array(found.verify.coefficients) / work.verify_s)[cut]) > 1.05
+    run_fidelity(FidelityOptions(second, tmp_path / "p.json", runs=4, json=True))
+    errors = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert errors["step_time_error"]["median"] < 0.03
+    assert errors["tokens_per_s_error"] < 0.05
+    assert errors["tpot_error"] < 0.2  # of a median request of fifty tokens, whose luck is drawn anew
+    bare = tmp_path / "bare.json"
+    save_profile(msgspec.structs.replace(found, exits=()), bare)
+    with pytest.raises(ModelError, match="exit heads"):
+        run_fidelity(FidelityOptions(second, bare, json=True))
+
+
+def test_a_replay_looks_where_the_recording_did() -> None:
+    lengths = [[4] * 41] * 8
+    slow_to_look = msgspec.structs.replace(PRUNED_PROFILE, exits=(Exit(15, 0.5, look_s=0.1),))
+    asked = ([1e-3 * number for number in range(8)], [10] * 8, [40] * 8, lengths, slow_to_look)
+    never, always, late = (
+        replay(*asked, pruned=[[number >= first for number in range(41)]] * 8, noise=0.0) for first in (99, 0, 30)
+    )
+    assert never.duration_s == replay(*asked, noise=0.0).duration_s
+    assert always.duration_s - never.duration_s == pytest.approx(0.1 * (always.steps - 1), abs=0.15)
+    assert 0.2 < late.duration_s - never.duration_s < 0.6 * (always.duration_s - never.duration_s)
 
 
 def test_json_ends_with_the_figures(telemetry: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

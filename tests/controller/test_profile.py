@@ -11,8 +11,10 @@ from faser.controller.errors import UsageError
 from faser.controller.profile import ProfileOptions, command_line
 from faser.controller.starvation import compute_process
 from faser.controller.survey_load import Grid, SurveyLoad
+from faser.engine_adapter.protocol import Prune
 from faser.env.engine_model import load_profile
 from faser.env.spaces import Capabilities
+from faser.env.state import EngineState
 from faser.models.policy import PolicyError, make_policy
 from faser.models.survey import REST, Deck, Survey, dealt, patterns
 
@@ -59,6 +61,15 @@ def test_the_survey_is_a_policy_with_a_seed() -> None:
     assert isinstance(make_policy("survey:3", Capabilities(k_max=2)), Survey)
     with pytest.raises(PolicyError, match="expected a number"):
         make_policy("survey:sheep", Capabilities(k_max=2))
+
+
+def test_the_survey_prunes_in_half_of_the_steps_where_there_are_exit_heads() -> None:
+    state = EngineState(Capabilities(k_max=2))
+    plain, pruning = Survey(Capabilities(k_max=2)), Survey(Capabilities(k_max=2, released_prune=Prune(5, 0.25)))
+    assert {plain.act(state).prune for _ in range(50)} == {None}
+    asked = [pruning.act(state).prune for _ in range(200)]
+    assert set(asked) == {None, Prune(5, 0.25)}
+    assert 60 < asked.count(None) < 140
 
 
 @pytest.mark.parametrize("bad", [{"minutes": float("nan")}, {"minutes": 0.0}, {"seed": -1}])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from faser.engine_adapter.protocol import StepRecord, decode_from_engine, encode
-from faser.env.action_vector import ACTION, DEPTH, THRESHOLD, decode, lengths_for, meant
+from faser.engine_adapter.protocol import Prune, StepRecord, decode_from_engine, encode
+from faser.env.action_vector import ACTION, DEPTH, THRESHOLD, decode, lengths_for, meant, outside
 from faser.env.engine_model import synthetic_profile
 from faser.env.observation import GLOBAL_FEATURES, REQUEST_FEATURES, observe_vector
 from faser.env.scenario import Scenario, with_mechanisms
@@ -93,6 +93,14 @@ def test_actions_are_clipped_and_nan_is_the_lowest() -> None:
     means = meant(np.array([np.nan, 7.0, -7.0, 0.0, np.inf, -np.inf, np.nan]))
     assert means[[THRESHOLD, DEPTH]].tolist() == [0.0, 1.0]
     assert means[2:].tolist() == [0.0, 0.5, 1.0, 0.0, -1.0]
+
+
+def test_pruning_is_on_or_off_with_the_rule_that_the_heads_were_released_with() -> None:
+    released = Prune(5, 0.25)
+    state = EngineState(Capabilities(k_max=4, exit_layers=(5, 25), released_prune=released))
+    asked = [decode(outside(prune=sign), state).prune for sign in (-1.0, 0.0, 0.01, 1.0)]
+    assert asked == [None, None, released, released]
+    assert decode(outside(prune=1.0), EngineState(Capabilities(k_max=4, exit_layers=(5, 25)))).prune is None
 
 
 def test_the_kernel_is_deaf_to_nan_and_infinity() -> None:

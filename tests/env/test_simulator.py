@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from faser.engine_adapter.protocol import StepRecord, StopRule
 from faser.env.action_vector import ACTION, outside
-from faser.env.engine_model import EngineProfile, synthetic_profile
+from faser.env.engine_model import EngineProfile, Exit, synthetic_profile
 from faser.env.replay import Orders, Served, replay
-from faser.env.scenario import Mechanisms, Scenario, with_mechanisms
+from faser.env.scenario import Scenario, with_mechanisms
 from faser.env.simulator import Simulator
 from faser.env.simulator_state import (
     BLOCKS,
@@ -340,12 +340,12 @@ def test_mechanisms_without_a_profile_for_them_change_nothing_but_two_passes(com
 
 
 def test_mechanisms_help_where_a_profile_has_them() -> None:
-    profile = with_mechanisms(synthetic_profile(step_s=1e-4, row_s=1e-4, round_s=1e-4, draft_row_s=1e-4))
+    plain = with_mechanisms(synthetic_profile(step_s=1e-4, row_s=1e-4, round_s=1e-4, draft_row_s=1e-4))
 
-    def served(false_alarm: float = 0.0, **means: float) -> float:
-        scenario = Scenario(
-            profiles=(profile,), load=(1.4, 1.4), mechanisms=Mechanisms(recall=0.9, false_alarm=false_alarm), noise=0.0
-        )
+    def served(false_alarm: float = 0.0, look_s: float = 0.0, **means: float) -> float:
+        exits = (Exit(16, 0.5, recall=0.9, false_alarm=false_alarm, look_s=look_s),)
+        profile = msgspec.structs.replace(plain, exits=exits)
+        scenario = Scenario(profiles=(profile,), load=(1.4, 1.4), noise=0.0)
         simulator = Simulator(scenario, 4, seed=6)
         simulator.reset()
         for _ in range(300):
@@ -354,7 +354,10 @@ def test_mechanisms_help_where_a_profile_has_them() -> None:
         return float(engines["emitted"].sum() / engines["busy_s"].sum())
 
     assert served(prune=1.0) > served()
+    assert served(prune=0.1) == served(prune=1.0)  # on or off
     assert served(prune=1.0, false_alarm=0.5) < served(prune=1.0)
+    assert served(prune=1.0, look_s=0.1) < served()
+    assert served(look_s=0.1) == served()
     assert served(overlap=0.5) > served() * 1.01
 
 

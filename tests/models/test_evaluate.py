@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from faser.controller.cli import app
 from faser.controller.errors import FaserError
 from faser.controller.evaluate import decided
+from faser.env.engine_model import check
 from faser.env.simulated_record import Recorder
 from faser.env.state import EngineState
 from faser.models.evaluate import DRIFT, ORACLES, TABLE, Cell, Plan, Table, evaluate, interval, point, simulate, summary
@@ -86,6 +88,14 @@ def test_worlds_to_judge_in_are_none_of_those_to_train_in_and_cover_the_loads() 
     assert not trained & {tuple(world.profile.verify.coefficients) for world in WORLDS.values()}
     assert LOADS == (1, 2, 4, 8, 16, 32, 64, 128)
     assert all(world.profile.k_max == K_MAX for world in WORLDS.values())
+
+
+def test_some_engines_to_train_in_have_exit_heads_and_the_others_stay_what_they_were() -> None:
+    plain, some = training(64, 0), training(64, 0, 0.5)
+    assert 15 < sum(bool(profile.exits) for profile in some) < 49
+    assert [msgspec.structs.replace(profile, exits=()) for profile in some] == list(plain)
+    for profile in some:
+        check(profile, profile.name)  # rates and times that can be
 
 
 def auc(world: WorldSpec, position: int = 0) -> float:

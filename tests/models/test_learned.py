@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from faser.engine_adapter.protocol import RequestRow, StepRecord
+from faser.engine_adapter.protocol import Prune, RequestRow, StepRecord
 from faser.env.action_vector import decode
 from faser.env.observation import GLOBAL_FEATURES, REQUEST_FEATURES, observe_vector
 from faser.env.spaces import Capabilities
@@ -99,6 +99,7 @@ def test_each_handle_keeps_its_length_whatever_the_order_of_appearance(head: Hea
 
 def test_prices_mean_what_the_action_vector_says() -> None:
     state, random = make_state(12), np.random.default_rng(0)
+    state.capabilities = replace(state.capabilities, exit_layers=(5,), released_prune=Prune(5, 0.25))
     policy = LearnedPolicy(make_network("price"), CAPABILITIES)
     seen = observe_vector(state, 12)
     for _ in range(60):
@@ -106,6 +107,7 @@ def test_prices_mean_what_the_action_vector_says() -> None:
         found, expected = policy._priced(state, values, seen), decode(outside_of(values), state)
         assert found.lengths.tolist() == expected.lengths.tolist()
         assert (found.default_length, found.stop) == (expected.default_length, expected.stop)
+        assert found.prune == expected.prune == Prune(5, 0.25)
 
 
 @pytest.mark.parametrize("head", HEADS)

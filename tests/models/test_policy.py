@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from faser.engine_adapter.protocol import RequestRow, StepRecord
+from faser.engine_adapter.protocol import Prune, RequestRow, StepRecord
 from faser.env.cost_table import StepCost
 from faser.env.spaces import Capabilities
 from faser.env.state import EngineState, observe
@@ -218,6 +220,17 @@ def test_without_confidence_in_the_name_or_with_steps_in_flight_nothing_stops() 
     in_flight = Capabilities(k_max=K_MAX, is_async=True)
     for policy in (make_policy("price:history", CAPABILITIES), make_policy("price", in_flight)):
         assert all(policy.act(state).stop is None for _ in range(2 * COMPARE_DECISIONS))
+
+
+@pytest.mark.parametrize("confident", [False, True], ids=["by history", "by confidence"])
+@pytest.mark.parametrize("released", [None, Prune(5, 0.25)], ids=["without heads", "with heads"])
+def test_price_asks_for_pruning_where_there_are_exit_heads(confident: bool, released: Prune | None) -> None:
+    state = make_confident_state(0.05) if confident else make_state(dict.fromkeys(range(1, 5), 0.7), row_ms=0.05)
+    state.capabilities = replace(state.capabilities, released_prune=released)
+    policy = make_policy("price" if confident else "price:history", state.capabilities)
+    actions = [policy.act(state) for _ in range(3 * COMPARE_DECISIONS)]
+    assert {action.prune for action in actions if "probing" not in action.reason} == {released}
+    assert any(action.stop is not None for action in actions) is confident
 
 
 def test_a_probe_pays_for_what_the_drafter_must_make_up_for() -> None:
