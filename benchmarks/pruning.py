@@ -1,9 +1,11 @@
-"""What pruned verification costs and saves: `python benchmarks/pruning.py [--batches 4,16] [--lengths 7] [--json]`.
+"""What pruned verification costs and saves on the embedded pair: `python benchmarks/pruning.py [--rounds 6]`.
 
-One engine with the embedded pair, one thread; the same prompts in every mode, the modes taking turns. Prints thread CPU
-time (of the one compute thread, so that other work on the machine counts little) per emitted token and per step:
-none (no drafts), full (every draft verified to full depth), confidence (drafts end where the drafter doubts), pruned
-(trained exit heads), both, and oracle (heads that know which tokens will be accepted: the worth of perfect prediction).
+One engine, one thread; batch 4, 8, 16 and 32 by drafts of 3 and 7, the same prompts in every mode, modes taking turns:
+none (no drafts), full (every draft verified to full depth), confidence (drafts end where the drafter doubts, at the
+threshold that was fastest on other prompts), pruned (trained exit heads), both, gate (both, and the gate decides; it
+has learned before), oracle (heads that know which tokens will be accepted: the worth of perfect prediction). Times are
+CPU time of the one compute thread, so that other work on the machine counts little. Each cell is written to the JSON
+when it is done; a run that is started again goes on behind the last one. docs/pruning.md's table is written at the end.
 """
 
 from __future__ import annotations
@@ -17,14 +19,21 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, Final
 
+import msgspec
+from pruning_report import TABLE_RESULT, write_tables
+
+from faser.controller.bench_machine import machine_facts
 from faser.controller.launch import openmp_library
 from faser.engine_adapter.decision import TokenHeads
 from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
 
-MODES = ("none", "full", "confidence", "pruned", "both", "oracle")
+MODES: Final = ("none", "full", "confidence", "pruned", "both", "gate", "oracle")
 ANSWER_TOKENS = 48
+DOUBTS: Final = (0.2, 0.3, 0.4, 0.55, 0.7)  # survival by confidence under which drafts end
+GATE_TURNS = 12  # the most that the gate learns for before it is measured
 
 
 class Oracle(TokenHeads):
@@ -59,7 +68,7 @@ class Bench:
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
 
-        from faser.engine_adapter.protocol import Prune, StopRule
+        from faser.engine_adapter.prune_gate import PruneGate
         from faser.engine_adapter.pruning import Pruning
         from faser.engine_adapter.steering import Steering
 
@@ -75,24 +84,13 @@ class Bench:
         self.engine = self.llm.llm_engine
         self.runner: Any = self.engine.model_executor.driver_worker.worker.model_runner
         self.steering: Any = self.engine.engine_core.engine_core.scheduler.steering
-        self.trained, self.runner.gate = self.runner.pruning, None
-        depth = int(self.runner.get_model().config.num_hidden_layers)
-        self.oracle_layer = options["oracle_layer"] or depth // 2
-        self.oracle = Oracle(self.runner, (self.oracle_layer,))
+        self.trained, self.options = self.runner.pruning, options
+        self.oracle = Oracle(self.runner, (options["oracle_layer"],))
         self.perfect = Pruning(self.runner, self.oracle)
         self.candidates = self.runner.drafter.candidates
+        self.gate = PruneGate()
         self.prune: Any = None
         self.stop: Any = None
-        rule = Prune(options["layer"] or depth // 2, options["threshold"])
-        doubt = StopRule([1.0], [0.0], [options["confidence"]], [options["confidence"]])
-        self.modes = {
-            "none": (0, None, None, None),
-            "full": (options["longest"], None, None, None),
-            "confidence": (options["longest"], None, None, doubt),
-            "pruned": (options["longest"], self.trained, rule, None),
-            "both": (options["longest"], self.trained, rule, doubt),
-            "oracle": (options["longest"], self.perfect, Prune(self.oracle_layer, 0.0), None),
-        }
         order, record, bench = Steering.order, Steering.record, self
         self.reports: list[Any] = []
 
@@ -109,14 +107,27 @@ class Bench:
         Steering.order, Steering.record = ordered, recorded  # type: ignore[method-assign]
         self.count = 0
 
-    def run(self, mode: str, prompts: list[list[int]]) -> dict[str, float]:
+    def put_into(self, mode: str, length: int, doubt: float) -> None:
+        """Put the engine into a mode."""
+        from faser.engine_adapter.protocol import Prune, StopRule
+
+        options = self.options
+        is_trained = mode in ("pruned", "both", "gate")
+        self.steering.default.length = 0 if mode == "none" else length
+        self.runner.pruning = self.trained if is_trained else self.perfect if mode == "oracle" else None
+        self.runner.gate = self.gate if mode == "gate" else None
+        self.runner.drafter.candidates = self.candidates if is_trained else 0
+        self.prune = Prune(options["layer"], options["threshold"]) if is_trained else None
+        if mode == "oracle":
+            self.prune = Prune(options["oracle_layer"], 0.0)
+        ends = mode in ("confidence", "both", "gate")
+        self.stop = StopRule([1.0], [0.0], [doubt], [doubt]) if ends else None
+
+    def run(self, mode: str, prompts: list[list[int]], length: int, doubt: float) -> dict[str, float]:
         """Answer the prompts in one mode; only steps without prompt rows are measured."""
         from vllm import SamplingParams
 
-        length, pruning, self.prune, self.stop = self.modes[mode]
-        self.steering.default.length = length
-        self.runner.pruning = pruning
-        self.runner.drafter.candidates = self.candidates if pruning is self.trained else 0
+        self.put_into(mode, length, doubt)
         self.count += 1
         params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True, detokenize=False)
         for index, prompt in enumerate(prompts):
@@ -139,7 +150,7 @@ class Bench:
         verified = sum(drafts for _, drafts in self.reports)
         whole = steps[: len(steps) // 2]  # later on requests have left
         return {
-            "cpu_ms_per_token": 1e3 * sum(steps) / tokens,
+            "tokens_per_s": tokens / sum(steps),
             "step_ms": 1e3 * statistics.median(whole),
             "tokens_per_step": tokens / len(steps) / len(prompts),
             "verified": verified,
@@ -147,12 +158,13 @@ class Bench:
             "prune_ms": 1e3 * statistics.median([report.prune_s for report, _ in self.reports[: len(whole)]] or [0.0]),
         }
 
-    def prompts(self, count: int, offset: int) -> list[list[int]]:
-        """Return held-out chat prompts as token ids."""
+    def prompts(self, count: int, number: int) -> list[list[int]]:
+        """Return one set of held-out chat prompts as token ids; no two sets share a prompt while there are enough."""
         from faser.env.prompt import held_out_prompts
 
         short = [prompt for prompt in held_out_prompts() if prompt.tokens <= 250]
-        chosen = [short[(17 * index + offset) % len(short)].text for index in range(count)]
+        Random(0).shuffle(short)
+        chosen = [short[(number * count + index) % len(short)].text for index in range(count)]
         tokenizer = self.llm.get_tokenizer()
         chats = [
             tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
@@ -160,33 +172,54 @@ class Bench:
         ]
         return [list(chat["input_ids"]) if not isinstance(chat, list) else chat for chat in chats]
 
+    def cell(self, batch: int, length: int, rounds: int) -> dict[str, Any]:
+        """Measure one batch size and draft length: every mode in every round."""
+        from faser.engine_adapter.prune_gate import PruneGate
+
+        others = self.prompts(batch, 0)
+        self.run("full", others, length, 0.0)  # warms up
+        rates = {doubt: self.run("confidence", others, length, doubt)["tokens_per_s"] for doubt in DOUBTS}
+        doubt = max(rates, key=lambda one: rates[one])
+        self.gate = PruneGate()
+        for _ in range(GATE_TURNS):
+            if self.gate.gain(batch) is None:
+                self.run("gate", others, length, doubt)
+        chance, found = Random(batch), {mode: [] for mode in MODES}
+        for number in range(rounds):
+            prompts = self.prompts(batch, 1 + number // 2)  # a set of prompts serves two rounds
+            order = ["full", *chance.sample([mode for mode in MODES if mode != "full"], len(MODES) - 1)]
+            for mode in order:  # the first one tells the oracle
+                found[mode].append(self.run(mode, prompts, length, doubt))
+        return {
+            "batch": batch, "length": length, "confidence": doubt, "layer": self.options["layer"],
+            "threshold": self.options["threshold"], "oracle_layer": self.options["oracle_layer"],
+            "gain_seen_by_gate": self.gate.gain(batch),
+            "rows": [{"mode": mode} | rounded(turns) for mode, turns in found.items()],
+        }  # fmt: skip
+
+
+def rounded(turns: list[dict[str, float]]) -> dict[str, Any]:
+    """Return the medians of a mode's turns, and every turn's tokens/s."""
+    row: dict[str, Any] = {name: round(statistics.median(turn[name] for turn in turns), 4) for name in turns[0]}
+    return row | {"turns_tokens_per_s": [round(turn["tokens_per_s"], 4) for turn in turns]}
+
 
 def child(options: dict[str, Any]) -> None:
-    """Measure, and write the rows to the file named in the options."""
-    bench = Bench(options)
-    rows = []
-    for batch in options["batches"]:
-        measured: dict[str, list[dict[str, float]]] = {mode: [] for mode in options["modes"]}
-        for repeat in range(options["repeats"] + 1):
-            prompts = bench.prompts(batch, 31 * (repeat // 2))  # a set of prompts serves two turns
-            if not repeat:
-                bench.run("full", prompts)  # the first turn warms up, and tells the oracle
-            for mode in options["modes"]:
-                found = bench.run(mode, prompts)
-                if repeat:
-                    measured[mode].append(found)
-        for mode, runs in measured.items():
-            row: dict[str, Any] = {"batch": batch, "length": options["longest"], "mode": mode}
-            row |= {name: round(statistics.median(run[name] for run in runs), 4) for name in runs[0]}
-            row["runs_cpu_ms_per_token"] = [round(run["cpu_ms_per_token"], 4) for run in runs]
-            rows.append(row)
-    Path(options["result"]).write_text(json.dumps(rows))
+    """Measure the cells that are asked for; write the file after each."""
+    bench, result = Bench(options), Path(options["out"])
+    for batch, length in options["cells"]:
+        cell = bench.cell(batch, length, options["rounds"])
+        whole = json.loads(result.read_text())
+        whole["cells"] = sorted([*whole["cells"], cell], key=lambda one: (one["batch"], one["length"]))
+        draft = result.with_suffix(".part")
+        draft.write_text(json.dumps(whole, indent=1) + "\n")
+        draft.replace(result)
+        print(f"batch {batch}, k {length}: done", file=sys.stderr)
 
 
-def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
+def measure(options: dict[str, Any]) -> None:
     """Run the child in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="faser-") as folder:
-        options["result"] = f"{folder}/rows.json"
         environment = os.environ | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1",
@@ -195,47 +228,51 @@ def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
         }  # fmt: skip
         command = [sys.executable, os.path.abspath(__file__), "--child", json.dumps(options)]
         subprocess.run(command, env=environment, check=True, cwd="/", stdout=subprocess.DEVNULL)
-        rows: list[dict[str, Any]] = json.loads(Path(options["result"]).read_text())
-        return rows
+
+
+def begun(out: Path, said: dict[str, Any]) -> list[tuple[int, int]]:
+    """Return the cells that are done; begin the file anew where it was measured otherwise."""
+    whole = json.loads(out.read_text()) if out.is_file() else {}
+    if whole.get("settings") != said:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps({"settings": said, "cells": []}) + "\n")
+        return []
+    return [(cell["batch"], cell["length"]) for cell in whole["cells"]]
 
 
 def main() -> None:
-    """Parse, measure, print."""
+    """Parse, measure what is not there yet, write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
-    parser.add_argument("--batches", default="4,16")
-    parser.add_argument("--length", type=int, default=7)
-    parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--batches", default="4,8,16,32")
+    parser.add_argument("--lengths", default="3,7")
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--heads", default="", help="exit heads; default: the shipped ones")
     parser.add_argument("--layer", type=int, default=0, help="of the trained heads; default: the card's")
     parser.add_argument("--threshold", type=float, default=0.0, help="of the trained heads; default: the card's")
-    parser.add_argument("--oracle-layer", type=int, default=0)
-    parser.add_argument("--confidence", type=float, default=0.35, help="survival below which drafts end")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--oracle-layer", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=TABLE_RESULT)
     given = parser.parse_args()
     if given.child:
         child(given.child)
         return
     weights = Path(sys.modules["faser.models.embedded"].__file__ or "").parent / "weights"
     heads = Path(given.heads or weights / "exits.safetensors").absolute()
-    card = json.loads(heads.with_suffix(".card.json").read_text())
-    best = card["best"]
-    options = {
-        "target": str(ensure_embedded_target()), "drafter": str(ensure_embedded_drafter()), "heads": str(heads),
-        "batches": [int(batch) for batch in given.batches.split(",")], "longest": given.length,
-        "repeats": given.repeats, "modes": given.modes.split(","), "layer": given.layer or best["layer"],
-        "threshold": given.threshold or best["rule"]["threshold"], "oracle_layer": given.oracle_layer,
-        "confidence": given.confidence,
+    best = json.loads(heads.with_suffix(".card.json").read_text())["best"]
+    said = {
+        "heads": heads.name, "layer": given.layer or best["layer"], "oracle_layer": given.oracle_layer,
+        "threshold": given.threshold or best["rule"]["threshold"], "rounds": given.rounds, "tokens": ANSWER_TOKENS,
+        "machine": msgspec.to_builtins(machine_facts()),
     }  # fmt: skip
-    rows = measure(options)
-    if given.json:
-        print(json.dumps({"options": options, "rows": rows}, indent=1))
-        return
-    names = ("cpu_ms_per_token", "step_ms", "tokens_per_step", "dropped", "prune_ms")
-    print("batch mode        " + " ".join(f"{name:>16}" for name in names))
-    for row in rows:
-        print(f"{row['batch']:5d} {row['mode']:<11} " + " ".join(f"{row[name]:16.3f}" for name in names))
+    done, out = begun(given.out, said), given.out.absolute()
+    wanted = [(int(batch), int(length)) for batch in given.batches.split(",") for length in given.lengths.split(",")]
+    if missing := [cell for cell in wanted if cell not in done]:
+        measure(said | {
+            "target": str(ensure_embedded_target()), "drafter": str(ensure_embedded_drafter()), "heads": str(heads),
+            "longest": max(length for _, length in wanted), "cells": missing, "out": str(out),
+        })  # fmt: skip
+    if out == TABLE_RESULT:
+        write_tables()
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def test_greedy_outputs_stay_the_same_whatever_is_pruned(
 # --- sampling ---
 
 PROMPT = [3, 9, 27, 11, 3, 9]
-REQUESTS = 4_000
+REQUESTS, MANY_REQUESTS = 4_000, 20_000
 EMITTED, TESTED, DRAFTED, TOP_K = 4, 3, 3, 4
 TEMPERATURES = (0.7, 1.0)
 LEAST_EXPECTED = 8.0  # cells below it are pooled
@@ -154,16 +154,23 @@ def p_value(tokens: list[list[list[int]]], expected: dict[tuple[int, ...], float
     return float(chisquare(counts, [share / sum(shares) * total for share in shares]).pvalue)
 
 
-@pytest.mark.parametrize("sample_method", [pytest.param("greedy", marks=pytest.mark.slow), "probabilistic"])
+@pytest.mark.parametrize(
+    ("sample_method", "requests"),
+    [
+        ("probabilistic", REQUESTS),
+        pytest.param("greedy", MANY_REQUESTS, marks=pytest.mark.slow),
+        pytest.param("probabilistic", MANY_REQUESTS, marks=pytest.mark.slow),
+    ],
+)
 def test_pruning_by_the_drawn_token_leaves_the_distribution_alone(
-    engine: Callable[..., Any], folders: tuple[Path, Path], sample_method: str
+    engine: Callable[..., Any], folders: tuple[Path, Path], sample_method: str, requests: int
 ) -> None:
     """The heads let even tokens pass only: a token's own value decides what becomes of the tokens behind it."""
     target, drafter = folders
     is_drawn = sample_method == "probabilistic"
     batches = [
         {
-            "prompts": [PROMPT] * REQUESTS,
+            "prompts": [PROMPT] * requests,
             "sampling": {"temperature": temperature, "top_k": TOP_K, "max_tokens": EMITTED},
             "rule": {"random": DRAFTED, "seed": 3},
             "prune": {"layers": [1, 3], "thresholds": [0.5], "seed": 4},
@@ -185,7 +192,8 @@ def test_pruning_by_the_drawn_token_leaves_the_distribution_alone(
     assert len(seen.gate) > 5  # most steps have prompts beside them
     assert all(has_pruned and time_s > 0 and tokens >= requests for requests, has_pruned, time_s, tokens in seen.gate)
     for run, temperature in zip(seen.batches, TEMPERATURES, strict=False):
-        assert sum(sum(step.pruned) for step in run.steps) > REQUESTS // 4
+        assert sum(sum(step.pruned) for step in run.steps) > requests // 4
+        assert len(run.tokens) == requests
         assert p_value(run.tokens, exact(target, temperature)) > 1e-4
     for control in seen.batches[2:]:
         assert p_value(control.tokens, exact(target, 0.7)) < 1e-6

@@ -1,0 +1,114 @@
+"""The tables of docs/pruning.md come from their files; the benchmarks behind them go on where they were stopped."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import faser
+
+FOLDER = Path(faser.__file__).parent / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[dict[str, ModuleType]]:
+    """Load the scripts as Python would, beside one another."""
+    found = {}
+    for name in ("pruning_report", "pruning_shape", "pruning"):
+        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        found[name] = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(found[name])
+    yield found
+    for name in found:
+        del sys.modules[name]
+
+
+def test_the_document_is_what_the_files_say(modules: dict[str, ModuleType]) -> None:
+    report = modules["pruning_report"]
+    text = report.DOCUMENT.read_text()
+    for name, path, lines in report.PARTS:
+        if path.is_file():
+            assert report.written(text, name, lines(json.loads(path.read_text()))) == text
+
+
+def make_result(gate: float, pruned: float = 90.0) -> dict[str, Any]:
+    rates = {"none": 50.0, "full": 80.0, "confidence": 100.0, "pruned": pruned, "both": 99.0, "gate": gate}
+    rows = [
+        {"mode": mode, "step_ms": 10.0, "tokens_per_s": rate, "dropped": 0.25, "prune_ms": 0.5,
+         "turns_tokens_per_s": [rate * factor for factor in (1.0, 1.001, 0.999, 1.0)]}
+        for mode, rate in rates.items()
+    ]  # fmt: skip
+    cell = {"batch": 8, "length": 3, "confidence": 0.4, "layer": 5, "threshold": 0.25, "oracle_layer": 15, "rows": rows}
+    return {"settings": {"rounds": 4, "tokens": 48, "machine": {"cpu": "a processor"}}, "cells": [cell]}
+
+
+def test_every_mode_is_held_against_the_better_of_full_and_ended(modules: dict[str, ModuleType]) -> None:
+    report = modules["pruning_report"]
+    lines = report.engine_lines(make_result(gate=98.0, pruned=110.0))
+    rows = {line.split(" | ")[2]: line.split(" | ")[5] for line in lines if line.startswith("| 8 ")}
+    assert rows["in full"] == rows["ended by confidence under 0.4"] == ""
+    assert rows["pruned behind layer 5 at 0.25"].startswith("1.100 (")
+    assert rows["both, gate on"].startswith("0.980 (")
+    assert "wins at batch 8, k = 3 (pruned behind layer 5 at 0.25)." in lines[-1]
+    assert "under 0.99 at batch 8, k = 3." in lines[-1]
+    assert "Not measured with the gate yet (batch x k): 4 x 3, 4 x 7, 8 x 7, 16 x 3" in lines[-1]
+    fine = report.engine_lines(make_result(gate=99.5))[-1]
+    assert "wins nowhere" in fine
+    assert "nowhere under 0.99" in fine
+
+
+def test_a_cut_is_held_against_the_whole_step(modules: dict[str, ModuleType]) -> None:
+    def row(arm: str, rejected: float, layer: int, step_ms: float) -> dict[str, Any]:
+        return {"batch": 16, "arm": arm, "rejected": rejected, "layer": layer, "step_ms": step_ms, "prune_ms": 3.4,
+                "score_ms": 3.0}  # fmt: skip
+
+    rows = [row("none", 0.0, 0, 40.0), row("full", 0.0, 0, 200.0), row("ended", 0.6, 0, 90.0)]
+    rows += [row("cut", 0.6, 3, 150.0), row("cut", 0.6, 5, 201.0)]
+    options = {"layers": 6, "length": 7, "steps": 5}
+    lines = modules["pruning_report"].shape_lines(
+        {"options": options, "machine": {"cpu": "a processor"}, "rows": rows}
+    )  # fmt: skip
+    assert "| 16 | 60% | 3 of 6 | 40 | 200 | 150 | 25% | 90 | 3.0 | 0.40 |" in lines
+    assert lines[-1] == (
+        "Shorter by 20% or more: batch 16, 60% rejected, layer 3. Longer: batch 16, 60% rejected, layer 5."
+    )
+
+
+def test_cells_that_are_done_are_kept_unless_something_else_was_measured(
+    modules: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    begun, out = modules["pruning"].begun, tmp_path / "results" / "pruning.json"
+    assert begun(out, {"rounds": 2}) == []
+    whole = json.loads(out.read_text())
+    whole["cells"] = [{"batch": 4, "length": 3}]
+    out.write_text(json.dumps(whole))
+    assert begun(out, {"rounds": 2}) == [(4, 3)]
+    assert begun(out, {"rounds": 3}) == []
+    assert json.loads(out.read_text()) == {"settings": {"rounds": 3}, "cells": []}
+
+
+@pytest.mark.parametrize("rejected", [0.0, 0.3, 0.6, 0.9, 1.0])
+def test_so_many_drafts_are_rejected_as_asked_and_drafts_differ(
+    modules: dict[str, ModuleType], rejected: float
+) -> None:
+    kept = modules["pruning_shape"].surviving(16, 7, rejected)
+    assert sum(kept) == round(16 * 7 * (1.0 - rejected))
+    assert min(kept) >= 0
+    assert max(kept) <= 7
+    assert (len(set(kept)) > 1) is (0.0 < rejected < 1.0)
+
+
+def test_the_shape_is_that_of_the_card_but_for_its_depth(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+    modules["pruning_shape"].write_model(tmp_path, 8)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["hidden_size"], config["num_attention_heads"], config["intermediate_size"]) == (4096, 32, 14_336)
+    assert (config["num_hidden_layers"], config["vocab_size"]) == (8, 128_256 // 4)
