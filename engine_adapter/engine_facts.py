@@ -91,9 +91,7 @@ def _exits(config: VllmConfig, settings: Settings) -> ExitFacts | None:
 
 
 def _frontier(config: VllmConfig, settings: Settings) -> int:
-    command, reason = chosen_drafter(settings.drafter_cores, config)
-    if reason is not None:
-        logger.warning("FASER drafts nothing ahead: %s", reason)
+    command, _ = chosen_drafter(settings.drafter_cores, config)  # the runner says why there is none
     return min(config.num_speculative_tokens, MAX_DRAFT_LENGTH) if command else 0
 
 

@@ -9,118 +9,24 @@ drafter, which catches up when it is asked again. Without a process this does no
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from .drafter_choice import chosen_drafter, drafter_cores
 from .drafter_process import DrafterProcess, Wish
-from .frontier import Drafted, Frontiers
+from .remote_drafting import RemoteDrafting
 from .settings import load_settings
 from .stop_rule import kept_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .mailbox import Reply
+    from .frontier import Drafted
     from .protocol import StopRule
     from .steps import StepOrder, StepReport
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below "vllm", whose handler shows the operator INFO lines too
-
-FIRST_GUESS_S: Final = 0.05  # what drafting in turn takes, before the first was timed
-PATIENCE: Final = 4.0  # times what drafting in turn usually takes, before vLLM's own drafter does it
-SMOOTHING: Final = 0.1
-
-
-class RemoteDrafting:
-    """One engine's drafter process, its frontiers, and what both cost."""
-
-    def __init__(self, process: DrafterProcess) -> None:
-        self.process = process
-        self.frontiers = Frontiers()
-        self.serial_s = FIRST_GUESS_S  # of drafting in turn, as the engine waits for it
-        self.delay_s = 0.0  # until the process has left a frontier nobody wants any more
-        self.overlap_s = 0.0  # of this step: the process drafted while the engine did something else
-        self.hits = self.misses = 0  # of this step
-        self.rounds: tuple[int, ...] = ()  # rows of each pass of the process in this step
-        self.turns: dict[int, Wish] = {}  # by batch row, of this step: who drafts, and behind what
-        self.drafted: dict[int, Drafted] = {}  # by batch row, of this step: what the process drafted
-        self._ahead_s: float | None = None  # when the newest job was sent, if it was to draft ahead
-
-    def begin_step(self) -> None:
-        """Look at the process, and forget what the last step did."""
-        self.process.look()
-        if self._ahead_s is None and (late := self.process.collect(0.0)) is not None:
-            self._learn(late.ended_s - late.began_s)  # else a drafter that got slower would never be waited for again
-        self.overlap_s, self.rounds, self.turns, self.drafted = 0.0, (), {}, {}
-        self.hits = self.misses = 0
-
-    def take(self, sampled: dict[str, list[int]], lengths: dict[str, int]) -> dict[str, Drafted]:
-        """Return the frontiers that are of use behind what was sampled; the other chains end as well."""
-        if self._ahead_s is not None:
-            is_awaited = any(self.frontiers.is_awaited(name, tokens) for name, tokens in sampled.items())
-            self._fill(self.serial_s if is_awaited else 0.0)
-        outcomes = self.frontiers.outcomes
-        before = outcomes.hits, outcomes.misses
-        found = {name: self.frontiers.take(name, tokens, lengths[name]) for name, tokens in sampled.items()}
-        self.hits, self.misses = outcomes.hits - before[0], outcomes.misses - before[1]
-        self.frontiers.clear()
-        return {name: drafted for name, drafted in found.items() if drafted is not None}
-
-    def _fill(self, limit_s: float) -> None:
-        asked_s = time.monotonic()
-        reply = self.process.collect(limit_s)
-        if reply is None:
-            return
-        self._count(reply, asked_s)
-        for name, key in self.process.requests_of(reply).items():
-            self.frontiers.fill(name, reply.drafted[key])
-
-    def _count(self, reply: Reply, until_s: float) -> None:
-        if self._ahead_s is not None:
-            self.overlap_s += max(min(reply.ended_s, until_s) - max(reply.began_s, self._ahead_s), 0.0)
-            self._ahead_s = None
-        depths = [len(drafted.tokens) for drafted in reply.drafted.values()]
-        self.rounds += tuple(sum(depth > column for depth in depths) for column in range(max(depths, default=0)))
-
-    def draft(self, wishes: Sequence[Wish]) -> dict[str, Drafted]:
-        """Return drafts in turn, of those requests that the process has an answer for in time."""
-        began_s = time.monotonic()
-        if self._ahead_s is not None:  # nobody wants it any more
-            self.process.cancel()
-            reply = self.process.collect(self.serial_s)
-            if reply is not None:
-                self.delay_s += SMOOTHING * (time.monotonic() - began_s - self.delay_s)
-                self._count(reply, began_s)
-            self._ahead_s = None
-        if not self.process.send(wishes):
-            return {}
-        reply = self.process.collect(PATIENCE * self.serial_s)
-        if reply is None:
-            self.process.cancel()
-            return {}
-        self._learn(time.monotonic() - began_s)
-        self._count(reply, began_s)
-        return {name: reply.drafted[key] for name, key in self.process.requests_of(reply).items()}
-
-    def _learn(self, took_s: float) -> None:
-        self.serial_s += SMOOTHING * (took_s - self.serial_s)
-
-    def go_on(self, wishes: Sequence[Wish]) -> None:
-        """Let the process draft ahead of the chunks that the target is about to verify."""
-        wanted = [wish for wish in wishes if self.frontiers.is_wanted(wish.request, self.serial_s, self.delay_s)]
-        sent_s = time.monotonic()
-        if wanted and self.process.send(wanted):
-            self._ahead_s = sent_s
-            for wish in wanted:
-                self.frontiers.open(wish.request, wish.chunk)
-
-    def forget(self, requests: set[str]) -> None:
-        """Forget requests that ended."""
-        self.frontiers.forget(requests)
-        self.process.forget(requests)
 
 
 class FrontierRunner:

@@ -104,6 +104,8 @@ class RandomController(threading.Thread):
             "looked": sum(record.prune_layer is not None and record.prune_s > 0.0 for record in self.records),
             "confident": sum(min(len(row.confidences), row.verified) for rows in decoding for row in rows),
             "stopped": sum(len(row.confidences) > row.verified for rows in decoding for row in rows),
+            "frontier_hits": sum(record.frontier_hits for record in self.records),
+            "frontier_misses": sum(record.frontier_misses for record in self.records),
             "dropped": self.records[-1].dropped,
             "rejected": self.records[-1].rejected,
         }

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from faser.engine_adapter import drafter_process, runner_frontier
+from faser.engine_adapter import drafter_process, remote_drafting, runner_frontier
 from faser.engine_adapter.drafter_process import DrafterProcess
 
 KNOWN = Path(__file__).with_name("known_drafter.py")
@@ -22,7 +22,7 @@ def install(given: dict[str, Any]) -> None:
     os.environ["FASER_DRAFTER_CORES"] = "all"
     drafter_process.FIRST_PAUSE_S = 0.01  # type: ignore[misc]
     # Whether an answer comes in time shall not depend on the machine's other work.
-    runner_frontier.SMOOTHING, runner_frontier.FIRST_GUESS_S = 0.0, LIMIT_S  # type: ignore[misc]
+    remote_drafting.SMOOTHING, remote_drafting.FIRST_GUESS_S = 0.0, LIMIT_S  # type: ignore[misc]
     if "texts" in given:
         command = [sys.executable, str(KNOWN), given["texts"]]
         runner_frontier.chosen_drafter = lambda cores, config: (command, None)

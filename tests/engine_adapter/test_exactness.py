@@ -86,7 +86,12 @@ def speculation(method: str, target: Path, truncated: Path) -> dict[str, Any] | 
 
 
 def run_gauntlet(
-    folder: Path, target: Path, drafter: dict[str, Any] | None, control: str = "", exit_layers: tuple[int, ...] = ()
+    folder: Path,
+    target: Path,
+    drafter: dict[str, Any] | None,
+    control: str = "",
+    exit_layers: tuple[int, ...] = (),
+    frontier: int = 0,
 ) -> dict[str, Any]:
     endpoint = f"ipc://{folder / 'engine.sock'}"
     scenario = {
@@ -110,6 +115,8 @@ def run_gauntlet(
         "FASER_RUNTIME_DIR": str(folder),
         "FASER_ENDPOINT": endpoint,
         "FASER_EXIT_HEADS": "coins" if exit_layers else "",
+        "FASER_DRAFTER_CORES": "all" if frontier else "",
+        "FASER_FRONTIER": str(frontier),
     }
     subprocess.run(
         [sys.executable, str(GAUNTLET)], input=json.dumps(scenario), text=True, env=environment, cwd="/", check=True
@@ -164,6 +171,22 @@ def test_outputs_equal_those_without_speculation(
     assert result["cached_tokens"] >= 128
     if method == "draft_model itself":
         assert counts["accepted"] > 0.9 * counts["verified"]
+
+
+@pytest.mark.slow  # `make proof`; test_frontier_engine.py has the short version
+def test_drafting_ahead_changes_nothing(target: Path, short_folder: Path, reference: dict[str, Any]) -> None:
+    """The target as its own drafter in a process, which starts while requests are running already."""
+    drafter = speculation("draft_model itself", target, target)
+    result = run_gauntlet(short_folder, target, drafter, frontier=K_MAX)
+    counts = result["counts"]
+    assert different(result, reference) == []
+    assert result["faults"] == {}
+    assert counts["frontier_hits"] > 50
+    assert counts["events"]["preempt"] >= 1
+    assert counts["events"]["abort"] == 3
+    assert counts["excess"] == 0
+    assert counts["accepted"] > 0.9 * counts["verified"]
+    assert counts["confident"] == counts["verified"]
 
 
 @pytest.mark.slow  # `make proof`; test_pruning.py has the short version

@@ -117,6 +117,28 @@ def test_a_lease_orders_its_stop_rule_where_the_scheduler_waits_for_the_drafts(i
     assert adapter.order({"a": 1}, 0.0).stop == expected
 
 
+@pytest.mark.parametrize(
+    ("offered", "default", "leased", "ordered"),
+    [(6, 2, None, 2), (6, 0, 4, 4), (6, 2, 0, 0), (6, 2, 64, 6), (0, 2, 4, 0), (4, 9, None, 4)],
+)
+def test_a_frontier_is_the_leases_else_the_settings_and_never_more_than_hello_offers(
+    offered: int, default: int, leased: int | None, ordered: int
+) -> None:
+    adapter, link = steering(Default(3, frontier=default))
+    adapter.hello = msgspec.structs.replace(adapter.hello, frontier=offered)
+    adapter.arrive("a", Request())
+    link.arrived = [msgspec.structs.replace(act({}, default_length=3), frontier=leased)]
+    order = adapter.order({"a": 1}, 0.0)
+    assert order.frontier == ordered
+    done = outcome({"a": 1}, {}, [[5]])
+    assert done.report is not None
+    done.report.frontier_hits, done.report.frontier_misses = 2, 1
+    adapter.record(order, done)
+    record = link.sent[-1]
+    assert isinstance(record, wire.StepRecord)
+    assert (record.frontier, record.frontier_hits, record.frontier_misses) == (ordered or None, 2, 1)
+
+
 def test_confidences_go_with_the_tokens_they_belong_to() -> None:
     adapter, link = steering(Default(3))
     for name in "abc":
