@@ -128,6 +128,21 @@ def test_a_full_queue_drops_and_counts_instead_of_waiting(path: Path) -> None:
     assert query(path, "SELECT count(*) FROM steps") == [(9,)]
 
 
+def test_rows_are_inserted_many_at_a_time(path: Path) -> None:
+    """sqlite3 lets go of the interpreter with every row of an executemany: beside a busy loop the queue overflows."""
+    store, statements = Store(path, RUN, flush_s=30.0), []
+    store._database.conn.set_trace_callback(statements.append)
+    store.put(EngineEntry(hello(), 1))
+    for counter in range(1, 65):
+        store.put(StepEntry(record(counter), counter))
+    store.close()
+    inserts = [
+        statement for statement in statements if statement.startswith(("INSERT INTO steps", "INSERT INTO events"))
+    ]
+    assert query(path, "SELECT count(*) FROM steps") == [(64,)]
+    assert 2 <= len(inserts) <= 8
+
+
 def test_closing_writes_what_waits(path: Path) -> None:
     store = Store(path, RUN, flush_s=30.0)
     store.put(EngineEntry(hello(), 10))
