@@ -142,6 +142,8 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, FrontierRunner):
         if self.drafted is None:
             return drafts
         drafts = self.hand_over(drafts, self.drafted)
+        if self.remote is not None and self.remote.drafted:
+            self._notes = None  # the process notes no candidates: exit heads leave its drafts alone
         self._handed = dict(zip(self.input_batch.req_ids, self.drafted, strict=True))  # type: ignore[attr-defined]
         return drafts
 
