@@ -15,6 +15,7 @@ PROBE_STEPS: Final = 8  # steps in a row with pruning, and without, while it is 
 EVIDENCE_STEPS: Final = 64  # of each kind before anything is believed
 REPROBE_STEPS: Final = 512  # steps after which the slower kind is tried again
 MEMORY_STEPS: Final = 1024.0  # older steps of a kind are forgotten
+LEAST_DEVIATIONS: Final = 2.0  # by so many standard deviations it must be faster: a wrong yes costs every step
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ class PruneGate:
         if not _is_known(shape):
             return None
         (off, off_variance), (on, on_variance) = (arm.rate() for arm in shape.arms)
-        return off - on > math.sqrt(off_variance + on_variance)
+        return off - on > LEAST_DEVIATIONS * math.sqrt(off_variance + on_variance)
 
 
 def _is_known(shape: _Shape) -> bool:
