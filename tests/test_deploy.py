@@ -12,6 +12,7 @@ import yaml
 
 import faser
 from faser.controller.config import OTHER_VARIABLES, load, settings
+from faser.controller.launch import SCHEDULER_CLASS, WORKER_CLASS
 from faser.controller.metrics import METRICS
 from faser.controller.web import OPEN_PATHS
 
@@ -93,3 +94,11 @@ def test_the_unit_notifies_reloads_and_is_confined() -> None:
     unit = (DEPLOY / "faser.service").read_text()
     for line in ("Type=notify", "WatchdogSec=10", "ExecReload=/bin/kill -HUP $MAINPID", "NoNewPrivileges=yes"):
         assert re.search(rf"^{re.escape(line)}$", unit, re.M)
+
+
+def test_the_ray_file_names_the_two_classes_and_no_other_way_of_switching_on() -> None:
+    (application,) = yaml.safe_load((DEPLOY / "ray" / "serve.yaml").read_text())["applications"]
+    (model,) = application["args"]["llm_configs"]
+    assert model["engine_kwargs"]["scheduler_cls"] == SCHEDULER_CLASS
+    assert model["engine_kwargs"]["worker_cls"] == WORKER_CLASS
+    assert "data_parallel_size" not in model["engine_kwargs"]

@@ -2,6 +2,9 @@
 
 All three ask the state's cost table, so that they differ in their rule alone, not in how well they know the machine.
 Sources: SmartSpec (arXiv 2406.14066), AdaSpec (arXiv 2503.05096), vLLM 0.32's `enable_adaptive_verification`.
+Simplified: where the papers profile the machine beforehand, the cost table learns it as it goes; SmartSpec's second
+drafter, n-grams, is left out; AdaSpec's objective is one time per token for all requests; adaptive verification fits
+acceptance online and cuts on the device after all is drafted, here what FASER has learnt says what is not drafted.
 """
 
 from __future__ import annotations
