@@ -108,7 +108,7 @@ def serve(memory_fd: int, bell_fd: int, make: Callable[[], Drafter]) -> None:
     # The bell falls silent with its last holder, which may be another child of the engine that outlives it.
     engine = os.getppid()
     try:
-        mailbox.watched.append(os.pidfd_open(engine))
+        mailbox.watch(os.pidfd_open(engine))
     except OSError:
         return  # it died before we could look
     drafter = make()

@@ -80,7 +80,8 @@ class Mailbox:
         self._memory = mmap.mmap(memory_fd, TOTAL_BYTES)
         os.close(memory_fd)
         self.bell = bell
-        self.watched: list[int] = []  # further file descriptors that get readable when the other side dies
+        self._poller = select.poll()  # not select(): an engine may have more descriptors open than that can count
+        self._poller.register(bell, select.POLLIN)
         words: NDArray[np.int32] = np.frombuffer(self._memory, dtype=np.int32)
         self._head = words[:HEAD_WORDS]
         self._times = self._head[2:6].view(np.float64)
@@ -95,6 +96,10 @@ class Mailbox:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(os.dup(memory), ours), memory, theirs
 
+    def watch(self, descriptor: int) -> None:
+        """Take a further descriptor that gets readable when the other side dies."""
+        self._poller.register(descriptor, select.POLLIN)
+
     def ring(self, number: int) -> None:
         """Tell the other side; MailboxError if there is nobody."""
         try:
@@ -104,7 +109,7 @@ class Mailbox:
 
     def heard(self, limit_s: float | None) -> int | None:
         """Return the number the other side rang with, None if it did not within `limit_s` (None: wait)."""
-        heard = select.select([self.bell.fileno(), *self.watched], [], [], limit_s)[0]
+        heard = [descriptor for descriptor, _ in self._poller.poll(None if limit_s is None else 1e3 * limit_s)]
         if not heard:
             return None
         if self.bell.fileno() not in heard:
