@@ -115,7 +115,7 @@ class RecordBuilder:
             draft_tokens=drafts,
             kv_usage=trace.kv_usage,
             split=None,
-            frontier=order.frontier or None,
+            frontier=report.frontier or None,
             lease_epoch=order.lease_epoch,
             lease_sequence=order.lease_sequence,
             dropped=self.link.dropped,

@@ -142,6 +142,8 @@ class FrontierRunner:
         remote = self.remote
         if remote is None:
             return
+        if self._order is not None and remote.process.pid is not None:
+            report.frontier = self._order.frontier
         report.frontier_hits, report.frontier_misses = remote.hits, remote.misses
         report.overlap_s = remote.overlap_s
         report.draft_s += remote.overlap_s

@@ -42,6 +42,7 @@ class StepReport:
     prune_layer: int | None = None  # behind which exit heads looked at the drafts; None: they did not
     prune_s: float = 0.0  # part of `verify_s`: deciding which rows leave, and cutting
     saved_rows: float = 0.0  # rows that left, each as the share of the layers that it was spared
+    frontier: int = 0  # tokens drafted ahead at most, as ordered; 0 without a process that does so
     frontier_hits: int = 0  # requests whose draft had been drafted ahead
     frontier_misses: int = 0  # requests whose frontier was of no use, or late
     rounds: tuple[int, ...] | None = None  # rows that drafted in each pass of the drafter; None: not told

@@ -27,6 +27,8 @@ RULE = StopRule([1.0], [0.0], [0.3], [0.0])
 class Process:
     """Answers every job for request a only."""
 
+    pid: int | None = 7
+
     def __init__(self) -> None:
         self.sent: list[Any] = []
 
@@ -108,6 +110,11 @@ def test_the_stop_rule_cuts_the_processs_draft_too(is_list: bool) -> None:
     runner.report_frontiers(report)
     assert report.confidences == [(0.9, 0.8, 0.1), (), ()], "the dropped token's too"
     assert report.rounds == (1, 1, 1, 2)
+    assert report.frontier == 2
+    runner.process.pid = None
+    report = StepReport(drafted=runner.drafted or [])
+    runner.report_frontiers(report)
+    assert report.frontier == 0, "what is in force is what a process does"
 
 
 def test_a_step_without_a_frontier_asks_the_process_nothing() -> None:

@@ -132,7 +132,7 @@ def test_a_frontier_is_the_leases_else_the_settings_and_never_more_than_hello_of
     assert order.frontier == ordered
     done = outcome({"a": 1}, {}, [[5]])
     assert done.report is not None
-    done.report.frontier_hits, done.report.frontier_misses = 2, 1
+    done.report.frontier, done.report.frontier_hits, done.report.frontier_misses = order.frontier, 2, 1
     adapter.record(order, done)
     record = link.sent[-1]
     assert isinstance(record, wire.StepRecord)
