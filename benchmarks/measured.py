@@ -1,0 +1,53 @@
+"""The README's costs in one file: `python benchmarks/measured.py`, about 6 minutes on an idle machine.
+
+Runs the benchmarks of the adapter, the decision and the round trip, the two that vary most twice, and keeps what they
+print in benchmarks/results/measured.json; `python docs/figures.py` then writes the README's lines from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from faser.controller.bench_machine import commit, machine_facts, versions
+
+FOLDER: Final = Path(__file__).resolve().parent
+RUNS: Final = {"adapter": 2, "decide": 1, "round_trip": 2}
+
+
+def measure(name: str) -> Any:
+    """Return what a benchmark prints as JSON."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(FOLDER / f"{name}.py"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise SystemExit(f"measured: {name}.py ended with code {done.returncode}: {done.stderr.strip()[-300:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Run all, write the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--note", default="", help="a remark kept in the results")
+    parser.add_argument("--out", type=Path, default=FOLDER / "results" / "measured.json")
+    options = parser.parse_args()
+    found: dict[str, Any] = {
+        "machine": msgspec.to_builtins(machine_facts()), "versions": versions(), "commit": commit(),
+        "load_average": os.getloadavg()[0], "note": options.note,
+    }  # fmt: skip
+    for name, times in RUNS.items():
+        print(f"measured: {name}", flush=True)
+        found[name] = [measure(name) for _ in range(times)]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""Writes measured figures into README and docs from benchmarks/results alone.
+
+    python docs/figures.py             # rewrite every tied figure; --check fails where one is not its file's
+    python docs/figures.py --untied    # lines with figures that no file stands behind
+
+A tie is a block between `<!-- figures: NAME -->` and `<!-- end of figures -->`, or a line that begins in a certain way.
+docs/results.md and docs/scale.md are written by the reports of their own benchmarks, and tested with those.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+END = "<!-- end of figures -->"
+OWN_REPORTS = ("docs/results.md", "docs/scale.md", "docs/overlap.md", "docs/pruning.md")
+SHOWN = ("price", "learned")  # policies whose worlds are told one by one
+LOADS = ("1", "4", "16", "64", "drift")
+FIGURE = re.compile(
+    r"\d(?: ?%| (?:us|ms|s|GiB|MiB|KiB)\b|(?: tokens| steps)/s)|\d\.\d+ ± |\(\d\.\d+ to \d\.\d+\)|\d\.\d{3}\b"
+)
+
+
+def read(name: str) -> Any:
+    """Return a results file."""
+    return json.loads((RESULTS / name).read_text())
+
+
+def closed_loop() -> str:
+    """Return the README's ratios at each load; docs/results.md has all of it."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import closed_loop_report as report  # it takes a second to import
+
+    told = report.read_results(report.RESULTS)
+    lines = [
+        "| concurrent requests | over no speculation | over the best of no speculation and k = 1 to 4 |",
+        "|---|---|---|",
+    ]
+    for load in sorted({turn.load for turn in told.turns}):
+        ratios = (report.over_none(told, load), report.envelope_at(told, load).ratio)
+        lines.append(f"| {load} | " + " | ".join(f"{r.value:.2f} ({r.low:.2f} to {r.high:.2f})" for r in ratios) + " |")
+    return "\n".join(lines)
+
+
+def policies_overall() -> str:
+    """Return every policy's goodput, envelope ratio, closed gap and ratio to price."""
+    lines = [
+        "| policy | goodput | envelope ratio, mean | lowest | gap closed | over price, 95 % |",
+        "|---|---|---|---|---|---|",
+    ]
+    found = read("policies.json")["policies"]
+    for name in sorted(found, key=lambda name: -found[name]["goodput"]):
+        each = found[name]
+        low, high = each["over_price_ci"]
+        lines.append(
+            f"| {name} | {each['goodput']:.0f} | {each['envelope_ratio_mean']:.3f} | {each['envelope_ratio_min']:.3f} "
+            f"| {each['gap_closed']:+.2f} | {each['over_price']:.3f} ({low:.3f}..{high:.3f}) |"
+        )
+    return "\n".join(lines)
+
+
+def policies_by_world() -> str:
+    """Return the ratios to the best rival of each world and load, and who that was."""
+    lines = ["| world | policy | 1 | 4 | 16 | 64 | drift |", "|---|---|---|---|---|---|---|"]
+    found = read("policies.json")["policies"]
+    for world in found[SHOWN[0]]["worlds"]:
+        for name in SHOWN:
+            cells = [found[name]["worlds"][world][load] for load in LOADS]
+            told = [f"{c['envelope_ratio']:.3f} ± {(c['envelope_ci'][1] - c['envelope_ci'][0]) / 2:.3f}" for c in cells]
+            lines.append(f"| {world} | {name} | " + " | ".join(told) + " |")
+        rivals = [found[SHOWN[0]]["worlds"][world][load]["best_rival"] for load in LOADS]
+        lines.append("| | best rival | " + " | ".join(rivals) + " |")
+    return "\n".join(lines)
+
+
+def confidence() -> str:
+    """Return what the drafter's confidence is worth by draft position."""
+    lines = [
+        "| answers | position | tested | rejected | AUC (95 %) | calibration error, raw | calibrated |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for temperature, rows in read("confidence.json")["by_temperature"].items():
+        answers = "greedy" if float(temperature) == 0.0 else f"T = {temperature}"
+        for row in rows:
+            lines.append(
+                f"| {answers} | {row['position']} | {row['tokens']} | {row['rejected']} "
+                f"| {row['auc']:.3f} ({row['auc_low']:.3f} to {row['auc_high']:.3f}) "
+                f"| {row['raw_error']:.3f} | {row['error']:.3f} |"
+            )
+    return "\n".join(lines)
+
+
+def confidence_row() -> str:
+    """Return the README's line on it: position 1, greedy."""
+    row = read("confidence.json")["by_temperature"]["0"][0]
+    return (
+        "| the drafter's confidence on held-out prompts, greedy, position 1: AUC / calibration error "
+        f"| {row['auc']:.3f} ({row['auc_low']:.3f} to {row['auc_high']:.3f}) / {row['error']:.3f} | 0.75 / 0.05 "
+        "| `benchmarks/confidence_engine.py` |"
+    )
+
+
+def quick_run() -> str:
+    """Return the line on the quick run that is kept."""
+    minutes, seconds = divmod(round(read("bench_quick.json")["wall_s"]), 60)
+    return (
+        f"One quick run on two shared cores, of {minutes} minutes and {seconds} seconds, is kept in "
+        "`benchmarks/results/bench_quick.json`. Three pairs settle nothing: all of its"
+    )
+
+
+def adapter_row(caches: str, beginning: str) -> str:
+    """Return the README's line on the adapter, warm or with flushed caches."""
+    runs = read("measured.json")["adapter"]
+    cells, bounds = [], []
+    for requests in (1, 8, 64, 256):
+        rows = [row for run in runs for row in run if (row["requests"], row["caches"]) == (requests, caches)]
+        cells.append(_span([row["p50_us"] for row in rows]))
+        bounds.append(f"{rows[0]['bound_us']:.0f}")
+    warm = " us warm" if caches == "warm" else " us"
+    return f"{beginning} | {' / '.join(cells)}{warm} | {' / '.join(bounds)} us | `benchmarks/adapter.py` |"
+
+
+def decide_row() -> str:
+    """Return the README's line on the policy alone."""
+    found = read("measured.json")["decide"][0]["requests"]
+    cells = " / ".join(f"{found[requests]['policy_p50_us']:.0f}" for requests in ("64", "256"))
+    return f"| policy alone, 64 / 256 requests, p50 | {cells} us | 100 / 250 us | `benchmarks/decide.py` |"
+
+
+def round_trip_row() -> str:
+    """Return the README's line on the way to the sidecar and back."""
+    runs = read("measured.json")["round_trip"]
+    spans = [_span([row["p50_us"] for run in runs for row in run if row["requests"] == n]) for n in (64, 256)]
+    bare = _span([run[0]["bare_us"] for run in runs])
+    return (
+        "| decision round trip, 64 / 256 requests, p50, a step every 5 ms, two runs "
+        f"| {' / '.join(spans)} us; the bare socket {bare} us | 300 / 800 us | `benchmarks/round_trip.py` |"
+    )
+
+
+def _span(values: list[float]) -> str:
+    low, high = f"{min(values):.0f}", f"{max(values):.0f}"
+    return low if low == high else f"{low} to {high}"
+
+
+BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
+    ("README.md", "closed loop"): closed_loop,
+    ("docs/policies.md", "policies"): policies_overall,
+    ("docs/policies.md", "policies by world"): policies_by_world,
+    ("docs/drafter.md", "confidence"): confidence,
+}
+WARM = "| adapter on the engine thread, 1 / 8 / 64 / 256 requests, p50, two runs"
+FLUSHED = "| the same with flushed caches"
+LINES: dict[tuple[str, str], Callable[[], str]] = {
+    ("docs/bench.md", "One quick run on two shared cores,"): quick_run,
+    ("README.md", "| the drafter's confidence on held-out prompts"): confidence_row,
+}
+# Of benchmarks/measured.py: tied once its file is there.
+MEASURED: dict[tuple[str, str], Callable[[], str]] = {
+    ("README.md", WARM): lambda: adapter_row("warm", WARM),
+    ("README.md", FLUSHED): lambda: adapter_row("flushed", FLUSHED),
+    ("README.md", "| policy alone, 64 / 256 requests"): decide_row,
+    ("README.md", "| decision round trip, 64 / 256 requests"): round_trip_row,
+}
+
+
+def written(page: str, text: str) -> str:
+    """Return a page with its figures as the files have them."""
+    for (where, name), make in BLOCKS.items():
+        if where == page:
+            begin = f"<!-- figures: {name} -->\n"
+            head, _, rest = text.partition(begin)
+            _, end, tail = rest.partition(END)
+            if not end:
+                raise SystemExit(f"{page}: no block {begin.strip()} ... {END}; put the two lines back")
+            text = f"{head}{begin}\n{make()}\n\n{END}{tail}"
+    lines = LINES | (MEASURED if (RESULTS / "measured.json").exists() else {})
+    for (where, beginning), make in lines.items():
+        if where == page:
+            found = [line for line in text.splitlines() if line.startswith(beginning)]
+            if len(found) != 1:
+                raise SystemExit(f"{page}: {len(found)} lines begin with {beginning!r}; expected one")
+            text = text.replace(found[0], make())
+    return text
+
+
+def pages() -> list[str]:
+    """Return the pages with ties."""
+    return sorted({page for page, _ in (*BLOCKS, *LINES, *MEASURED)})
+
+
+def untied() -> Iterator[str]:
+    """Yield lines that have figures and are not written from a file."""
+    ties = LINES | (MEASURED if (RESULTS / "measured.json").exists() else {})
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        page = str(path.relative_to(ROOT))
+        if page in OWN_REPORTS:
+            continue
+        is_tied = False
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            is_tied = line.startswith("<!-- figures: ") or (is_tied and line != END)
+            own = any(where == page and line.startswith(beginning) for where, beginning in ties)
+            if not (is_tied or own) and FIGURE.search(line):
+                yield f"{page}:{number}: {line[:150]}"
+
+
+def main() -> int:
+    """Write, check or list."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where a figure is not its file's")
+    parser.add_argument("--untied", action="store_true", help="list lines with figures that no file stands behind")
+    options = parser.parse_args()
+    if options.untied:
+        sys.stdout.writelines(f"{line}\n" for line in untied())
+        return 0
+    stale = []
+    for page in pages():
+        path = ROOT / page
+        text = path.read_text()
+        if (new := written(page, text)) != text:
+            stale.append(page)
+            if not options.check:
+                path.write_text(new)
+    if stale and options.check:
+        sys.stderr.write(f"figures that are not their files': {', '.join(stale)}; run: python docs/figures.py\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

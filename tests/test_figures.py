@@ -1,0 +1,85 @@
+"""Figures in README and docs are those of the committed files."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import faser
+
+ROOT = Path(faser.__file__).parent
+SCRIPT = ROOT / "docs" / "figures.py"
+
+
+@pytest.fixture
+def figures() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("figures", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_tied_figure_is_its_files() -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_results_file_is_named_where_its_figures_stand() -> None:
+    told = "\n".join(path.read_text() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), SCRIPT])
+    told += "\n".join(path.read_text() for path in (ROOT / "benchmarks").rglob("*.py"))
+    missing = [path.name for path in (ROOT / "benchmarks" / "results").glob("*.json") if path.name not in told]
+    assert missing == []
+
+
+def test_a_changed_figure_is_put_right_and_the_rest_of_a_page_left_alone(figures: ModuleType) -> None:
+    page = (ROOT / "docs" / "policies.md").read_text()
+    (row,) = (line for line in page.splitlines() if line.startswith("| price | "))
+    spoilt = page.replace(row, row.replace("0.", "1."))
+    assert spoilt != page
+    assert figures.written("docs/policies.md", spoilt) == page
+
+
+def test_a_page_that_lost_its_marks_is_named(figures: ModuleType) -> None:
+    with pytest.raises(SystemExit, match=r"docs/policies\.md: no block <!-- figures: policies -->"):
+        figures.written("docs/policies.md", "nothing")
+    with pytest.raises(SystemExit, match=r"docs/bench\.md: 0 lines begin with"):
+        figures.written("docs/bench.md", "nothing")
+
+
+def test_the_readmes_costs_are_written_from_two_runs(figures: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def adapter(p50_us: float) -> list[dict[str, Any]]:
+        return [
+            {"requests": requests, "caches": caches, "bound_us": 20.0 + 0.7 * requests, "p50_us": p50_us + requests}
+            for requests in (1, 8, 64, 256)
+            for caches in ("warm", "flushed")
+        ]
+
+    content = {
+        "adapter": [adapter(20.0), adapter(23.0)],
+        "decide": [{"requests": {"64": {"policy_p50_us": 23.2}, "256": {"policy_p50_us": 24.4}}}],
+        "round_trip": [[{"requests": n, "p50_us": 800.0 + n, "bare_us": 361.0} for n in (64, 256)]] * 2,
+    }
+    monkeypatch.setattr(figures, "read", lambda name: content)
+    told = [make() for make in figures.MEASURED.values()]
+    assert told[0].startswith(
+        "| adapter on the engine thread, 1 / 8 / 64 / 256 requests, p50, two runs "
+        "| 21 to 24 / 28 to 31 / 84 to 87 / 276 to 279 us warm | 21 / 26 / 65 / 199 us |"
+    )
+    assert told[2] == "| policy alone, 64 / 256 requests, p50 | 23 / 24 us | 100 / 250 us | `benchmarks/decide.py` |"
+    assert "| 864 / 1056 us; the bare socket 361 us |" in told[3]
+    readme = (ROOT / "README.md").read_text()
+    assert all(sum(line.startswith(begin) for line in readme.splitlines()) == 1 for _, begin in figures.MEASURED)
+
+
+def test_what_has_figures_and_no_file_is_listed(figures: ModuleType) -> None:
+    listed = "\n".join(figures.untied())
+    assert "| telemetry store |" in listed
+    assert "| price | 877" not in listed
