@@ -173,14 +173,17 @@ def test_pruning_is_found_again_from_telemetry_and_replayed(tmp_path: Path, caps
     assert errors["step_time_error"]["median"] < 0.03
     assert errors["tokens_per_s_error"] < 0.05
     assert errors["tpot_error"] < 0.2  # of a median request of fifty tokens, whose luck is drawn anew
-    bare = tmp_path / "bare.json"
+    slow, bare = tmp_path / "slow.json", tmp_path / "bare.json"
+    save_profile(msgspec.structs.replace(found, exits=(msgspec.structs.replace(seen, look_s=0.2),)), slow)
+    run_fidelity(FidelityOptions(second, slow, runs=1, json=True))
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["tpot_error"] > 0.5  # it looks where they looked
     save_profile(msgspec.structs.replace(found, exits=()), bare)
     with pytest.raises(ModelError, match="exit heads"):
         run_fidelity(FidelityOptions(second, bare, json=True))
 
 
 def test_a_replay_looks_where_the_recording_did() -> None:
-    lengths = [[4] * 41] * 8
+    lengths = [[3] * 41] * 8
     slow_to_look = msgspec.structs.replace(PRUNED_PROFILE, exits=(Exit(15, 0.5, look_s=0.1),))
     asked = ([1e-3 * number for number in range(8)], [10] * 8, [40] * 8, lengths, slow_to_look)
     never, always, late = (
@@ -188,6 +191,7 @@ def test_a_replay_looks_where_the_recording_did() -> None:
     )
     assert never.duration_s == replay(*asked, noise=0.0).duration_s
     assert always.duration_s - never.duration_s == pytest.approx(0.1 * (always.steps - 1), abs=0.15)
+    assert always.drafted == pytest.approx(never.drafted, rel=0.1)
     assert 0.2 < late.duration_s - never.duration_s < 0.6 * (always.duration_s - never.duration_s)
 
 
