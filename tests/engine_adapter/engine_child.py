@@ -305,7 +305,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
             driver.stop, driver.prune = stop_of(batch.get("stop")), prune_of(batch.get("prune"))
             driver.frontier = batch.get("frontier", 0)
             if "process" in scenario:
-                import_module("remote_faults").begin(runner, batch)
+                import_module("remote_faults").begin(runner, batch, batches)
             whole = [] if coins is None else coins.spoil(batch.get("broken_cut", ""))
             if coins is not None:
                 llm.reset_prefix_cache()  # a broken cut leaves broken blocks

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ class KnownDrafter:
         self.texts: list[list[int]] = given["texts"]
         self.wrong: float = given["wrong"]
         self.fault: str = given.get("fault", "")
-        self.answers = 0
 
     def behind(self, key: int, sequence: Tokens) -> int:
         """Nothing is ever behind."""
@@ -40,11 +38,6 @@ class KnownDrafter:
 
     def draft(self, tasks: list[Task], is_cancelled: Callable[[], bool]) -> dict[int, Drafted]:
         """Return what comes next, or something else."""
-        self.answers += 1
-        if self.fault == "dies" and self.answers == 6:
-            sys.exit(3)
-        if self.fault == "slow" and self.answers % 5 == 0:
-            time.sleep(0.5)
         drafted = {task.key: self._next(task.sequence.tolist(), task.count) for task in tasks}
         if self.fault == "neighbour":
             keys = list(drafted)

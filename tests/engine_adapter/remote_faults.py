@@ -28,12 +28,16 @@ def install(given: dict[str, Any]) -> None:
         runner_frontier.chosen_drafter = lambda cores, config: (command, None)
 
 
-def begin(runner: Any, batch: dict[str, Any]) -> None:
-    """Wait until the process can take jobs, and arrange for what shall happen to it in this batch."""
+def begin(runner: Any, batch: dict[str, Any], done: list[dict[str, Any]]) -> None:
+    """Wait until the process can take jobs, and arrange for what shall happen to it in this batch.
+
+    `known`: a new known_drafter.py, which knows what was said in the first batch, and has this fault.
+    """
     remote = runner.remote
     if "known" in batch:
         file = Path(remote.process._command[-1])
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"wrong": 0.0, "fault": ""} | batch["known"]))
+        texts = [prompt + said[0] for prompt, said in zip(batch["prompts"], done[0]["tokens"], strict=True)]
+        file.write_text(json.dumps({"texts": texts, "wrong": 0.0} | batch["known"]))
         remote.process.close()
         remote.process = DrafterProcess(remote.process._command)
     _wait(remote.process)

@@ -20,15 +20,15 @@ ENGINE = {
     "max_model_len": 512,
     "max_num_seqs": 8,
     "max_num_batched_tokens": 64,  # below the long prompts: they are prefilled in chunks
-    "num_gpu_blocks_override": 9,  # of 128 tokens: the five requests start with eight and grow
+    "num_gpu_blocks_override": 8,  # of 128 tokens: the five requests start with eight and grow
 }
-GREEDY = {"temperature": 0.0, "max_tokens": 90}
+GREEDY = {"temperature": 0.0, "max_tokens": 60}
 NGRAM = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
 def prompts(seed: int) -> list[list[int]]:
     chance = random.Random(seed)
-    return [[chance.randrange(1000, 9000) for _ in range(n)] for n in (5, 17, 50, 130, 300)]
+    return [[chance.randrange(1000, 9000) for _ in range(n)] for n in (5, 80, 130, 300)]
 
 
 PROMPTS = prompts(2)
@@ -57,22 +57,20 @@ def reference(engine: Callable[..., Any]) -> Any:
 
 
 BATCHES = {
+    "no drafts": batch(rule={"cycle": [0]}, frontier=0),
     "right": batch(known={}),
-    "off": batch(known={}, frontier=0),
     "misses": batch(known={"wrong": 0.25}),
-    "killed": batch(known={}, kill_at=[8, 14], is_back_at=20),
-    "dies": batch(known={"fault": "dies"}),
+    "killed": batch(known={}, kill_at=[6, 9], is_back_at=12),
     "of another request": batch(known={"fault": "neighbour"}),
     "accept all": batch(known={"wrong": 0.25}, control="acceptance"),
 }
 
 
 @pytest.fixture(scope="module")
-def done(engine: Callable[..., Any], reference: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def done(engine: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Every batch on one engine, whose own drafter is ngram: what it takes over is seen by its being mostly wrong."""
     file = tmp_path_factory.mktemp("texts") / "known.json"
-    texts = [prompt + said[0] for prompt, said in zip(PROMPTS, reference, strict=True)]
-    file.write_text(json.dumps({"texts": texts, "wrong": 0.0}))
+    file.write_text(json.dumps({"texts": [], "wrong": 0.0}))
     run = engine(scenario({"texts": str(file)}, *BATCHES.values(), **NGRAM))
     assert run.faults == {}
     return dict(zip(BATCHES, run.batches, strict=True))
@@ -83,48 +81,57 @@ def frontiers(run: Any) -> tuple[int, int]:
     return sum(hits), sum(misses)
 
 
-@pytest.mark.parametrize("name", [name for name in BATCHES if name != "accept all"])
-def test_outputs_are_those_without_speculation(name: str, done: dict[str, Any], reference: Any) -> None:
-    assert done[name].tokens == reference
+@pytest.mark.parametrize("name", [name for name in BATCHES if name not in ("no drafts", "accept all")])
+def test_outputs_are_those_without_speculation(name: str, done: dict[str, Any]) -> None:
+    assert done[name].tokens == done["no drafts"].tokens
 
 
-def test_control_the_comparison_fails_without_verification(done: dict[str, Any], reference: Any) -> None:
-    assert done["accept all"].tokens != reference
+def test_control_the_comparison_fails_without_verification(done: dict[str, Any]) -> None:
+    assert done["accept all"].tokens != done["no drafts"].tokens
+
+
+def test_some_requests_were_preempted(done: dict[str, Any]) -> None:
+    again = sum(
+        scheduled > verified + 1
+        for run in done.values()
+        for number, step in enumerate(run.steps)
+        for handle, scheduled, verified in zip(step.handles, step.scheduled, step.verified, strict=True)
+        if any(
+            handle in earlier.handles and earlier.sampled[earlier.handles.index(handle)]
+            for earlier in run.steps[:number]
+        )
+    )
+    assert again >= 1
 
 
 def test_frontiers_that_hold_are_used_chunk_after_chunk(done: dict[str, Any]) -> None:
     accepted, verified = done["right"].acceptance()
     hits, misses = frontiers(done["right"])
-    assert accepted == verified > 200
-    assert hits > 60
+    assert accepted == verified > 120
+    assert hits > 35
     assert misses <= len(PROMPTS) + 2, "where a request is preempted, and at its end, where nothing was recorded"
     assert sum(step.overlap_s > 0 for step in done["right"].steps) > 10
-
-
-def test_nothing_is_asked_of_the_process_where_no_frontier_may_be(done: dict[str, Any]) -> None:
-    assert frontiers(done["off"]) == (0, 0)
-    assert done["off"].acceptance()[0] < done["right"].acceptance()[0], "ngram drafts"
 
 
 def test_requests_hit_and_miss_in_the_same_steps(done: dict[str, Any]) -> None:
     steps = done["misses"].steps
     hits, misses = frontiers(done["misses"])
-    assert hits > 15
-    assert misses > 15
+    assert hits > 10
+    assert misses > 10
     assert sum(min(step.frontiers) > 0 for step in steps) > 3
 
 
 def test_a_killed_process_costs_drafts_until_it_is_back(done: dict[str, Any]) -> None:
     steps = done["killed"].steps
-    assert sum(step.frontiers[0] for step in steps[:8]) > 0
-    assert sum(step.frontiers[0] for step in steps[21:]) > 10
+    assert sum(step.frontiers[0] for step in steps[:6]) > 0
+    assert sum(step.frontiers[0] for step in steps[14:]) > 5
     accepted, verified = done["killed"].acceptance()
     assert accepted < verified, "what was drafted meanwhile is the engine's own drafter's"
 
 
 def test_control_a_frontier_of_another_request_is_seen(done: dict[str, Any]) -> None:
     accepted, verified = done["of another request"].acceptance()
-    assert verified > 100
+    assert verified > 60
     assert accepted < verified / 2
     assert frontiers(done["of another request"])[0] < 10
 
@@ -136,10 +143,10 @@ def test_a_draft_model_in_a_process_drafts_as_well_as_in_the_engine(
 ) -> None:
     """The target as its own drafter: a wrong entry of either KV cache costs acceptance; the process is killed once."""
     method = {"method": "draft_model", "model": str(ensure_embedded_target())}
-    killed = batch(control, kill_at=[12], is_back_at=24)
+    killed = batch(control, kill_at=[8], is_back_at=16)
     run = engine(scenario({}, killed, **method)).batches[0]
     accepted, verified = run.acceptance()
     assert run.tokens == reference
-    assert frontiers(run)[0] > 20
-    assert verified > 150
+    assert frontiers(run)[0] > 15
+    assert verified > 100
     assert accepted == verified if not control else accepted < 0.99 * verified
