@@ -81,7 +81,7 @@ bench: install  ## Run every benchmark; each file's docstring says what it measu
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 docs: install  ## Check that the documentation agrees with the code
-	$(BIN)/python -m pytest -q tests/test_docs.py
+	$(BIN)/python -m pytest -q tests/test_docs.py tests/test_figures.py
 
 compatibility: install  ## Check every private name of vLLM that FASER touches (WHEEL=FILE: in a wheel or source tree)
 	$(BIN)/python -m faser.engine_adapter.compatibility $(WHEEL)
