@@ -175,7 +175,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         panel.set_title(f"drafting {arm}", fontsize=10)
     panels[-1].set_xlabel("milliseconds")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
-    panels[0].legend(handles, colours, ncols=len(colours), fontsize=8, frameon=False, loc="lower right")
+    panels[-1].legend(handles, colours, fontsize=8, frameon=False, loc="center right")  # the shorter arm leaves room
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)

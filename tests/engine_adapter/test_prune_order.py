@@ -45,7 +45,7 @@ def act(sequence: int, prune: wire.Prune | None) -> wire.ActionSet:
 def test_a_lease_prunes_the_drafts_that_were_drawn_under_it_and_no_earlier_ones() -> None:
     """Else it could depend on the tokens that it cuts: it may have been decided after they were drawn."""
     link = SilentLink()
-    hello: Any = SimpleNamespace(is_async=False, boot_id="boot")
+    hello: Any = SimpleNamespace(is_async=False, boot_id="boot", frontier=0)
     adapter = Steering(hello, link, Lease("boot", 6, 32, 60.0, (10, 20)), Default(0))  # type: ignore[arg-type]
     orders = []
     for sequence, prune in enumerate((None, wire.Prune(10, 0.1), wire.Prune(20, 0.2), None, None), start=1):
