@@ -150,3 +150,23 @@ def test_bad_options_are_refused(
     with pytest.raises(SystemExit, match="2"):
         serve.arguments(flags)
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ["none", "k1", "faser"])
+def test_the_engines_side_serves_every_load_on_a_cpu(
+    serve: ModuleType, arm: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in (("VLLM_CPU_KVCACHE_SPACE", "1"), ("OMP_NUM_THREADS", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    target = serve.Shape("target", 4, 256, 4, 2, 64, 256, 96, False)
+    drafter = serve.Shape("drafter", 1, 128, 2, 1, 64, 128, 96, True)
+    paths = {role: serve._written(shape, tmp_path / role) for role, shape in (("target", target), ("drafter", drafter))}
+    loads = [("1", 1, [(0.0, 32, 12)] * 3), ("4", 4, [(0.0, 32, 12)] * 12), ("azure-conv", None, [(0.0, 32, 12)] * 4)]
+    task = paths | {"arm": arm, "length": 3, "rates": None, "loads": loads, "most": 8, "is_eager": True}
+    found = serve.run_engine(task | {"load_format": "dummy"})
+    assert {load: len(each["requests"]) for load, each in found.items()} == {"1": 2, "4": 8, "azure-conv": 4}
+    assert all(each["tokens_per_s"] > 0 for each in found.values())
+    assert all(tokens == 12 for each in found.values() for _, _, tokens in each["requests"])

@@ -289,7 +289,8 @@ def test_a_replay_in_which_nobody_meets_an_objective_has_no_ratio(
     monkeypatch.setattr(bench_run, "UNLOADED_REQUESTS", 2)
     monkeypatch.setattr(Objective, "is_met", lambda self, result: False)
     wanted = plan(loads=(), replays=(Replay("azure-conv", 1.0, 5.0, warp=20.0),), rivals=("none",), pairs=1)
-    results = measure(wanted, tmp_path, monkeypatch, {})
+    quick = {name: FakeArm(name, burst=32) for name in ("none", "faser")}
+    results = measure(wanted, tmp_path, monkeypatch, quick)
     point = summary(results)["points"][0]
     assert (point["envelope_ratio"], point["faser"], point["pairs"], point["verdict"]) == (None, None, 0, "open")
     assert [turn.rate for turn in results.turns] == [0.0, 0.0]
