@@ -140,6 +140,28 @@ def test_time_in_which_a_server_is_frozen_is_in_no_figure_and_no_token_is_lost()
     assert measured_s > 0
 
 
+def test_tokens_that_come_before_the_thaw_is_answered_cost_time_too() -> None:
+    async def run() -> float:
+        arm = FakeArm("none", step_s=0.005)
+        thaw = arm.thaw
+
+        async def slow_thaw() -> None:
+            await thaw()
+            await asyncio.sleep(0.2)
+
+        await arm.open()
+        clients = Clients(arm, closed_stream(1, MIX, 64, 300, 0), 1, "m")
+        await clients.serve(4)
+        arm.thaw = slow_thaw  # type: ignore[method-assign]
+        served = await clients.serve(clients.tokens + 1)
+        await arm.thaw()
+        await clients.end()
+        await arm.close()
+        return served.tokens / served.seconds
+
+    assert asyncio.run(run()) <= 1 / 0.005
+
+
 def test_a_stopwatch_runs_only_between_start_and_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     watch, now_s = Stopwatch(), 10.0
     monkeypatch.setattr("time.perf_counter", lambda: now_s)
