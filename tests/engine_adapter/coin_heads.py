@@ -14,6 +14,7 @@ import numpy as np
 from faser.engine_adapter import engine_facts, pruning, runner_pruning
 from faser.engine_adapter.cut import Cut
 from faser.engine_adapter.decision import TokenHeads
+from faser.engine_adapter.exits import ExitFacts
 from faser.engine_adapter.prune_gate import PruneGate
 
 
@@ -64,7 +65,9 @@ def install(layers: list[int], kind: str = "coin") -> None:
     heads = {"coin": CoinHeads, "parity": ParityHeads}[kind]
     runner_pruning.PruneGate = OpenGate  # type: ignore[misc]
     runner_pruning.load_heads = lambda path, model: heads(layers)  # type: ignore[assignment,return-value]
-    engine_facts.exit_layers = lambda path, config: (layers, None)
+    assert callable(engine_facts.usable_exits)
+    facts = ExitFacts(tuple(layers), 0, 0, 0, 0)
+    engine_facts.usable_exits = lambda path, config: (facts, None)
 
 
 def _reads_unwritten(whole: Any, index: Any, removed: Any) -> Any:
