@@ -25,7 +25,7 @@ CONFIDENT_STEPS = 1.0  # visits at which a node counts as half known
 MEMORY_RECORDS = 8000.0  # visits fade by time, so that an old measurement is renewed
 UNMEASURED_SHARE = 0.3  # by how much an unmeasured step may at least be off
 LEAST_PROMPT_ROWS = 32  # of fewer the time drowns in the step's own
-PROMPT_GAIN, MIN_PROMPT_ROW, MAX_PROMPT_ROW = 0.1, 0.02, 4.0
+PROMPT_GAIN, MIN_PROMPT_ROW, MAX_PROMPT_ROW = 0.1, 0.02, 1.0
 MIN_STEP_S, MAX_STEP_S, MIN_LEVEL_S = 1e-6, 60.0, 1e-9  # beyond: a broken clock, not a step
 MAX_ROWS = 1 << 20
 MAX_NODES = 80
@@ -194,10 +194,11 @@ class CostTable:
         _, curve = self._curves()
         alike = float(np.interp(units, curve, self.nodes)) * max(units / float(curve[-1]), 1.0)
         found = (alike - (cost.rows - cost.prefill_rows)) / cost.prefill_rows
-        surprise = math.log(min(max(found, MIN_PROMPT_ROW), MAX_PROMPT_ROW) / self.prompt_row)
+        surprise = math.log(min(max(found, MIN_PROMPT_ROW), 1.0 / MIN_PROMPT_ROW) / self.prompt_row)
         self._prompt_steps += 1
         gain = max(1.0 / self._prompt_steps, PROMPT_GAIN)
-        self.prompt_row *= math.exp(gain * min(max(surprise, -1.0), 1.0))
+        # At most a row that decodes: with dearer ones the curve would get flatter, and they dearer again.
+        self.prompt_row = min(self.prompt_row * math.exp(gain * min(max(surprise, -1.0), 1.0)), MAX_PROMPT_ROW)
 
     def _learn_verifying(self, cost: StepCost, verify_s: float) -> None:
         alike = cost.rows - cost.prefill_rows + self.prompt_rows(cost.prefill_rows)

@@ -2,7 +2,8 @@
 
 Called by env/cost_table.py. The first run of anything is slow (lazy allocation, cold caches), by ten times at worst,
 and deep drafts are tried so rarely that a mean would never forget it. So evidence is kept in cells by rounds and batch
-size, each the median of its last few steps, and the coefficients are fitted to the cells.
+size, each the median of its last few steps (of those with few rows, and of those with many), and the coefficients are
+fitted to the cells.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 PRIOR = np.array([0.02, 0.0006, 0.05, 0.0006, 0.05, 0.005])  # guesses, see `features`
-PRIOR_WEIGHT = 0.003  # what the guesses count for, in cells
-CELL_STEPS = 31  # a cell is the median of so many
-FULL_STEPS = 5  # steps after which a cell counts fully
+PRIOR_WEIGHT = 0.0003  # what the guesses count for, in cells
+CELL_STEPS = 31  # a cell holds so many, and counts fully with so many
+SPLIT_STEPS, SPLIT_ROWS = 12, 4  # a cell with so many steps, that far apart in rows, tells what a row costs
+NEW_STEPS = 5  # the first steps of a cell, each of which is fitted at once
 FLOOR = 0.05  # relative errors count, those far below this do not
 FADE_RECORDS = 8000.0  # a cell not visited is doubted again
 LOCALITY = 0.6  # weight of cells of half or twice the batch size in the fit
 NEAR_BATCH, NEAR_ROUNDS = 0.5, 0.1  # what evidence from half the batch, or from a round more or less, tells
 MISSED_STEPS = 15  # the cost of a missed token is the median of so many steps
+SLACK = 1e-9  # in the fit's optimality
 LEAST_MISSED = 64  # tokens; of fewer the cost drowns in the step's own
 SOLVE_ALWAYS, SOLVE_EVERY = 64, 16  # steps: each of the first, then every so many, and those of a new cell
 
@@ -39,9 +42,16 @@ class Cell:
     count: float = 0.0
     last: int = 0  # step of the last visit
 
-    def median(self) -> tuple[float, int, int]:
-        """Return the step in the middle, the lower of two: what disturbs a step only ever slows it."""
-        return sorted(self.steps)[(len(self.steps) - 1) // 2]
+    def medians(self) -> list[tuple[float, float, float]]:
+        """Return the median step of its half with few rows and of that with many; one for all where they are alike.
+
+        Rounds and rows rise together from cell to cell: only within a cell is it seen what a row costs alone.
+        """
+        by_rows = sorted(self.steps, key=_rows_of)
+        if len(by_rows) < SPLIT_STEPS or by_rows[-1][1] < by_rows[0][1] + SPLIT_ROWS:
+            return [_median(by_rows)]
+        half = len(by_rows) // 2
+        return [_median(by_rows[:half]), _median(by_rows[half:])]
 
 
 class DraftCost:
@@ -96,7 +106,7 @@ class DraftCost:
         cell.count += 1.0
         self.steps += 1
         cell.last = self.steps
-        if self.steps < SOLVE_ALWAYS or cell.count <= FULL_STEPS or self.steps % SOLVE_EVERY == 0:
+        if self.steps < SOLVE_ALWAYS or cell.count <= NEW_STEPS or self.steps % SOLVE_EVERY == 0:
             self._fit(key[1])
 
     def learn_missed(self, rows: int, rounds: int, drafted: int, missed: int, units: float) -> None:
@@ -114,34 +124,44 @@ class DraftCost:
                 cell.steps[place] = (units * factor, rows, drafted)
 
     def _fit(self, octave: int) -> None:
-        cells = list(self._cells.values())
-        medians = [cell.median() for cell in cells]
-        target = np.array([units for units, _, _ in medians])
-        trust = np.array(
-            [min(cell.count / FULL_STEPS, 1.0) * LOCALITY ** abs(cell.octave - octave) + 1e-4 for cell in cells]
-        )
+        cells, medians, trusts = [], [], []
+        for cell in self._cells.values():
+            found = cell.medians()
+            trust = min(cell.count / CELL_STEPS, 1.0) * LOCALITY ** abs(cell.octave - octave) + 1e-4
+            cells += [cell] * len(found)
+            medians += found
+            trusts += [trust / len(found)] * len(found)
+        target, trust = np.array([units for units, _, _ in medians]), np.array(trusts)
         weight = np.sqrt(trust) / (target + FLOOR)
         rounds, rows, drafted = (
             np.array(values, np.float64)
             for values in ([c.rounds for c in cells], [m[1] for m in medians], [m[2] for m in medians])
         )
-        design = features(rows, rounds, drafted) * weight[:, None]
-        prior_weight = PRIOR_WEIGHT / np.square(PRIOR + FLOOR)
+        plain = features(rows, rounds, drafted)
+        design = plain * weight[:, None]
+        usual = np.maximum(plain.mean(axis=0), 1.0)  # a guess per row counts for what it makes of a step
+        prior_weight = PRIOR_WEIGHT / np.square(PRIOR + FLOOR / usual)
         information = design.T @ design + np.diag(prior_weight)
         moment = design.T @ (target * weight) + prior_weight * PRIOR
         self._coefficients = _non_negative(information, moment).tolist()
 
 
 def _non_negative(information: Floats, moment: Floats) -> Floats:
-    """Return x >= 0 with information x = moment where x > 0, dropping the most negative entry until none is left."""
-    kept = np.arange(len(moment))
-    while True:
-        solution = np.linalg.solve(information[np.ix_(kept, kept)], moment[kept])
-        if (solution >= 0.0).all():
-            values = np.zeros(len(moment))
-            values[kept] = solution
-            return values
-        kept = np.delete(kept, int(solution.argmin()))
+    """Return the x >= 0 that minimises x' information x / 2 - moment' x, by Murty's least-index pivots (1974).
+
+    The last entry that is out of place changes sides, free or 0, until none is: it ends for positive definite matrices.
+    """
+    is_free, values = np.ones(len(moment), np.bool_), np.zeros(len(moment))
+    for _ in range(1 << len(moment)):
+        values = np.zeros(len(moment))
+        free = np.flatnonzero(is_free)
+        values[free] = np.linalg.solve(information[np.ix_(free, free)], moment[free])
+        slope = moment - information @ values
+        wrong = np.flatnonzero(np.where(is_free, values < 0.0, slope > SLACK))
+        if not len(wrong):
+            break
+        is_free[wrong[-1]] ^= True
+    return np.maximum(values, 0.0)
 
 
 def features(rows: Floats, rounds: Floats, drafted: Floats) -> Floats:
@@ -152,6 +172,16 @@ def features(rows: Floats, rounds: Floats, drafted: Floats) -> Floats:
     any_round = rounds > 0.0
     columns = (np.ones(len(rows)), rows, any_round, rows * any_round, np.maximum(rounds - 1.0, 0.0), drafted)
     return np.stack([np.asarray(column, np.float64) for column in columns], axis=1)
+
+
+def _median(steps: list[tuple[float, int, int]]) -> tuple[float, float, float]:
+    """Return the median cost, the lower of two, and the mean rows and tokens: what disturbs a step only slows it."""
+    units, rows, drafted = zip(*steps, strict=True)
+    return sorted(units)[(len(units) - 1) // 2], sum(rows) / len(rows), sum(drafted) / len(drafted)
+
+
+def _rows_of(step: tuple[float, int, int]) -> int:
+    return step[1]
 
 
 def _octave(requests: float) -> int:

@@ -192,6 +192,17 @@ def test_prompts_do_not_make_drafts_beside_them_look_cheap() -> None:
     assert table.prefill_time_s(16, table.prompt_rows(150)) == pytest.approx(150 * 0.000375, rel=0.25)
 
 
+def test_a_prompts_row_is_never_dearer_than_one_that_decodes() -> None:
+    """Else curve and prompts' rows lean on each other: the flatter the one, the dearer the others."""
+    random, table = np.random.default_rng(6), CostTable()
+    for number in range(600):
+        prompt = 300 if number % 3 == 0 else 0
+        rows = 64 + int(random.integers(40, 110))
+        table.learn(StepCost(rows + prompt, prompt, 64, 0, 0, 0, 0.012 + 14e-5 * (rows + 4 * prompt), 0.0, 0.0))
+    assert table.prompt_row == 1.0
+    assert table.verify_time_s(np.array([110.0, 160.0])) == pytest.approx([0.0274, 0.0344], rel=0.03)
+
+
 def test_a_step_is_learnt_at_the_captured_size_that_ran() -> None:
     table = CostTable(device="cuda", graph_sizes=(4, 8, 16), max_rows=64)
     for _ in range(50):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from faser.env.cost_table import CostTable, StepCost
-from faser.env.draft_cost import DraftCost, features
+from faser.env.draft_cost import DraftCost, _non_negative, features
 
 EMPTY_S, ROUND_S = 0.026, 0.0035  # a small model with an EAGLE-3 head on one core
 
@@ -50,6 +50,31 @@ def test_what_was_seen_once_is_nearly_as_doubtful_as_what_was_never_seen() -> No
     assert doubt[3] < 0.2
     assert doubt[4] > 0.6
     assert cost.doubt(rounds, 16.0)[3] > doubt[3]
+
+
+@pytest.mark.parametrize("row", [0.0, 0.004])
+def test_rounds_and_rows_that_rise_together_are_told_apart(row: float) -> None:
+    """Deeper drafts verify more rows; prompts vary them too, and only that tells what a row of the drafter costs."""
+    cost, rng = DraftCost(), np.random.default_rng(2)
+    for _ in range(400):
+        rounds = int(rng.choice([1, 2, 3], p=[0.45, 0.45, 0.1]))
+        rows = 16 * (1 + rounds) + int(rng.integers(0, 24))
+        cost.learn(rows, 16, rounds, 16 * rounds, (0.35 * rounds + row * rows) * rng.normal(1.0, 0.03))
+    more_rows = float(cost.units(80.0, 2.0, 32.0) - cost.units(40.0, 2.0, 32.0)) / 40.0
+    assert more_rows == pytest.approx(row, abs=0.001)
+    assert float(cost.units(48.0, 2.0, 32.0) - cost.units(48.0, 1.0, 16.0)) == pytest.approx(0.35, rel=0.1)
+
+
+def test_the_fit_is_the_best_one_without_negative_entries() -> None:
+    rng = np.random.default_rng(4)
+    for _ in range(200):
+        design, target = rng.normal(size=(8, 6)), rng.normal(size=8)
+        information, moment = design.T @ design + 1e-3 * np.eye(6), design.T @ target
+        found = _non_negative(information, moment)
+        slope = moment - information @ found
+        assert (found >= 0.0).all()
+        assert (slope < 1e-6).all(), "some entry should be larger"
+        assert np.abs(slope[found > 0.0]).max(initial=0.0) < 1e-6, "some entry should be smaller"
 
 
 def test_a_change_of_the_unit_changes_no_time() -> None:
