@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from .protocol import Prune
-
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from .protocol import Prune
 
 FORMAT: Final = "faser-exits-1"
 METHODS: Final = frozenset({"draft_model", "eagle", "eagle3", "ngram"})
@@ -60,6 +60,8 @@ def read_facts(path: str) -> ExitFacts:
 
 def _released(text: str) -> Prune | None:
     """Read "layer,threshold"; a file that does not say can prune, but nobody knows from what threshold on."""
+    from .protocol import Prune  # the kernel's benchmark has no msgspec
+
     if not text:
         return None
     layer, threshold = text.split(",")

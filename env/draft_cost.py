@@ -127,10 +127,10 @@ class DraftCost:
         cells, medians, trusts = [], [], []
         for cell in self._cells.values():
             found = cell.medians()
-            trust = min(cell.count / CELL_STEPS, 1.0) * LOCALITY ** abs(cell.octave - octave) + 1e-4
+            share = min(cell.count / CELL_STEPS, 1.0) * LOCALITY ** abs(cell.octave - octave) + 1e-4
             cells += [cell] * len(found)
             medians += found
-            trusts += [trust / len(found)] * len(found)
+            trusts += [share / len(found)] * len(found)
         target, trust = np.array([units for units, _, _ in medians]), np.array(trusts)
         weight = np.sqrt(trust) / (target + FLOOR)
         rounds, rows, drafted = (
