@@ -63,7 +63,7 @@ ADDED: Final[dict[int, tuple[tuple[str, str, str], ...]]] = {
     3: (("decision_policy", "TEXT", "NULL"), ("decision_digest", "TEXT", "NULL"), ("decision_draws", "BLOB", "NULL")),
     4: (
         ("prune_layer", "INTEGER", "NULL"), ("prune_s", "FLOAT", "0"), ("saved_rows", "FLOAT", "0"),
-        ("wrongly_pruned", "INTEGER", "0"),
+        ("wrongly_pruned", "INTEGER", "0"), ("frontier_hits", "INTEGER", "0"), ("frontier_misses", "INTEGER", "0"),
     ),
 }  # fmt: skip
 

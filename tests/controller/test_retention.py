@@ -97,6 +97,11 @@ def older(path: Path, version: int) -> None:
         database.commit()
 
 
+def test_a_column_that_the_first_schema_did_not_have_is_added_to_older_files() -> None:
+    later = {name for columns in ADDED.values() for name, _, _ in columns}
+    assert len(set(TABLES["steps"]) - later) == 47, "a new column needs a line in ADDED"
+
+
 @pytest.mark.parametrize("version", range(1, SCHEMA_VERSION))
 def test_an_older_file_is_read_as_it_is_and_brought_up_to_date_by_a_writer(fill: Any, path: Path, version: int) -> None:
     fill(10).close()
