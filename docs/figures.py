@@ -107,6 +107,40 @@ def confidence_row() -> str:
     )
 
 
+def drafting_ahead() -> str:
+    """Return the table of drafting ahead with an oracle, forced on."""
+    found = read("overlap.json")
+    turn, ahead = ({part: found[part][arm] for part in ("step_ms", "wait_ms")} for arm in ("in turn", "ahead"))
+    steps, waits = ([_spread(arm[part], 1) for arm in (turn, ahead)] for part in ("step_ms", "wait_ms"))
+    return "\n".join(
+        (
+            f"| {found['runs_per_arm']} pairs of runs, chunks of {found['length']} tokens | in turn | ahead |",
+            "|---|---|---|",
+            f"| step, ms (median, least to most) | {steps[0]} | {steps[1]} |",
+            f"| of it waiting for drafts, ms | {waits[0]} | {waits[1]} |",
+            f"| tokens per second over drafting in turn | | {_spread(found['speedup'], 2)} |",
+            f"| of the bound for these phases at this hit rate | | {found['bound_reached']:.2f} |",
+            f"| drafting time hidden | | {found['hidden_share']['median'] * 100:.0f} % |",
+            f"| frontiers of use / of no use | | {found['hits']} / {found['misses']} |",
+        )
+    )
+
+
+def drafting_ahead_row() -> str:
+    """Return the README's line on drafting ahead."""
+    found = read("overlap.json")
+    return (
+        "| drafting ahead with an oracle, one request, over drafting in turn / drafting hidden "
+        f"| {_spread(found['speedup'], 2)} / {found['hidden_share']['median'] * 100:.0f} % | 1.25 / 70 % "
+        "| `benchmarks/overlap.py` |"
+    )
+
+
+def _spread(values: dict[str, float], digits: int) -> str:
+    median, least, most = (f"{values[name]:.{digits}f}" for name in ("median", "least", "most"))
+    return f"{median} ({least} to {most})"
+
+
 def quick_run() -> str:
     """Return the line on the quick run that is kept."""
     minutes, seconds = divmod(round(read("bench_quick.json")["wall_s"]), 60)
@@ -156,12 +190,14 @@ BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/policies.md", "policies"): policies_overall,
     ("docs/policies.md", "policies by world"): policies_by_world,
     ("docs/drafter.md", "confidence"): confidence,
+    ("docs/overlap.md", "drafting ahead"): drafting_ahead,
 }
 WARM = "| adapter on the engine thread, 1 / 8 / 64 / 256 requests, p50, two runs"
 FLUSHED = "| the same with flushed caches"
 LINES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/bench.md", "One quick run on two shared cores,"): quick_run,
     ("README.md", "| the drafter's confidence on held-out prompts"): confidence_row,
+    ("README.md", "| drafting ahead with an oracle"): drafting_ahead_row,
 }
 # Of benchmarks/measured.py: tied once its file is there.
 MEASURED: dict[tuple[str, str], Callable[[], str]] = {
