@@ -10,6 +10,7 @@ import json
 import random
 import sys
 import threading
+import time
 from collections import Counter
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +21,7 @@ import zmq
 from faser.engine_adapter import protocol as wire
 
 LONGEST = 6
+OUTAGE_S = 1.5  # longer than a lease of the engine's
 TEXT = (
     "The lighthouse keeper wrote a letter every evening. He counted the ships that passed, the birds that rested on "
     "the rail, and the hours until dawn. One night a storm came from the north, and the lamp went out. He climbed "
@@ -37,15 +39,32 @@ QUESTIONS = (
 
 
 class RandomController(threading.Thread):
-    """A sidecar that answers each record with random lengths, and sometimes not at all."""
+    """A sidecar that answers each record with random lengths, and sometimes not at all.
 
-    def __init__(self, endpoint: str, seed: int, exit_layers: list[int]) -> None:
+    :param frontiers: how many tokens may be drafted ahead, one of them in each lease; empty: it says nothing of that
+    :param dies_at: after so many records it is gone for a while, and comes back as another life
+    """
+
+    def __init__(
+        self, endpoint: str, seed: int, exit_layers: list[int], frontiers: list[int], dies_at: int | None
+    ) -> None:
         super().__init__(daemon=True)
-        self._exit_layers = exit_layers
+        self._endpoint, self._exit_layers, self._frontiers, self._dies_at = endpoint, exit_layers, frontiers, dies_at
         self.records: list[wire.StepRecord] = []
         self._chance = random.Random(seed)
+        self._epoch = 0
+        self._open()
+
+    def _open(self) -> None:
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
-        self._socket.bind(endpoint)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(self._endpoint)
+        self._epoch += 1
+
+    def _die_and_come_back(self) -> None:
+        self._socket.close()
+        time.sleep(OUTAGE_S)
+        self._open()
 
     def run(self) -> None:
         """Answer until the process ends."""
@@ -55,13 +74,17 @@ class RandomController(threading.Thread):
             if not isinstance(message, wire.StepRecord):
                 continue
             self.records.append(message)
+            if len(self.records) == self._dies_at:
+                self._die_and_come_back()
+                continue
             if self._chance.random() < 0.05:
                 continue
             handles = [row.handle for row in message.rows]
             lengths = [self._chance.randint(0, LONGEST) for _ in handles]
             action = wire.ActionSet(
-                message.boot_id, 1, len(self.records), message.step + 32, message.time_s + 5.0, 2, handles, lengths,
-                stop=self._random_stop(), prune=self._random_prune(),
+                message.boot_id, self._epoch, len(self.records), message.step + 32, message.time_s + 5.0, 2, handles,
+                lengths, stop=self._random_stop(), prune=self._random_prune(),
+                frontier=self._chance.choice(self._frontiers) if self._frontiers else None,
             )  # fmt: skip
             self._socket.send_multipart([identity, bytes(wire.encode(action))])
 
@@ -86,6 +109,7 @@ class RandomController(threading.Thread):
         return {
             "records": len(self.records),
             "under_lease": sum(record.lease_epoch > 0 for record in self.records),
+            "epochs": sorted({record.lease_epoch for record in self.records}),
             "mixed": sum(len({row.verified for row in rows}) > 1 for rows in decoding),
             "verified": sum(row.verified for rows in decoding for row in rows),
             "accepted": sum(row.accepted for rows in decoding for row in rows),
@@ -226,18 +250,17 @@ def main(scenario: dict[str, Any]) -> dict[str, Any]:
     classes = {}
     if scenario["steered"]:
         exit_layers = scenario.get("exit_layers", [])
-        controller = RandomController(scenario["endpoint"], scenario["seed"], exit_layers)
+        controller = RandomController(
+            scenario["endpoint"], scenario["seed"], exit_layers, scenario["frontiers"], scenario["dies_at"]
+        )
         controller.start()
         classes = {
             "scheduler_cls": "faser.engine_adapter.scheduler.FaserScheduler",
             "worker_cls": "faser.engine_adapter.worker.FaserWorker",
         }
         if exit_layers:
-            coins = import_module("coin_heads")
-            coins.install(exit_layers)
-            coins.spoil(scenario["control"])
-        else:
-            spoil(scenario["control"])
+            import_module("coin_heads").install(exit_layers)
+        spoil(scenario["control"])
     llm = LLM(scenario["model"], **classes, **scenario["engine"])
     gauntlet = Gauntlet(llm.llm_engine, llm.get_tokenizer())
     gauntlet.run()

@@ -138,6 +138,7 @@ def test_an_eagle_head_accepts_step_by_step_what_it_would_without_skipping(
     assert head.is_ragged
 
 
+@pytest.mark.slow  # `make proof`: one more engine
 def test_an_eagle_head_catches_up_in_small_portions_and_over_chunked_prompts(
     engine: Callable[..., Any], head: Any, reference: Any
 ) -> None:
