@@ -1,4 +1,4 @@
-"""The README's costs in one file: `python benchmarks/measured.py`, about 6 minutes on an idle machine.
+"""The README's costs in one file: `python benchmarks/measured.py`, about a minute on an idle machine.
 
 Runs the benchmarks of the adapter, the decision and the round trip, the two that vary most twice, and keeps what they
 print in benchmarks/results/measured.json; `python docs/figures.py` then writes the README's lines from it.
