@@ -7,6 +7,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ class Door:
         self._knocking: list[zmq.Socket[bytes]] = []
 
     def knock(self, keys: EngineKeys | None, name: str) -> zmq.Socket[bytes]:
-        """Connect an engine, which says one word."""
+        """Connect an engine, which says one word; who is turned away before has nobody left to say it to."""
         dealer = self._context.socket(zmq.DEALER)
         self._knocking.append(dealer)
         dealer.setsockopt(zmq.LINGER, 0)
@@ -74,7 +75,8 @@ class Door:
         if keys is not None:
             keys.apply(dealer)
         dealer.connect(self.address)
-        dealer.send(encode(Goodbye(name)))
+        with suppress(zmq.Again):
+            dealer.send(encode(Goodbye(name)), zmq.NOBLOCK)
         return dealer
 
     def close(self) -> None:
