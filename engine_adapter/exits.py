@@ -60,10 +60,10 @@ def read_facts(path: str) -> ExitFacts:
 
 def _released(text: str) -> Prune | None:
     """Read "layer,threshold"; a file that does not say can prune, but nobody knows from what threshold on."""
-    from .protocol import Prune  # the kernel's benchmark has no msgspec
-
     if not text:
         return None
+    from .protocol import Prune  # the kernel's benchmark has no msgspec
+
     layer, threshold = text.split(",")
     return Prune(int(layer), float(threshold))
 

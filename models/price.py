@@ -7,7 +7,7 @@ table's verify and drafting times, and takes the best cell; so for stop rules on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -137,11 +137,7 @@ class PricePolicy:
         else:
             survival = with_stranger(state, decoding).cumprod(axis=1)
             lengths, default = self._placed(survival > least_survival(self._cell[0]), state, decoding)
-        held = plan.action
-        action = Action(
-            lengths, default, price=held.price, prune=held.prune, stop=held.stop, reason=held.reason
-        )  # fmt: skip
-        return Plan(action, plan.rate, plan.depth, plan.people)
+        return replace(plan, action=replace(plan.action, lengths=lengths, default_length=default))
 
     def _search(self, state: EngineState, forecast: Forecast | None, decoding: Bools, requests: int) -> Plan:
         if forecast is None:
