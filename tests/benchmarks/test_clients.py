@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -19,14 +19,8 @@ SCRIPT = Path(faser.__file__).parent / "benchmarks" / "clients.py"
 
 
 @pytest.fixture(scope="module")
-def clients() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("clients", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def clients(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    return load_script("clients")
 
 
 def test_what_vllms_benchmark_saves_is_read_by_its_own_definitions(clients: ModuleType) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -17,14 +17,8 @@ FOLDER = Path(faser.__file__).parent / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def report() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("closed_loop_report", FOLDER / "closed_loop_report.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def report(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    return load_script("closed_loop_report")
 
 
 def results(report: ModuleType, rates: dict[str, list[float]], disturbed: tuple[int, ...] = ()) -> object:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -22,17 +22,8 @@ VERIFY_S, DRAFT_S = 0.05, 0.04
 
 
 @pytest.fixture(scope="module")
-def overlap() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("overlap_benchmark", FOLDER / "overlap.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(FOLDER))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(FOLDER))
-    return module
+def overlap(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    return load_script("overlap")
 
 
 def steps(wait_s: float, count: int = 12) -> list[dict[str, Any]]:

@@ -212,20 +212,20 @@ def test_a_record_says_what_every_request_did() -> None:
 
 
 def test_a_record_says_what_pruning_did_and_where_it_was_wrong() -> None:
-    """Of three drafts of four tokens two are cut behind their second test: one of those tests passes after all."""
+    """Of four drafts of four tokens three are cut behind their second test: two of those tests pass after all."""
     adapter, link = steering()
-    for name in "abc":
+    for name in "abcd":
         adapter.arrive(name, Request(num_output_tokens=3))
-    scheduled, drafts = {"a": 5, "b": 5, "c": 5}, {"a": [1, 2, 3, 4], "b": [1, 2, 3, 4], "c": [1, 2, 3, 4]}
-    done = outcome(scheduled, drafts, [[1, 2], [1, 7], [1, 2, 3, 4, 5]])
+    scheduled, drafts = dict.fromkeys("abcd", 5), {name: [1, 2, 3, 4] for name in "abcd"}
+    done = outcome(scheduled, drafts, [[1, 2], [1, 7], [1, 2, 3, 4, 5], [1, 2]])
     assert done.report is not None
-    done.report.pruned, done.report.saved_rows = [3, 3, 0], 4.5
+    done.report.pruned, done.report.saved_rows = [3, 3, 0, 3], 4.5
     done.report.prune_layer, done.report.prune_s = 15, 0.002
     adapter.record(adapter.order(scheduled, 0.0), done)
-    adapter.record(adapter.order(scheduled, 0.0), outcome(scheduled, drafts, [[1], [1], [1]]))
+    adapter.record(adapter.order(scheduled, 0.0), outcome(scheduled, drafts, [[1], [1], [1], [1]]))
     told, untold = (sent for sent in link.sent if isinstance(sent, wire.StepRecord))
-    assert [(row.pruned, row.accepted) for row in told.rows] == [(3, 2), (3, 1), (0, 4)]
-    assert (told.prune_layer, told.prune_s, told.saved_rows, told.wrongly_pruned) == (15, 0.002, 4.5, 1)
+    assert [(row.pruned, row.accepted) for row in told.rows] == [(3, 2), (3, 1), (0, 4), (3, 2)]
+    assert (told.prune_layer, told.prune_s, told.saved_rows, told.wrongly_pruned) == (15, 0.002, 4.5, 2)
     assert (untold.prune_layer, untold.prune_s, untold.saved_rows, untold.wrongly_pruned) == (None, 0.0, 0.0, 0)
 
 
