@@ -40,6 +40,7 @@ from .session import Session, check_policy
 from .snapshot import QUESTION, SNAPSHOT_VERSION, LinkStatus, Snapshot, StoreStatus, encode_snapshot
 from .store import EngineEntry, Entry, NoticeEntry, RunEntry, StepEntry, Store
 from .traces import Stopwatch, TraceNote, open_traces
+from .warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class Daemon:
 
     def __init__(self, config: Config, reload: Callable[[], Config] | None = None) -> None:
         check_policy(config.policy.spec)
+        warm_up(config.policy.spec)
         # Time since the host booted: engines take rising epochs only, and this clock cannot be set back.
         self.epoch = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         self._config = config

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+from operator import attrgetter
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -33,6 +34,7 @@ Row: TypeAlias = dict[str, Cell]
 
 _NOT_PLAIN: Final = ("boot_id", "events", "rows")
 PLAIN_FIELDS: Final = tuple(name for name in StepRecord.__struct_fields__ if name not in _NOT_PLAIN)
+_plain: Final = attrgetter(*PLAIN_FIELDS)
 _REAL: Final = frozenset(name for name in PLAIN_FIELDS if name.endswith("_s") or name in ("kv_usage", "saved_rows"))
 
 TABLES: Final[dict[str, dict[str, type]]] = {
@@ -56,6 +58,8 @@ TABLES: Final[dict[str, dict[str, type]]] = {
         "handle": int, "request_id": str, "tokens": int, "priority": int, "detail": str,
     },
 }  # fmt: skip
+
+_NO_DECISION: Final[Row] = {name: None for name in TABLES["steps"] if name.startswith("decision_")}
 
 # What each version added to the table steps: (column, type, value in older rows). Columns are only ever added.
 ADDED: Final[dict[int, tuple[tuple[str, str, str], ...]]] = {
@@ -180,9 +184,8 @@ def step_row(
     draws: Draws | None = None,
 ) -> Row:
     """Return the row of table steps without its keys `engine` and `run`."""
-    row: Row = {"received_ns": received_ns}
-    for name in PLAIN_FIELDS:
-        row[name] = getattr(record, name)
+    row: Row = dict(zip(PLAIN_FIELDS, _plain(record), strict=True))
+    row["received_ns"] = received_ns
     row["requests"] = len(record.rows)
     row["rows"], sums = pack_rows(record.rows)
     for name, total in sums.items():
@@ -196,7 +199,7 @@ def step_row(
 
 def _decision_cells(action: ActionSet | None, reason: str, decision_s: float, is_sent: bool) -> Row:
     if action is None:
-        return {name: None for name in TABLES["steps"] if name.startswith("decision_")}
+        return _NO_DECISION
     return {
         "decision_sequence": action.sequence,
         "decision_is_sent": int(is_sent),

@@ -1,12 +1,15 @@
 """How the estimates of the decision core are compiled: one loop over the requests in place of many numpy calls.
 
 With 64 requests a numpy call is nearly all overhead, and a record used to need several hundred. Machine code is kept
-beside the source (or in NUMBA_CACHE_DIR), so that only the first start after an installation compiles.
+beside the source, else in the user's cache (or in NUMBA_CACHE_DIR), so that only the first start after an installation
+compiles; where nothing can be written, or others could write there too, every start does.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
@@ -19,4 +22,13 @@ def compiled(function: Function) -> Function:
 
     It may use only functions and constants of its own file: numba looks for changes there and nowhere else.
     """
-    return cast(Function, numba.njit(cache=True, error_model="numpy")(function))
+    try:
+        return cast(Function, numba.njit(cache=is_private_cache(), error_model="numpy")(function))
+    except RuntimeError:  # "no locator available": neither the package nor the user's cache can be written
+        return cast(Function, numba.njit(error_model="numpy")(function))
+
+
+def is_private_cache() -> bool:
+    """Return whether only this user can write where NUMBA_CACHE_DIR says: what lies there is run."""
+    folder = os.environ.get("NUMBA_CACHE_DIR")
+    return not folder or not Path(folder).exists() or not Path(folder).stat().st_mode & 0o022

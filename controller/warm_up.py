@@ -1,0 +1,62 @@
+"""The decision core's kernels, compiled or read in before an engine waits for them.
+
+Called by the daemon at its start. The first start after an installation compiles, which takes seconds; machine code is
+then kept (env/compiled.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import cache
+from typing import Final
+
+from ..engine_adapter.protocol import MAX_DRAFT_LENGTH, RequestEvent, RequestRow, StepRecord
+from ..env.spaces import Capabilities
+from ..env.state import EngineState, learn
+from ..models.policy import make_policy
+from .decide import LeaseTerms, decide
+
+logger = logging.getLogger(__name__)
+
+STEPS: Final = 40  # until every estimate has been asked once
+REQUESTS: Final = 4
+DRAFTED: Final = 4  # tokens at most
+WORTH_TELLING_S: Final = 2.0
+
+
+@cache
+def warm_up(policy: str) -> float:
+    """Let the policy decide on made-up records; return the seconds it took. Once per process and policy."""
+    begun_s = time.monotonic()
+    capabilities = Capabilities(k_max=MAX_DRAFT_LENGTH)  # any policy can be made for these
+    state, chooser = EngineState(capabilities), make_policy(policy, capabilities)
+    for number in range(STEPS):
+        decide(state, _record(number), chooser, LeaseTerms(), 1, number)
+        learn(state)
+    spent_s = time.monotonic() - begun_s
+    if spent_s > WORTH_TELLING_S:
+        logger.info("compiled the estimates in %.0f s; the next start finds them", spent_s)
+    return spent_s
+
+
+def _record(number: int) -> StepRecord:
+    """Return a step in which requests draft, accept, come and go."""
+    drafted = [(number + handle) % (DRAFTED + 1) for handle in range(REQUESTS)]
+    rows = [
+        RequestRow(
+            handle + number // 20, 1 + count, count, count, count, 0, count // 2, count // 2 + 1, 100 + number, False,
+            tuple(0.2 + 0.15 * place for place in range(count)),
+        )
+        for handle, count in enumerate(drafted)
+    ]  # fmt: skip
+    drafts, time_s = sum(drafted), 0.02 * number
+    events = [RequestEvent("arrival", row.handle, time_s, 80, f"r{row.handle}") for row in rows if not number % 20]
+    if number == STEPS - 1:
+        events.append(RequestEvent("finish", rows[0].handle, time_s, 99))
+    return StepRecord(
+        boot_id="warm-up", counter=number, step=number, time_s=time_s, step_s=0.02, schedule_s=1e-4, verify_s=0.015,
+        sample_s=0.0, draft_s=0.004, overlap_s=0.0, adapter_s=0.0, running=REQUESTS, waiting=0, prefill_tokens=0,
+        decode_tokens=REQUESTS, draft_tokens=drafts, kv_usage=0.1, split=None, frontier=None, lease_epoch=1,
+        lease_sequence=number, dropped=0, rejected=0, events=events, rows=rows,
+    )  # fmt: skip

@@ -1,0 +1,60 @@
+"""The kernels are ready before an engine waits for them."""
+
+from __future__ import annotations
+
+import ast
+import logging
+from pathlib import Path
+
+import pytest
+
+from faser.controller import warm_up as module
+from faser.controller.warm_up import warm_up
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.mark.parametrize("policy", ["price", "learned", "fixed:3"])
+def test_any_policy_is_warmed_up_once(policy: str) -> None:
+    first_s = warm_up(policy)
+    assert first_s > 0.0
+    assert warm_up(policy) == first_s
+
+
+def test_a_long_compilation_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(module, "WORTH_TELLING_S", 0.0)
+    with caplog.at_level(logging.INFO):
+        warm_up.__wrapped__("off")
+    assert "compiled the estimates" in caplog.text
+
+
+def foreign_names(source: str) -> list[str]:
+    """Return names from other files of ours that the compiled functions of a file use."""
+    tree = ast.parse(source)
+    foreign = {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and node.level
+        for alias in node.names
+    }
+    return [
+        f"{function.name}: {name.id}"
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        and any(isinstance(mark, ast.Name) and mark.id == "compiled" for mark in function.decorator_list)
+        for body in function.body
+        for name in ast.walk(body)
+        if isinstance(name, ast.Name) and name.id in foreign - {"Floats", "Ints", "Bools"}
+    ]
+
+
+def test_a_kernel_uses_nothing_of_other_files() -> None:
+    """numba's cache looks for changes in a kernel's own file only: another file's change would go unnoticed."""
+    kernels = [path for path in (ROOT / "env").glob("*.py") if "from .compiled import" in path.read_text()]
+    kernels += [path for path in (ROOT / "models").rglob("*.py") if "env.compiled import" in path.read_text()]
+    assert {str(path.relative_to(ROOT)): names for path in kernels if (names := foreign_names(path.read_text()))} == {}
+
+
+def test_a_kernel_that_does_is_seen() -> None:
+    source = "from .compiled import compiled\nfrom .other import LIMIT\n@compiled\ndef f(x):\n    return x + LIMIT\n"
+    assert foreign_names(source) == ["f: LIMIT"]
