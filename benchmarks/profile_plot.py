@@ -18,7 +18,7 @@ import numpy as np
 from faser.controller.measured import read_measured
 from faser.controller.starvation import freed, load_waiting
 from faser.env.calibration import Fit, fit_phase
-from faser.env.engine_model import Phase
+from faser.env.step_basis import Phase
 from faser.env.step_samples import StepSamples
 
 DEFAULT_OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "simulator_steps.svg"

@@ -32,13 +32,13 @@ from ..env.engine_model import (
     Card,
     EngineProfile,
     Exit,
-    Phase,
     PhaseModel,
     ProfileError,
     load_profile,
     save_profile,
 )
 from ..env.exit_fit import Look, fit_exits
+from ..env.step_basis import Phase
 from ..env.step_samples import StepSamples
 from ..env.trace import TraceError
 from .errors import ModelError, StoreError, UsageError

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
-from .engine_model import BASES, Phase, PhaseModel, Range, Work
+from .engine_model import PhaseModel, Range, Work
+from .step_basis import BASES, Phase
 from .step_samples import StepSamples
 
 Floats = npt.NDArray[np.float64]

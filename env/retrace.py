@@ -14,16 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .acceptance_model import accept_chance, confidence_logit, next_chain
-from .engine_model import (
-    DRAFT_BASIS,
-    HOST_BASIS,
-    VERIFY_BASIS,
-    EngineProfile,
-    Work,
-    fill_draft_basis,
-    fill_host_basis,
-    fill_verify_basis,
-)
+from .engine_model import EngineProfile, Work
+from .step_basis import DRAFT_BASIS, HOST_BASIS, VERIFY_BASIS, fill_draft_basis, fill_host_basis, fill_verify_basis
 
 Floats = npt.NDArray[np.float64]
 

@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from .acceptance import FIRST_GUESS, LEVEL_VARIANCE
 from .action_vector import ACTION, meant
-from .engine_model import DRAFT_BASIS, HOST_BASIS, VERIFY_BASIS
 from .scenario import Scenario, build_origins, build_world
 from .simulator_state import MEAN, Bytes, Floats, Singles, State, allocate
 from .simulator_step import step_engines
+from .step_basis import DRAFT_BASIS, HOST_BASIS, VERIFY_BASIS
 from .world import CELLS, CHANCES, PRICED, World
 
 FOREVER_S = 1e299

@@ -15,15 +15,6 @@ import numba
 import numpy as np
 
 from .action_vector import AHEAD, OVERLAP, PING_PONG, SPLIT
-from .engine_model import (
-    DRAFT_BASIS,
-    HOST_BASIS,
-    VERIFY_BASIS,
-    fill_cut_basis,
-    fill_draft_basis,
-    fill_host_basis,
-    padded_rows,
-)
 from .reward import reward
 from .simulator_draft import (
     DRAFT_ATTENDED,
@@ -80,6 +71,15 @@ from .simulator_state import (
     Shorts,
     Singles,
     Words,
+)
+from .step_basis import (
+    DRAFT_BASIS,
+    HOST_BASIS,
+    VERIFY_BASIS,
+    fill_cut_basis,
+    fill_draft_basis,
+    fill_host_basis,
+    padded_rows,
 )
 from .world import RECORDED, Ints, compiled
 
@@ -396,9 +396,9 @@ def _entry(sources: str) -> Any:
 
 
 def _sources() -> str:
-    names = ("action_vector", "acceptance", "cost_table", "engine_model", "observation", "reward", "simulator_draft",
-             "simulator_observe", "simulator_schedule", "simulator_state", "simulator_step", "state", "step_octaves",
-             "world")  # fmt: skip
+    names = ("action_vector", "acceptance", "compiled", "cost_table", "observation", "reward", "simulator_draft",
+             "simulator_observe", "simulator_schedule", "simulator_state", "simulator_step", "state", "step_basis",
+             "step_octaves", "world")  # fmt: skip
     digest = hashlib.sha256()
     for name in names:
         digest.update((Path(__file__).parent / f"{name}.py").read_bytes())

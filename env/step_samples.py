@@ -11,7 +11,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from .engine_model import (
+from .step_basis import (
     DRAFT_BASIS,
     HOST_BASIS,
     VERIFY_BASIS,

@@ -10,11 +10,11 @@ from typing import Literal
 
 import numpy as np
 
-from ..env.engine_model import DRAFT_BASIS, VERIFY_BASIS, fill_draft_basis, fill_verify_basis
 from ..env.scenario import Scenario
 from ..env.simulator import Simulator
 from ..env.simulator_state import DRAFTS, KEPT, LUCKY, PHASE, RUNNING, SCHEDULED
 from ..env.spaces import Lengths
+from ..env.step_basis import DRAFT_BASIS, VERIFY_BASIS, fill_draft_basis, fill_verify_basis
 from ..env.world import NAMED
 
 Kind = Literal["request", "uniform"]

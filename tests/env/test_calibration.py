@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from faser.env.calibration import CalibrationError, cells_of, domain_of, fit_phase, solve
-from faser.env.engine_model import DRAFT_BASIS, HOST_BASIS, VERIFY_BASIS, Phase, Range
+from faser.env.engine_model import Range
+from faser.env.step_basis import DRAFT_BASIS, HOST_BASIS, VERIFY_BASIS, Phase
 from faser.env.step_samples import StepSamples
 
 VERIFY = {"step": 0.02, "requests": 1e-4, "rows 0..2": 4e-4, "rows 16..32": 5e-4, "rows 32..64": 6e-4,

@@ -9,18 +9,16 @@ import pytest
 
 from faser.env.engine_model import (
     DOMAIN,
-    DRAFT_BASIS,
-    VERIFY_BASIS,
     EngineProfile,
     OutsideProfile,
     ProfileError,
     Range,
     Work,
     load_profile,
-    padded_rows,
     save_profile,
     synthetic_profile,
 )
+from faser.env.step_basis import DRAFT_BASIS, VERIFY_BASIS, padded_rows
 
 WORK = Work(requests=8, decode_rows=24, draft_tokens=16, sampled_rows=24, kv_tokens=4000, drafting_requests=8,
             rounds=2, draft_rows=16, first_rows=20)  # fmt: skip

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from faser.env.engine_model import HOST_BASIS, EngineProfile, Range, synthetic_profile
+from faser.env.engine_model import EngineProfile, Range, synthetic_profile
 from faser.env.retrace import RecordedRequest, retrace
+from faser.env.step_basis import HOST_BASIS
 
 STEP_S, ROW_S, HOST_S = 5.886e-3, 21e-6, 1.207e-3
 
