@@ -9,10 +9,11 @@ fitted to the cells.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+
+from .compiled import compiled
 
 Floats = npt.NDArray[np.float64]
 
@@ -29,29 +30,13 @@ MISSED_STEPS = 15  # the cost of a missed token is the median of so many steps
 SLACK = 1e-9  # in the fit's optimality
 LEAST_MISSED = 64  # tokens; of fewer the cost drowns in the step's own
 SOLVE_ALWAYS, SOLVE_EVERY = 64, 16  # steps: each of the first, then every so many, and those of a new cell
+FIRST_CELLS = 16  # room for so many, doubled when it is taken
 
-
-@dataclass(slots=True)
-class Cell:
-    """The last steps of one number of rounds at one batch size."""
-
-    rounds: int
-    octave: int  # of the batch size
-    # units, rows of the first pass, draft tokens
-    steps: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=CELL_STEPS))
-    count: float = 0.0
-    last: int = 0  # step of the last visit
-
-    def medians(self) -> list[tuple[float, float, float]]:
-        """Return the median step of its half with few rows and of that with many; one for all where they are alike.
-
-        Rounds and rows rise together from cell to cell: only within a cell is it seen what a row costs alone.
-        """
-        by_rows = sorted(self.steps, key=_rows_of)
-        if len(by_rows) < SPLIT_STEPS or by_rows[-1][1] < by_rows[0][1] + SPLIT_ROWS:
-            return [_median(by_rows)]
-        half = len(by_rows) // 2
-        return [_median(by_rows[:half]), _median(by_rows[half:])]
+# Columns of a cell: number of rounds, octave of the batch size, steps seen, the last of them, and how many medians
+# (0: not computed since then); then one or two medians, each with the columns of a step.
+ROUNDS, OCTAVE, COUNT, LAST, HALVES, MEDIANS = range(6)
+CELL_COLUMNS = MEDIANS + 6
+UNITS, ROWS, TOKENS = range(3)  # columns of a step: what it cost, rows of the first pass, draft tokens
 
 
 class DraftCost:
@@ -59,55 +44,54 @@ class DraftCost:
 
     def __init__(self) -> None:
         self.steps = 0
-        self._cells: dict[tuple[int, int], Cell] = {}
-        self._coefficients: list[float] = PRIOR.tolist()
+        self._places: dict[tuple[int, int], int] = {}  # of cells, by rounds and octave
+        self._cells = np.zeros((FIRST_CELLS, CELL_COLUMNS))
+        self._last_steps = np.zeros((FIRST_CELLS, CELL_STEPS, 3))  # a ring per cell
+        self._coefficients = PRIOR.copy()
         self._missed: deque[float] = deque(maxlen=MISSED_STEPS)  # units per token made up for
 
     def units(self, rows: npt.ArrayLike, rounds: npt.ArrayLike, drafted: npt.ArrayLike) -> Floats:
         """Return the cost after a step of `rows`, for `rounds` rounds over `drafted` tokens in all; any one shape."""
-        # Written out: stacking the features of a whole grid takes longer than the rest of a decision.
-        once, always_per_row, any_round, per_row, per_round, per_token = self._coefficients
-        deep, wide = np.asarray(rounds, np.float64), np.asarray(rows, np.float64)
-        first = any_round + per_row * wide
-        units: Floats = once + always_per_row * wide + first * (deep > 0.0) + per_round * np.maximum(deep - 1.0, 0.0)
-        return units + per_token * np.asarray(drafted, np.float64)
+        units = np.array(drafted, np.float64, order="C")
+        wide, deep = np.asarray(rows, np.float64), np.asarray(rounds, np.float64)
+        shape = units.shape
+        if not (shape[units.ndim - wide.ndim :] == wide.shape and shape[units.ndim - deep.ndim :] == deep.shape):
+            shape = np.broadcast_shapes(wide.shape, deep.shape, shape)
+            wide, deep, units = (np.array(np.broadcast_to(part, shape), order="C") for part in (wide, deep, units))
+        _price(self._coefficients, wide.reshape(-1), deep.reshape(-1), units.reshape(-1))
+        return units
 
     @property
     def per_missed(self) -> float:
         """Cost of a token that was skipped and is made up for; before any was, that of a row."""
-        return sorted(self._missed)[(len(self._missed) - 1) // 2] if self._missed else self._coefficients[3]
+        return sorted(self._missed)[(len(self._missed) - 1) // 2] if self._missed else float(self._coefficients[3])
 
     @property
     def per_round(self) -> float:
         """Cost of one more round."""
-        return self._coefficients[-2]
+        return float(self._coefficients[-2])
 
     @property
     def per_token(self) -> float:
         """Cost of one more token."""
-        return self._coefficients[-1]
+        return float(self._coefficients[-1])
 
     def doubt(self, rounds: Floats, requests: float) -> Floats:
         """Return 0 (measured) .. 1 (a guess) for each number of rounds, (m,), at one batch size."""
-        evidence = np.zeros(len(rounds))
-        octave = _octave(requests)
-        for cell in self._cells.values():
-            age = (self.steps - cell.last) / FADE_RECORDS
-            seen = min(cell.count, 20.0) * NEAR_BATCH ** abs(cell.octave - octave) / (1.0 + age)
-            evidence += seen * np.power(NEAR_ROUNDS, np.abs(rounds - cell.rounds))
-        doubt: Floats = np.minimum(1.0, 1.5 / (evidence + 0.5))
+        doubt = np.array(rounds, np.float64)
+        _doubt(self._cells, len(self._places), float(self.steps), float(_octave(requests)), doubt)
         return doubt
 
     def learn(self, rows: int, requests: int, rounds: int, drafted: int, units: float) -> None:
         """Take in one step that cost `units`."""
-        key = (rounds, _octave(requests))
-        cell = self._cells.setdefault(key, Cell(*key))
-        cell.steps.append((units, rows, drafted))
-        cell.count += 1.0
+        place = self._places.get((rounds, octave := _octave(requests)))
+        if place is None:
+            place = self._new_cell(rounds, octave)
         self.steps += 1
-        cell.last = self.steps
-        if self.steps < SOLVE_ALWAYS or cell.count <= NEW_STEPS or self.steps % SOLVE_EVERY == 0:
-            self._fit(key[1])
+        _learn(
+            self._cells, self._last_steps, self._coefficients, place, len(self._places), self.steps, units,
+            float(rows), float(drafted),
+        )  # fmt: skip
 
     def learn_missed(self, rows: int, rounds: int, drafted: int, missed: int, units: float) -> None:
         """Take in a step in which the drafter made up for `missed` tokens beside its work."""
@@ -117,72 +101,177 @@ class DraftCost:
 
     def rescale(self, factor: float) -> None:
         """Express everything in a unit that is 1 / `factor` of the one so far."""
-        self._coefficients = [value * factor for value in self._coefficients]
+        self._coefficients *= factor
         self._missed = deque((units * factor for units in self._missed), maxlen=MISSED_STEPS)
-        for cell in self._cells.values():
-            for place, (units, rows, drafted) in enumerate(cell.steps):
-                cell.steps[place] = (units * factor, rows, drafted)
+        self._last_steps[:, :, UNITS] *= factor
+        self._cells[:, MEDIANS + UNITS :: 3] *= factor
 
-    def _fit(self, octave: int) -> None:
-        cells, medians, trusts = [], [], []
-        for cell in self._cells.values():
-            found = cell.medians()
-            share = min(cell.count / CELL_STEPS, 1.0) * LOCALITY ** abs(cell.octave - octave) + 1e-4
-            cells += [cell] * len(found)
-            medians += found
-            trusts += [share / len(found)] * len(found)
-        target, trust = np.array([units for units, _, _ in medians]), np.array(trusts)
-        weight = np.sqrt(trust) / (target + FLOOR)
-        rounds, rows, drafted = (
-            np.array(values, np.float64)
-            for values in ([c.rounds for c in cells], [m[1] for m in medians], [m[2] for m in medians])
-        )
-        plain = features(rows, rounds, drafted)
-        design = plain * weight[:, None]
-        usual = np.maximum(plain.mean(axis=0), 1.0)  # a guess per row counts for what it makes of a step
-        prior_weight = PRIOR_WEIGHT / np.square(PRIOR + FLOOR / usual)
-        information = design.T @ design + np.diag(prior_weight)
-        moment = design.T @ (target * weight) + prior_weight * PRIOR
-        self._coefficients = _non_negative(information, moment).tolist()
+    def _new_cell(self, rounds: int, octave: int) -> int:
+        place = len(self._places)
+        if place == len(self._cells):
+            self._cells = np.concatenate([self._cells, np.zeros_like(self._cells)])
+            self._last_steps = np.concatenate([self._last_steps, np.zeros_like(self._last_steps)])
+        self._places[rounds, octave] = place
+        self._cells[place, ROUNDS], self._cells[place, OCTAVE] = rounds, octave
+        return place
 
 
+def _octave(requests: float) -> int:
+    return int(max(requests, 1.0)).bit_length()
+
+
+@compiled
+def _price(coefficients: Floats, rows: Floats, rounds: Floats, units: Floats) -> None:
+    """Turn draft tokens, (m,), into units in place; rows and rounds begin again where they are shorter."""
+    once, always_per_row, any_round, per_row, per_round, per_token = coefficients
+    row = deep = 0
+    for i in range(len(units)):
+        first = any_round + per_row * rows[row] if rounds[deep] > 0.0 else 0.0
+        further = per_round * max(rounds[deep] - 1.0, 0.0)
+        units[i] = once + always_per_row * rows[row] + first + further + per_token * units[i]
+        row = row + 1 if row + 1 < len(rows) else 0
+        deep = deep + 1 if deep + 1 < len(rounds) else 0
+
+
+@compiled
+def _doubt(cells: Floats, used: int, steps: float, octave: float, rounds: Floats) -> None:
+    """Turn numbers of rounds, (m,), into doubts in place."""
+    for i in range(len(rounds)):
+        evidence = 0.0
+        for cell in cells[:used]:
+            seen = min(cell[COUNT], 20.0) * NEAR_BATCH ** abs(cell[OCTAVE] - octave)
+            age = (steps - cell[LAST]) / FADE_RECORDS
+            evidence += seen / (1.0 + age) * NEAR_ROUNDS ** abs(rounds[i] - cell[ROUNDS])
+        rounds[i] = min(1.0, 1.5 / (evidence + 0.5))
+
+
+@compiled
+def _learn(
+    cells: Floats, last_steps: Floats, coefficients: Floats, place: int, used: int, number: int, units: float,
+    rows: float, drafted: float,
+) -> None:  # fmt: skip
+    """Put a step, the `number`-th, into the cell at `place`; fit the coefficients if it is time."""
+    cell = cells[place]
+    step = last_steps[place, int(cell[COUNT]) % CELL_STEPS]
+    step[UNITS], step[ROWS], step[TOKENS] = units, rows, drafted
+    cell[COUNT] += 1.0
+    cell[LAST], cell[HALVES] = number, 0.0
+    if number < SOLVE_ALWAYS or cell[COUNT] <= NEW_STEPS or number % SOLVE_EVERY == 0:
+        _fit(cells[:used], last_steps, coefficients, cell[OCTAVE])
+
+
+@compiled
+def _fit(cells: Floats, last_steps: Floats, coefficients: Floats, octave: float) -> None:
+    """Fit the coefficients to the medians of all cells, most of all to those of this batch size."""
+    size = len(PRIOR)
+    information, moment, total, plain = np.zeros((size, size)), np.zeros(size), np.zeros(size), np.zeros(size)
+    many = 0.0
+    for place in range(len(cells)):
+        cell = cells[place]
+        if cell[HALVES] == 0.0:
+            _find_medians(cell, last_steps[place])
+        share = min(cell[COUNT] / CELL_STEPS, 1.0) * LOCALITY ** abs(cell[OCTAVE] - octave) + 1e-4
+        for half in range(int(cell[HALVES])):
+            median = cell[MEDIANS + 3 * half : MEDIANS + 3 * half + 3]
+            features(median[ROWS], cell[ROUNDS], median[TOKENS], plain)
+            weight = share / cell[HALVES] / (median[UNITS] + FLOOR) ** 2
+            many += 1.0
+            for i in range(size):
+                total[i] += plain[i]
+                moment[i] += weight * plain[i] * median[UNITS]
+                for j in range(size):
+                    information[i, j] += weight * plain[i] * plain[j]
+    for i in range(size):
+        usual = max(total[i] / many, 1.0)  # a guess per row counts for what it makes of a step
+        prior_weight = PRIOR_WEIGHT / (PRIOR[i] + FLOOR / usual) ** 2
+        information[i, i] += prior_weight
+        moment[i] += prior_weight * PRIOR[i]
+    coefficients[:] = _non_negative(information, moment)
+
+
+@compiled
+def _find_medians(cell: Floats, ring: Floats) -> None:
+    """Find the median step of the half with few rows and of that with many; one for all where they are alike.
+
+    Rounds and rows rise together from cell to cell: only within a cell is it seen what a row costs alone.
+    """
+    count = int(cell[COUNT])
+    size, oldest = min(count, CELL_STEPS), max(count - CELL_STEPS, 0)
+    by_rows = np.empty((size, 3))
+    for i in range(size):  # insertion keeps those with as many rows in their order
+        step = ring[(oldest + i) % CELL_STEPS]
+        j = i
+        while j > 0 and by_rows[j - 1, ROWS] > step[ROWS]:
+            by_rows[j] = by_rows[j - 1]
+            j -= 1
+        by_rows[j] = step
+    is_split = size >= SPLIT_STEPS and by_rows[size - 1, ROWS] >= by_rows[0, ROWS] + SPLIT_ROWS
+    half = size // 2 if is_split else size
+    _median(by_rows[:half], cell[MEDIANS : MEDIANS + 3])
+    if is_split:
+        _median(by_rows[half:], cell[MEDIANS + 3 : MEDIANS + 6])
+    cell[HALVES] = 2.0 if is_split else 1.0
+
+
+@compiled
+def _median(steps: Floats, median: Floats) -> None:
+    """Find the median cost, the lower of two, and the mean rows and tokens: what disturbs a step only slows it."""
+    median[UNITS] = np.sort(steps[:, UNITS])[(len(steps) - 1) // 2]
+    median[ROWS], median[TOKENS] = steps[:, ROWS].mean(), steps[:, TOKENS].mean()
+
+
+@compiled
 def _non_negative(information: Floats, moment: Floats) -> Floats:
     """Return the x >= 0 that minimises x' information x / 2 - moment' x, by Murty's least-index pivots (1974).
 
     The last entry that is out of place changes sides, free or 0, until none is: it ends for positive definite matrices.
     """
-    is_free, values = np.ones(len(moment), np.bool_), np.zeros(len(moment))
-    for _ in range(1 << len(moment)):
-        values = np.zeros(len(moment))
-        free = np.flatnonzero(is_free)
-        values[free] = np.linalg.solve(information[np.ix_(free, free)], moment[free])
-        slope = moment - information @ values
-        wrong = np.flatnonzero(np.where(is_free, values < 0.0, slope > SLACK))
-        if not len(wrong):
+    size = len(moment)
+    is_free, values = np.ones(size, np.bool_), np.zeros(size)
+    for _ in range(1 << size):
+        values = _solve(information, moment, np.flatnonzero(is_free))
+        wrong = -1
+        for i in range(size):
+            slope = moment[i]
+            for j in range(size):
+                slope -= information[i, j] * values[j]
+            if (values[i] < 0.0) if is_free[i] else (slope > SLACK):
+                wrong = i
+        if wrong < 0:
             break
-        is_free[wrong[-1]] ^= True
+        is_free[wrong] = not is_free[wrong]
     return np.maximum(values, 0.0)
 
 
-def features(rows: Floats, rounds: Floats, drafted: Floats) -> Floats:
-    """Return (m, 6): 1, rows, any round, rows if any round, further rounds, draft tokens.
+@compiled
+def _solve(information: Floats, moment: Floats, free: npt.NDArray[np.int64]) -> Floats:
+    """Return the solution in the entries that are free, with 0 elsewhere: Gaussian elimination, positive definite."""
+    size = len(free)
+    rows = np.empty((size, size + 1))
+    for i in range(size):
+        for j in range(size):
+            rows[i, j] = information[free[i], free[j]]
+        rows[i, size] = moment[free[i]]
+    for i in range(size):
+        for k in range(i + 1, size):
+            factor = rows[k, i] / rows[i, i]
+            for j in range(i, size + 1):
+                rows[k, j] -= factor * rows[i, j]
+    values = np.zeros(len(moment))
+    for i in range(size - 1, -1, -1):
+        rest = rows[i, size]
+        for j in range(i + 1, size):
+            rest -= rows[i, j] * values[free[j]]
+        values[free[i]] = rest / rows[i, i]
+    return values
+
+
+@compiled
+def features(rows: float, rounds: float, drafted: float, into: Floats) -> None:
+    """Fill in (6,): 1, rows, any round, rows if any round, further rounds, draft tokens.
 
     Drafters that skip their first pass where nothing is drafted pay for rows only with a round, others always.
     """
-    any_round = rounds > 0.0
-    columns = (np.ones(len(rows)), rows, any_round, rows * any_round, np.maximum(rounds - 1.0, 0.0), drafted)
-    return np.stack([np.asarray(column, np.float64) for column in columns], axis=1)
-
-
-def _median(steps: list[tuple[float, int, int]]) -> tuple[float, float, float]:
-    """Return the median cost, the lower of two, and the mean rows and tokens: what disturbs a step only slows it."""
-    units, rows, drafted = zip(*steps, strict=True)
-    return sorted(units)[(len(units) - 1) // 2], sum(rows) / len(rows), sum(drafted) / len(drafted)
-
-
-def _rows_of(step: tuple[float, int, int]) -> int:
-    return step[1]
-
-
-def _octave(requests: float) -> int:
-    return int(max(requests, 1.0)).bit_length()
+    any_round = 1.0 if rounds > 0.0 else 0.0
+    into[0], into[1], into[2], into[3] = 1.0, rows, any_round, rows * any_round
+    into[4], into[5] = max(rounds - 1.0, 0.0), drafted

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from faser.env.cost_table import CostTable, StepCost, rising
+from faser.env.cost_table import CostTable, StepCost
+from faser.env.cost_table_kernel import rising
 
 BATCHES = (1, 4, 16, 64)
 

@@ -89,6 +89,12 @@ def test_a_change_of_the_unit_changes_no_time() -> None:
     assert cost.units(20.0, 4.0, 16.0) == pytest.approx(2.0 * (0.01 + 0.4 + 0.032), rel=0.05)
 
 
-def test_rows_of_the_first_pass_count_only_where_something_is_drafted() -> None:
-    table = features(np.array([8.0, 8.0]), np.array([0.0, 2.0]), np.array([0.0, 16.0]))
-    assert table.tolist() == [[1, 8, 0, 0, 0, 0], [1, 8, 1, 8, 1, 16]]
+@pytest.mark.parametrize(
+    ("rounds", "drafted", "expected"), [(0.0, 0.0, [1, 8, 0, 0, 0, 0]), (2.0, 16.0, [1, 8, 1, 8, 1, 16])]
+)
+def test_rows_of_the_first_pass_count_only_where_something_is_drafted(
+    rounds: float, drafted: float, expected: list[int]
+) -> None:
+    found = np.zeros(6)
+    features(8.0, rounds, drafted, found)
+    assert found.tolist() == expected
