@@ -22,8 +22,8 @@ def train(
 ) -> None:
     """Train a policy in simulation: imitate price, then PPO; checkpoints and TensorBoard files in the run's folder."""
     try:
-        from ..models.train import load_config
         from ..models.train import train as run
+        from ..models.train_config import load_config
     except ImportError as error:
         raise UsageError(f"no module {error.name}", "", "training needs pip install 'faser-vllm[train]'") from None
     from rich.console import Console

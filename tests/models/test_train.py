@@ -20,20 +20,13 @@ from faser.controller.evaluate import decided
 from faser.engine_adapter.protocol import StopRule
 from faser.env.action_vector import DEPTH, GO_ON, KEEP, THRESHOLD, lengths_for, meant
 from faser.env.spaces import Action, Capabilities
+from faser.models.engine_batch import EngineBatch, SemiMarkovBuffer
+from faser.models.imitation import collect, imitate, in_words
 from faser.models.network import Head, load_network
 from faser.models.policy import PolicyError, make_policy
 from faser.models.torch_network import DeepSets, SetPolicy
-from faser.models.train import (
-    EngineBatch,
-    SemiMarkovBuffer,
-    TrainConfig,
-    collect,
-    imitate,
-    in_words,
-    judged,
-    load_config,
-    train,
-)
+from faser.models.train import judged, train
+from faser.models.train_config import TrainConfig, load_config
 
 TINY = TrainConfig(
     worlds=4, slots=8, imitation_steps=120, imitation_epochs=2, engines=4, rollout_steps=16, total_steps=192,
