@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 
 from ..engine_adapter.protocol import MAX_REQUESTS, ActionSet, Mode, StepRecord
@@ -99,7 +100,7 @@ def guard(action: Action, state: EngineState) -> Action:
     most = state.requests.column("most")
     if not (most < action.lengths).any():
         return action
-    return replace(action, lengths=np.minimum(action.lengths, most))
+    return msgspec.structs.replace(action, lengths=np.minimum(action.lengths, most))
 
 
 def pack(state: EngineState, action: Action) -> tuple[list[int], list[int]]:

@@ -11,6 +11,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import Final
 
+import msgspec
+
 from ..engine_adapter.protocol import Hello, Mode, StepRecord
 from ..env.spaces import Action
 from ..env.state import EngineState
@@ -150,7 +152,7 @@ class Governor:
         if self.limits.dwell_records:
             handles = state.requests.column("handle")
             lengths = self._dwell.settle(handles, action.lengths, state.counter, self.limits.dwell_records)
-            action = replace(action, lengths=lengths)
+            action = msgspec.structs.replace(action, lengths=lengths)
         self.draws = None
         if self.mode == "canary":
             action, self.draws = self.canary.draw(action, state)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -60,8 +61,7 @@ class Capabilities:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(msgspec.Struct, frozen=True):
     """What a policy asks for from the next step on. None means "no opinion"."""
 
     lengths: Lengths  # (n,) int64, draft tokens; aligned with EngineState.handles()

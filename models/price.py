@@ -7,77 +7,37 @@ table's verify and drafting times, and takes the best cell; so for stop rules on
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from typing import Final
 
+import msgspec
 import numpy as np
 
 from ..env.acceptance import Floats, Ints
-from ..env.confidence import EDGES, Forecast
+from ..env.compiled import compiled
+from ..env.confidence import Forecast
 from ..env.requests import Bools
 from ..env.spaces import Action, Capabilities
 from ..env.state import EngineState
 from .baselines import uniform
 from .probe import Chances, ProbeAccount
-from .stopping import all_drafts, predict_stops
+from .step_grid import HYSTERESIS, PLANES, choose
+from .stopping import EDGE_LIST, all_drafts, predict_stops, rule_of
 
-BINS = 48  # survival thresholds, log-spaced
-LOWEST_SURVIVAL = 0.01
-HYSTERESIS = 0.01  # gain below which the cell of the step before is kept
+BINS: Final = 48  # survival thresholds, log-spaced
+LOWEST_SURVIVAL: Final = 0.01
 SETTLE_DECISIONS = 3  # the whole grid is searched this often; between, requests are placed at the point in force
 PAY_BACK_STEPS = 64.0  # what a drafter must make up for is paid once, and has to come in again within so many steps
 COMPARE_DECISIONS = 3 * SETTLE_DECISIONS  # confidence is weighed against history this often
 SIMILAR_BATCH = 8  # ... while the batch has changed by less than one in so many requests
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """Predictions per (threshold bin, deepest round), all (BINS + 1, k_max + 1); row 0 drafts nothing."""
-
-    tokens: Floats  # expected emitted tokens of the step
-    drafted: Floats  # draft tokens
-    step_s: Floats
-
-    @property
-    def rate(self) -> Floats:
-        """Tokens per second."""
-        return self.tokens / self.step_s
-
-
-def survival_bins(conditional: Floats) -> tuple[Floats, Ints]:
-    """Return survival (n, k_max) and its bin 0..BINS-1, ascending as survival falls."""
-    survival = conditional.cumprod(axis=1)
-    scale = BINS / -np.log(LOWEST_SURVIVAL)
-    bins: Ints = np.minimum(np.log(np.maximum(survival, 1e-9)) * -scale, BINS - 1).astype(np.int64)
-    return survival, bins
-
-
 def least_survival(edge: int) -> float:
-    """Return the survival above which `survival_bins` gives a bin below `edge`."""
+    """Return the survival above which a draft token is worth its row at the threshold `edge`, 0..BINS."""
     return LOWEST_SURVIVAL ** (edge / BINS) if edge < BINS else -1.0
 
 
-def predict(state: EngineState, survival: Floats, bins: Ints, begin_s: float = 0.0) -> Grid:
-    """Return the predictions for a batch of the n requests whose survival is given.
-
-    :param begin_s: what a step in which all of them draft is charged for what the drafter must make up for
-    """
-    n, k_max = survival.shape
-    delivery = state.population.delivery
-    cell = (bins * k_max + np.arange(k_max)).ravel()
-    table = np.zeros((2, BINS + 1, k_max + 1))  # leading row and column: none
-    table[0, 1:, 1:] = np.bincount(cell, minlength=BINS * k_max).reshape(BINS, k_max) * delivery
-    table[1, 1:, 1:] = np.bincount(cell, survival.ravel(), BINS * k_max).reshape(BINS, k_max) * delivery
-    drafted, gain = table.cumsum(axis=1).cumsum(axis=2)
-    rows = drafted + (n + state.prompt_rows())
-    step_s = state.cost.verify_time_s(rows) + state.cost.draft_time_s(rows, np.arange(k_max + 1), drafted)
-    step_s = step_s - state.cost.prefill_time_s(n, state.prompt_rows())
-    if begin_s > 0.0:
-        step_s[:, 1:] += begin_s * np.minimum(drafted[:, 1:2] / max(n, 1), 1.0)
-    return Grid(gain + n, drafted, step_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """What one way of choosing would ask for, and what it expects."""
 
     action: Action  # a probe may replace it
@@ -113,7 +73,8 @@ class PricePolicy:
             return uniform(state, 0, "nothing to speculate on")
         plan = self._plan(state, decoding, requests)
         self._rate = plan.rate
-        probe = self._probes.choose(state, requests, plan.rate, plan.depth, plan.people, state.catch_up_s(decoding))
+        begin_s = state.catch_up_s(decoding) if self._probes.is_due(state) else 0.0
+        probe = self._probes.choose(state, requests, plan.rate, plan.depth, plan.people, begin_s)
         if probe is not None:
             return uniform(state, probe, f"{requests} decoding: probing length {probe}")
         return plan.action
@@ -135,9 +96,9 @@ class PricePolicy:
         if self._is_stopping or plan.depth == 0:
             lengths, default = np.full(state.requests.size, plan.depth, np.int64), plan.depth
         else:
-            survival = with_stranger(state, decoding).cumprod(axis=1)
-            lengths, default = self._placed(survival > least_survival(self._cell[0]), state, decoding)
-        return replace(plan, action=replace(plan.action, lengths=lengths, default_length=default))
+            lengths, default = self._placed(state.acceptance(), state, decoding)
+        action = msgspec.structs.replace(plan.action, lengths=lengths, default_length=default)
+        return Plan(action, plan.rate, plan.depth, plan.people)
 
     def _search(self, state: EngineState, forecast: Forecast | None, decoding: Bools, requests: int) -> Plan:
         if forecast is None:
@@ -154,52 +115,87 @@ class PricePolicy:
     def _by_confidence(self, state: EngineState, decoding: Bools, requests: int) -> Plan:
         forecast = state.confidence.forecast
         assert forecast is not None
-        grid = predict_stops(state, forecast, requests, self._rate, state.catch_up_s(decoding) / PAY_BACK_STEPS)
-        rate = grid.rate
-        self._stop_cell = settle(self._stop_cell, rate)
-        keep, depth = self._stop_cell
-        now = float(rate[self._stop_cell])
-        gain = (now / float(rate[0, 0]) - 1.0) * 100.0
+        go_on, table, verify_s = predict_stops(state, forecast, requests, self._rate)
+        begin_s = state.catch_up_s(decoding) / PAY_BACK_STEPS
+        choice = choose(table, state, requests, begin_s, self._stop_cell, verify_s)
+        keep, depth = self._stop_cell = (choice.threshold, choice.depth)
         reason = (
-            f"{requests} decoding: {grid.drafted[self._stop_cell]:.0f} drafts in up to {depth} rounds, "
-            f"kept above {EDGES[keep]:.2f}, {gain:+.0f} % over none"
+            f"{requests} decoding: {choice.drafted:.0f} drafts in up to {depth} rounds, "
+            f"kept above {EDGE_LIST[keep]:.2f}, {choice.gain_percent:+.0f} % over none"
         )
         lengths = np.full(state.requests.size, depth, np.int64)
-        stop = grid.rule(state.confidence, keep, depth) if depth else None
+        stop = rule_of(go_on, state.confidence, keep, depth) if depth else None
         prune = state.capabilities.released_prune  # asked for; the gate in the engine finds out whether it pays
-        action = Action(lengths, depth, price=1.0 / now, prune=prune, stop=stop, reason=reason)
-        return Plan(action, now, depth, all_drafts(state, forecast))
+        action = Action(lengths, depth, price=1.0 / choice.rate, prune=prune, stop=stop, reason=reason)
+        return Plan(action, choice.rate, depth, all_drafts(state, forecast))
 
     def _by_history(self, state: EngineState, decoding: Bools, requests: int) -> Plan:
-        survival, bins = survival_bins(with_stranger(state, decoding))
-        grid = predict(state, survival[:-1], bins[:-1], state.catch_up_s(decoding) / PAY_BACK_STEPS)
-        rate = grid.rate
-        self._cell = settle(self._cell, rate)
-        now = float(rate[self._cell])
-        edge, depth = self._cell
-        lengths, default = self._placed(bins < edge, state, decoding)
-        gain = (now / float(rate[0, 0]) - 1.0) * 100.0
+        acceptance = state.acceptance()
+        table = np.zeros((PLANES, BINS + 1, self._k_max + 1))
+        _tabulate(acceptance, decoding, state.population.delivery, requests, state.prompt_rows(), table)
+        choice = choose(table, state, requests, state.catch_up_s(decoding) / PAY_BACK_STEPS, self._cell)
+        self._cell = (choice.threshold, choice.depth)
+        lengths, default = self._placed(acceptance, state, decoding)
         reason = (
-            f"{requests} decoding: {grid.drafted[self._cell]:.0f} drafts in {depth} rounds, {gain:+.0f} % over none"
+            f"{requests} decoding: {choice.drafted:.0f} drafts in {choice.depth} rounds, "
+            f"{choice.gain_percent:+.0f} % over none"
         )
-        action = Action(lengths, default, price=1.0 / now, prune=state.capabilities.released_prune, reason=reason)
-        return Plan(action, now, depth)
+        prune = state.capabilities.released_prune
+        action = Action(lengths, default, price=1.0 / choice.rate, prune=prune, reason=reason)
+        return Plan(action, choice.rate, choice.depth)
 
-    def _placed(self, is_worth: Bools, state: EngineState, decoding: Bools) -> tuple[Ints, int]:
-        """Return lengths and default of what is worth its row, (n + 1, k_max), in the rounds in force."""
-        chosen = np.minimum(is_worth.sum(axis=1), self._cell[1])
-        default = int(chosen[-1])
-        lengths = np.full(state.requests.size, default, np.int64)
-        lengths[decoding] = chosen[:-1]
-        return lengths, default
-
-
-def with_stranger(state: EngineState, decoding: Bools) -> Floats:
-    """Return (n + 1, k_max) acceptance; the last row is a request that nothing is known about."""
-    return np.concatenate([state.acceptance()[decoding], state.population.mean[None, :]])
+    def _placed(self, acceptance: Floats, state: EngineState, decoding: Bools) -> tuple[Ints, int]:
+        """Return (n,) lengths, as deep as survival is worth a row, and that of who is not known or not decoding."""
+        threshold, depth = self._cell
+        lengths = np.empty(len(decoding), np.int64)
+        mean = state.population.mean
+        return lengths, _place(acceptance, decoding, mean, least_survival(threshold), depth, lengths)
 
 
-def settle(cell: tuple[int, int], rate: Floats) -> tuple[int, int]:
-    """Return the best cell, or the one in force if that is nearly as good."""
-    best = divmod(int(rate.argmax()), rate.shape[1])
-    return best if rate[cell] < rate[best] * (1.0 - HYSTERESIS) else cell
+@compiled
+def _tabulate(
+    acceptance: Floats, decoding: Bools, delivery: Floats, requests: int, prompt_rows: float, table: Floats
+) -> None:
+    """Fill in the table, (4, BINS + 1, k_max + 1) of zeros; its first row and column: none drafted."""
+    scale = BINS / -math.log(LOWEST_SURVIVAL)
+    k_max = acceptance.shape[1]
+    for i in range(len(decoding)):
+        if not decoding[i]:
+            continue
+        survival = 1.0
+        for j in range(k_max):
+            survival *= acceptance[i, j]
+            cell = 1 + int(max(min(math.log(max(survival, 1e-9)) * -scale, BINS - 1.0), 0.0))
+            table[0, cell, j + 1] += 1.0
+            table[1, cell, j + 1] += survival
+    for cell in range(BINS + 1):
+        drafted = tokens = 0.0
+        for j in range(k_max + 1):
+            if cell > 0 and j > 0:
+                for plane in range(2):  # over the thresholds first, in place below; then over the positions
+                    table[2 + plane, cell, j] = table[2 + plane, cell - 1, j] + table[plane, cell, j] * delivery[j - 1]
+                drafted += table[2, cell, j]
+                tokens += table[3, cell, j]
+            table[0, cell, j], table[1, cell, j] = drafted, tokens + requests
+    for cell in range(BINS + 1):
+        for j in range(k_max + 1):
+            table[2, cell, j], table[3, cell, j] = table[0, cell, j] + (requests + prompt_rows), j
+
+
+@compiled
+def _place(acceptance: Floats, decoding: Bools, mean: Floats, least: float, depth: int, lengths: Ints) -> int:
+    """Fill in (n,) lengths; return the default."""
+    depth = min(depth, len(mean))
+    survival, default = 1.0, 0
+    while default < depth and survival * mean[default] > least:
+        survival *= mean[default]
+        default += 1
+    for i in range(len(lengths)):
+        lengths[i] = default
+        if decoding[i]:
+            survival, length = 1.0, 0
+            while length < depth and survival * acceptance[i, length] > least:
+                survival *= acceptance[i, length]
+                length += 1
+            lengths[i] = length
+    return default

@@ -6,11 +6,12 @@ about that; what cannot win even if everything unknown turned out well is never 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from ..env.acceptance import Floats
+from ..env.compiled import compiled
 from ..env.state import EngineState
 
 BUDGET_SHARE = 0.01  # of the time
@@ -22,17 +23,7 @@ SPACING_RECORDS = 4  # looked for this often; a probe's result comes back within
 IDLE_SPACING_RECORDS = 16  # ... where nothing promised enough the last time
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
-    """What one length for the whole batch would give, (k_max + 1,) each."""
-
-    rate: Floats  # tokens/s expected
-    best_rate: Floats  # tokens/s if all unknowns turn out well
-    loss_s: Floats  # seconds lost by one such step, against the rate now, if they do not
-
-
-@dataclass(frozen=True, slots=True)
-class Chances:
+class Chances(NamedTuple):
     """Acceptance of each position given that the one before was accepted, (k_max,) each."""
 
     mean: Floats
@@ -63,28 +54,31 @@ class ProbeAccount:
         :param people: what is known of the requests' acceptance; None: the state's population.
         :param begin_s: what the drafter must make up for before anything is drafted, charged to a probe.
         """
+        is_due = self.is_due(state)
         self._earn(state)
-        if state.link.records < self._next_record:
+        if not is_due:
             return None
-        self._next_record = state.link.records + SPACING_RECORDS
-        population = state.population
-        view = outlook(state, requests, rate, people or Chances(population.mean, population.deviation))
-        # Against what the same population is expected to give too: a batch of weak requests is no unknown.
-        bar = max(rate, float(view.rate.max())) * (1.0 + MARGIN)
-        promising = view.best_rate > bar
-        promising[depth] = False
-        if not promising.any():
-            self._next_record = state.link.records + IDLE_SPACING_RECORDS
+        population, cost = state.population, state.cost
+        prompt_rows = state.prompt_rows()
+        mean, deviation = people or (population.mean, population.deviation)
+        outlook = np.empty((5, len(mean) + 1))
+        _look_ahead(mean, deviation, population.delivery, requests, prompt_rows, outlook)
+        lengths, drafted, rows = outlook[:3]
+        least_s, most_s = cost.time_range_s(rows, lengths, drafted)
+        prefill_s = cost.prefill_time_s(requests, prompt_rows)
+        is_promising, length, loss_s = _pick(
+            outlook, least_s, most_s, prefill_s, rate, depth, begin_s, self._credit_s
+        )  # fmt: skip
+        self._next_record = state.link.records + (SPACING_RECORDS if is_promising else IDLE_SPACING_RECORDS)
+        if length < 0:
             return None
-        loss_s = view.loss_s + begin_s * (np.arange(len(view.loss_s)) > 0)
-        worth = promising & (loss_s <= self._credit_s)
-        if not worth.any():
-            return None
-        # Not the cheapest: a shallow draft that is known to be nearly as good would keep the deep ones from their turn.
-        length = int(np.argmax(np.where(worth, (view.best_rate / bar - 1.0) / loss_s, -np.inf)))
-        self._credit_s -= float(loss_s[length])
+        self._credit_s -= loss_s
         self.probes += 1
         return length
+
+    def is_due(self, state: EngineState) -> bool:
+        """Return whether `choose` will look for a probe now."""
+        return state.link.records >= self._next_record
 
     def _earn(self, state: EngineState) -> None:
         step_s = state.load.step_s
@@ -96,23 +90,47 @@ class ProbeAccount:
         self._time_s = state.time_s
 
 
-def outlook(state: EngineState, requests: int, rate: float, people: Chances) -> Outlook:
-    """Return what each uniform length would give a batch of `requests`."""
-    delivery = state.population.delivery
-    hopeful = np.minimum(people.mean + people.deviation, 0.99)
-    lengths = np.arange(state.capabilities.k_max + 1)
-    drafted = requests * _running_sum(delivery)
-    rows = requests + state.prompt_rows() + drafted
-    least_s, most_s = state.cost.time_range_s(rows, lengths.astype(np.float64), drafted)
-    prefill_s = state.cost.prefill_time_s(requests, state.prompt_rows())
-    least_s, most_s = least_s - prefill_s, most_s - prefill_s
-    hoped = requests * (1.0 + _running_sum(delivery * np.cumprod(hopeful)))
-    expected = requests * (1.0 + _running_sum(delivery * np.cumprod(people.mean)))
-    step_s = 0.5 * (least_s + most_s)
-    return Outlook(expected / step_s, hoped / least_s, np.maximum(most_s - expected / rate, LEAST_LOSS * most_s))
+@compiled
+def _look_ahead(
+    mean: Floats, deviation: Floats, delivery: Floats, requests: int, prompt_rows: float, outlook: Floats
+) -> None:
+    """Fill in, for each length of the whole batch: length, draft tokens, rows, tokens expected, tokens hoped for."""
+    drafted = expected = hoped = 0.0
+    survival = hopeful = 1.0
+    for length in range(len(mean) + 1):
+        if length > 0:
+            j = length - 1
+            survival *= mean[j]
+            hopeful *= min(mean[j] + deviation[j], 0.99)
+            drafted += delivery[j]
+            expected += delivery[j] * survival
+            hoped += delivery[j] * hopeful
+        outlook[0, length], outlook[1, length] = length, requests * drafted
+        outlook[2, length] = requests + prompt_rows + requests * drafted
+        outlook[3, length], outlook[4, length] = requests * (1.0 + expected), requests * (1.0 + hoped)
 
 
-def _running_sum(values: Floats) -> Floats:
-    sums = np.zeros(len(values) + 1)
-    np.cumsum(values, out=sums[1:])
-    return sums
+@compiled
+def _pick(
+    outlook: Floats, least_s: Floats, most_s: Floats, prefill_s: float, rate: float, depth: int, begin_s: float,
+    credit_s: float,
+) -> tuple[bool, int, float]:  # fmt: skip
+    """Return whether any length promises enough, the one to probe (-1: none can be paid), and what it may lose."""
+    # Against what the same population is expected to give too: a batch of weak requests is no unknown.
+    bar = rate
+    for length in range(outlook.shape[1]):
+        bar = max(bar, outlook[3, length] / (0.5 * (least_s[length] + most_s[length]) - prefill_s))
+    bar *= 1.0 + MARGIN
+    is_promising, best, chosen, price_s = False, -np.inf, -1, 0.0
+    for length in range(outlook.shape[1]):
+        best_rate = outlook[4, length] / (least_s[length] - prefill_s)
+        if length == depth or not best_rate > bar:
+            continue
+        is_promising = True
+        slow_s = most_s[length] - prefill_s
+        loss_s = max(slow_s - outlook[3, length] / rate, LEAST_LOSS * slow_s) + (begin_s if length > 0 else 0.0)
+        # Not the cheapest: a shallow draft that is known to be nearly as good would keep the deep ones from their turn.
+        worth = (best_rate / bar - 1.0) / loss_s
+        if loss_s <= credit_s and worth > best:
+            best, chosen, price_s = worth, length, loss_s
+    return is_promising, chosen, price_s

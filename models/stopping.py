@@ -1,4 +1,4 @@
-"""What stop rules would give: tokens per second by threshold to keep and deepest round, from recent confidences.
+"""What stop rules would give: steps by threshold to keep and deepest round, from recent confidences.
 
 Called by the price policy once there are calibrated confidences. For each price of a row the thresholds to go on are
 those that pay best on the recent drafts; the best price is found by predicting whole steps. Pure.
@@ -6,97 +6,133 @@ those that pay best on the recent drafts; the best price is found by predicting 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from ..engine_adapter.protocol import StopRule
 from ..env.acceptance import GUESS_TRIALS, Floats, Ints
+from ..env.compiled import compiled
 from ..env.confidence import EDGES, Confidence, Forecast
 from ..env.state import EngineState
 from .probe import Chances
+from .step_grid import PLANES
 
-BINS = np.arange(len(EDGES))
-FREE = len(EDGES) - 1  # the bin that lets everything pass
-
-
-@dataclass(frozen=True, slots=True)
-class StopGrid:
-    """Predictions per (threshold to keep, deepest round), all (bins, k_max + 1)."""
-
-    go_on: Ints  # (k_max, bins): bin of the survival before each position from which it is drafted
-    tokens: Floats
-    drafted: Floats
-    step_s: Floats
-
-    @property
-    def rate(self) -> Floats:
-        """Tokens per second."""
-        return self.tokens / self.step_s
-
-    def rule(self, confidence: Confidence, keep: int, depth: int) -> StopRule | None:
-        """Return the cell's rule, None where it lets everything pass."""
-        bins = self.go_on[:, keep]
-        if keep == FREE and (bins[1:depth] == FREE).all():
-            return None
-        thresholds = np.append(EDGES[bins[1:]], EDGES[FREE])  # entry j judges whether j + 1 is drafted
-        return confidence.rule(float(EDGES[keep]), thresholds)
+EDGE_LIST: Final[list[float]] = EDGES.tolist()
+FREE: Final = len(EDGES) - 1  # the bin that lets everything pass
+EVERY_ROW_ALIKE: Final = np.zeros(0)
 
 
-def predict_stops(state: EngineState, forecast: Forecast, requests: int, rate: float, begin_s: float = 0.0) -> StopGrid:
-    """Return the predictions for a batch of `requests`; `rate`, tokens/s, prices a second of drafting.
+class Stops(NamedTuple):
+    """What a batch would do under stop rules."""
 
-    :param begin_s: what a step with drafts is charged for what the drafter must make up for
-    """
-    worth, reach = forecast.worth, forecast.reach
+    go_on: Ints  # (k_max, bins): bin of the survival before each position from which it is drafted, by bin to keep
+    table: Floats  # (PLANES, bins, k_max + 1), see models/step_grid.py
+    verify_s: Floats | None  # (bins, k_max + 1), None: what the cost table says of the rows
+
+
+def predict_stops(state: EngineState, forecast: Forecast, requests: int, rate: float) -> Stops:
+    """Return the predictions for a batch of `requests`; `rate`, tokens/s, prices a second of drafting."""
+    k_max, bins = forecast.reach.shape
+    prompt_rows = state.prompt_rows()
     token_s, round_s = state.cost.draft_prices_s()
-    is_alone = requests == 1  # what it keeps is the whole batch: every row at its own price, not at that of a mean
-    if is_alone:
-        alone_s = state.cost.verify_time_s(np.arange(len(reach) + 1) + (1.0 + state.prompt_rows()))
-        worth = (forecast.gain - forecast.kept * (rate * np.diff(alone_s))[:, None, None]).transpose(0, 2, 1)
-    position = np.arange(len(reach))[:, None]
-    # A round that others want anyway costs little more; who goes alone pays all of it.
-    go_on = _best_start(worth, (reach * (rate * token_s))[:, None, :])
-    others = np.power(1.0 - np.minimum(reach[position, go_on], 1.0), requests - 1)
-    price = others * (rate * round_s) + rate * token_s
-    go_on = _best_start(worth, reach[:, None, :] * price[:, :, None])
-    # The price of going on rises with depth, or the thresholds would not nest; only kept tokens are followed.
-    go_on = np.minimum(np.minimum.accumulate(go_on, axis=0), np.maximum(BINS, FREE * (position == 0)))
-    wanted = reach[position, go_on]
-    any_wants = 1.0 - np.power(1.0 - np.minimum(wanted, 1.0), requests)
-    kept, gain = forecast.kept[position, go_on, BINS], forecast.gain[position, go_on, BINS]
-    quantities = np.array([wanted, kept, gain, any_wants])
-    sums = np.zeros((4, len(BINS), len(reach) + 1))
-    np.cumsum(quantities.transpose(0, 2, 1), axis=2, out=sums[:, :, 1:])
-    drafted, kept, gain = sums[:3] * requests
-    rows = kept + (requests + state.prompt_rows())
-    verify_s = _of_one(alone_s, kept) if is_alone else state.cost.verify_time_s(rows)
-    step_s = verify_s + state.cost.draft_time_s(rows, sums[3], drafted)
-    step_s = step_s - state.cost.prefill_time_s(requests, state.prompt_rows())
-    step_s[:, 1:] += begin_s
-    return StopGrid(go_on, gain + requests, drafted, step_s)
+    alone_s = None
+    if requests == 1:  # what it keeps is the whole batch: every row at its own price, not at that of a mean
+        alone_s = state.cost.verify_time_s(np.arange(k_max + 1) + (1.0 + prompt_rows))
+    row_prices = EVERY_ROW_ALIKE if alone_s is None else rate * np.diff(alone_s)
+    go_on, table = np.empty((k_max, bins), np.int64), np.empty((PLANES, bins, k_max + 1))
+    _tabulate(
+        forecast.worth, forecast.reach, forecast.kept, forecast.gain, row_prices, float(rate * token_s),
+        float(rate * round_s), float(prompt_rows), requests, go_on, table,
+    )  # fmt: skip
+    return Stops(go_on, table, None if alone_s is None else _of_one(alone_s, table[2]))
 
 
-def _of_one(alone_s: Floats, kept: Floats) -> Floats:
-    """Return the mean time of steps whose rows are one request's: (bins, k_max + 1) from its kept tokens so far.
-
-    :param alone_s: (k_max + 1,) seconds with 0, 1, ... draft rows
-    """
-    share = np.diff(kept, axis=1)  # of drafts that keep the token at each position
-    extra = np.concatenate([np.zeros((len(kept), 1)), (share * np.diff(alone_s)).cumsum(axis=1)], axis=1)
-    verify_s: Floats = float(alone_s[0]) + extra
-    return verify_s
+def rule_of(go_on: Ints, confidence: Confidence, keep: int, depth: int) -> StopRule | None:
+    """Return the rule of a cell, None where it lets everything pass."""
+    bins = go_on[1:, keep].tolist()
+    if keep == FREE and all(place == FREE for place in bins[: depth - 1]):
+        return None
+    # Entry j judges whether j + 1 is drafted.
+    return confidence.rule(EDGE_LIST[keep], np.array([EDGE_LIST[place] for place in (*bins, FREE)]))
 
 
 def all_drafts(state: EngineState, forecast: Forecast) -> Chances:
     """Return the acceptance of drafts that no rule ends, which under a rule nobody sees."""
-    survival = forecast.gain[:, FREE, FREE]
-    mean = np.clip(survival / np.append(1.0, survival[:-1]), 0.005, 0.995)
-    return Chances(mean, np.sqrt(mean * (1.0 - mean) / (state.confidence.trials + GUESS_TRIALS)))
+    mean, deviation = np.empty((2, len(forecast.gain)))
+    _free_drafts(forecast.gain, state.confidence.trials, GUESS_TRIALS, mean, deviation)
+    return Chances(mean, deviation)
 
 
-def _best_start(worth: Floats, price: Floats) -> Ints:
-    """Return (k_max, bins) from where to go on, for each threshold to keep: sums are cumulative over the bins."""
-    start: Ints = (worth - price).argmax(axis=2)
-    start[0] = FREE  # every draft begins
-    return start
+def _of_one(alone_s: Floats, rows: Floats) -> Floats:
+    """Return the mean time of steps whose rows are one request's: (bins, k_max + 1) from its rows so far.
+
+    :param alone_s: (k_max + 1,) seconds with 0, 1, ... draft rows
+    """
+    share = np.diff(rows, axis=1)  # of drafts that keep the token at each position
+    extra = np.concatenate([np.zeros((len(rows), 1)), (share * np.diff(alone_s)).cumsum(axis=1)], axis=1)
+    verify_s: Floats = float(alone_s[0]) + extra
+    return verify_s
+
+
+@compiled
+def _tabulate(
+    worth: Floats, reach: Floats, kept: Floats, gain: Floats, row_prices: Floats, token_price: float,
+    round_price: float, prompt_rows: float, requests: int, go_on: Ints, table: Floats,
+) -> None:  # fmt: skip
+    """Fill in where to go on, and the table; the first four are a Forecast's, prices are in tokens."""
+    k_max, bins = reach.shape
+    free = bins - 1
+    for keep in range(bins):
+        drafted = rounds = rows = tokens = 0.0
+        place = free  # every draft begins
+        table[0, keep, 0], table[1, keep, 0] = 0.0, requests
+        table[2, keep, 0], table[3, keep, 0] = requests + prompt_rows, 0.0
+        for j in range(k_max):
+            if j > 0:
+                # A round that others want anyway costs little more; who goes alone pays all of it.
+                start = _best_start(worth, reach, kept, gain, row_prices, j, keep, token_price)
+                others = (1.0 - min(reach[j, start], 1.0)) ** (requests - 1)
+                price = others * round_price + token_price
+                start = _best_start(worth, reach, kept, gain, row_prices, j, keep, price)
+                # The price of going on rises with depth, or the thresholds would not nest.
+                place = min(place, start)
+            used = place if j == 0 else min(place, keep)  # only kept tokens are followed
+            go_on[j, keep] = used
+            wanted = reach[j, used]
+            drafted += wanted
+            rows += kept[j, used, keep]
+            tokens += gain[j, used, keep]
+            rounds += 1.0 - (1.0 - min(wanted, 1.0)) ** requests
+            table[0, keep, j + 1] = drafted * requests
+            table[1, keep, j + 1] = tokens * requests + requests
+            table[2, keep, j + 1] = rows * requests + (requests + prompt_rows)
+            table[3, keep, j + 1] = rounds
+
+
+@compiled
+def _best_start(
+    worth: Floats, reach: Floats, kept: Floats, gain: Floats, row_prices: Floats, j: int, keep: int, price: float
+) -> int:
+    """Return the bin from where to go on: sums are cumulative over the bins."""
+    best, place = -np.inf, 0
+    for start in range(reach.shape[1]):
+        if len(row_prices) > 0:
+            value = gain[j, start, keep] - kept[j, start, keep] * row_prices[j]
+        else:
+            value = worth[j, keep, start]
+        value -= reach[j, start] * price
+        if value > best:
+            best, place = value, start
+    return place
+
+
+@compiled
+def _free_drafts(gain: Floats, trials: Floats, guess_trials: float, mean: Floats, deviation: Floats) -> None:
+    before, free = 1.0, gain.shape[1] - 1
+    for j in range(len(mean)):
+        survival = gain[j, free, free]
+        mean[j] = min(max(survival / before, 0.005), 0.995)
+        deviation[j] = math.sqrt(mean[j] * (1.0 - mean[j]) / (trials[j] + guess_trials))
+        before = survival

@@ -10,9 +10,9 @@ acceptance online and cuts on the device after all is drafted, here what FASER h
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from ...env.acceptance import Floats, Ints
 from ...env.confidence import EDGES, Forecast

@@ -1,0 +1,77 @@
+"""Steps that could be, tabulated by what is asked for, and which of them emits most tokens per second.
+
+Called by the price policy (models/price.py, models/stopping.py) every few records. A table holds, per threshold and
+deepest round, what the step would do; the cost table says how long that takes.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from ..env.acceptance import Floats
+from ..env.compiled import compiled
+from ..env.state import EngineState
+
+# Planes of a table, (4, thresholds, k_max + 1), each expected of one step: draft tokens, emitted tokens, rows through
+# the target (prompts as rows that decode), drafting rounds.
+DRAFTED, TOKENS, ROWS, ROUNDS = range(4)
+PLANES: Final = 4
+HYSTERESIS: Final = 0.01  # gain below which the cell of the step before is kept
+
+
+class Choice(NamedTuple):
+    """A cell, and what it promises."""
+
+    threshold: int
+    depth: int  # deepest round
+    rate: float  # tokens/s
+    plain_rate: float  # tokens/s without drafts
+    drafted: float  # draft tokens
+
+    @property
+    def gain_percent(self) -> float:
+        """Over no drafts."""
+        return (self.rate / self.plain_rate - 1.0) * 100.0
+
+
+def choose(
+    table: Floats, state: EngineState, requests: int, begin_s: float, cell: tuple[int, int],
+    verify_s: Floats | None = None,
+) -> Choice:  # fmt: skip
+    """Return the best cell, or the one in force if that is nearly as good.
+
+    :param begin_s: what a step in which all draft is charged for what the drafter must make up for
+    :param cell: (threshold, deepest round) in force
+    :param verify_s: seconds of everything but drafting per cell, where they are not those of its rows
+    """
+    drafted, _, rows, rounds = table
+    if verify_s is None:
+        verify_s = state.cost.verify_time_s(rows)
+    draft_s = state.cost.draft_time_s(rows, rounds, drafted)
+    prefill_s = state.cost.prefill_time_s(requests, state.prompt_rows())
+    return Choice(*_best(table, verify_s, draft_s, prefill_s, begin_s, requests, *cell))
+
+
+@compiled
+def _best(
+    table: Floats, verify_s: Floats, draft_s: Floats, prefill_s: float, begin_s: float, requests: int,
+    threshold: int, depth: int,
+) -> tuple[int, int, float, float, float]:  # fmt: skip
+    best, best_threshold, best_depth, now, plain = -np.inf, 0, 0, 0.0, 0.0
+    for i in range(table.shape[1]):
+        for j in range(table.shape[2]):
+            step_s = verify_s[i, j] + draft_s[i, j] - prefill_s
+            if j > 0:
+                step_s += begin_s * min(table[DRAFTED, i, 1] / requests, 1.0)
+            rate = table[TOKENS, i, j] / step_s
+            if i == 0 and j == 0:
+                plain = rate
+            if i == threshold and j == depth:
+                now = rate
+            if rate > best:
+                best, best_threshold, best_depth = rate, i, j
+    if now < best * (1.0 - HYSTERESIS):
+        now, threshold, depth = best, best_threshold, best_depth
+    return threshold, depth, now, plain, table[DRAFTED, threshold, depth]
