@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import numba
 
+CACHE_VARIABLE: Final = "NUMBA_CACHE_DIR"
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -22,13 +23,13 @@ def compiled(function: Function) -> Function:
 
     It may use only functions and constants of its own file: numba looks for changes there and nowhere else.
     """
+    is_kept = is_private(os.environ.get(CACHE_VARIABLE, ""))
     try:
-        return cast(Function, numba.njit(cache=is_private_cache(), error_model="numpy")(function))
+        return cast(Function, numba.njit(cache=is_kept, error_model="numpy")(function))
     except RuntimeError:  # "no locator available": neither the package nor the user's cache can be written
         return cast(Function, numba.njit(error_model="numpy")(function))
 
 
-def is_private_cache() -> bool:
-    """Return whether only this user can write where NUMBA_CACHE_DIR says: what lies there is run."""
-    folder = os.environ.get("NUMBA_CACHE_DIR")
+def is_private(folder: str) -> bool:
+    """Return whether only this user can write into a folder of machine code; what lies there is run."""
     return not folder or not Path(folder).exists() or not Path(folder).stat().st_mode & 0o022

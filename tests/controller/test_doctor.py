@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from faser.controller import doctor
+from faser.controller import checks
+from faser.controller.checks import Finding, Patient
 from faser.controller.config import Config, GuardConfig, HttpConfig, LinkConfig, ModeConfig, StoreConfig, TraceConfig
-from faser.controller.doctor import Finding, Patient, examine, run_doctor
+from faser.controller.doctor import examine, run_doctor
 from faser.controller.endpoint import Endpoint
 from faser.controller.installation import Installation
 from faser.controller.keys import new_keys
@@ -89,6 +90,14 @@ def test_a_fault_is_named_with_its_remedy(
     assert trouble.level == level
     assert seen in trouble.seen
     assert remedy in trouble.remedy
+
+
+def test_machine_code_where_others_can_write_is_named(patient: Patient, tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    (trouble,) = troubles(changed(patient, {"NUMBA_CACHE_DIR": str(tmp_path)}))
+    assert (trouble.level, trouble.remedy) == ("warn", f"chmod go-w {tmp_path}, or leave the variable out")
+    tmp_path.chmod(0o755)
+    assert troubles(changed(patient, {"NUMBA_CACHE_DIR": str(tmp_path)})) == []
 
 
 def configured(patient: Patient, **parts: object) -> Patient:
@@ -187,15 +196,15 @@ def test_a_full_disk_is_named(patient: Patient, free: int, level: str, monkeypat
         def __init__(self) -> None:
             self.free = free
 
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Usage())
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: Usage())
     (trouble,) = troubles(patient)
     assert (trouble.name, trouble.level) == ("disk", level)
 
 
 def test_a_damaged_cache_and_release_are_named(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASER_CACHE", "/my cache")
-    monkeypatch.setattr(doctor, "embedded_faults", lambda: ["/my cache/m/model.safetensors has 3 bytes, expected 9"])
-    monkeypatch.setattr(doctor, "release_faults", lambda: ["/x/drafter is missing; reinstall faser-vllm"])
+    monkeypatch.setattr(checks, "embedded_faults", lambda: ["/my cache/m/model.safetensors has 3 bytes, expected 9"])
+    monkeypatch.setattr(checks, "release_faults", lambda: ["/x/drafter is missing; reinstall faser-vllm"])
     release, cache = troubles(patient)
     assert (release.seen, release.remedy) == ("/x/drafter is missing", "reinstall faser-vllm")
     assert cache.remedy.startswith("rm -r '/my cache/m';"), "never a folder above ours"
@@ -220,7 +229,7 @@ def test_a_check_that_fails_to_run_is_a_finding(patient: Patient, monkeypatch: p
     def explode() -> list[str]:
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(doctor, "release_faults", explode)
+    monkeypatch.setattr(checks, "release_faults", explode)
     (trouble,) = troubles(patient)
     assert (trouble.name, trouble.level, trouble.seen) == ("models", "fail", "could not be checked: boom")
 

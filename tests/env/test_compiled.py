@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from faser.env.compiled import compiled, is_private_cache
+from faser.env.compiled import CACHE_VARIABLE, compiled, is_private
 
 
 def double(value: float) -> float:
@@ -23,12 +23,11 @@ def test_what_cannot_be_cached_is_compiled_all_the_same() -> None:
 @pytest.mark.parametrize("mode", [0o700, 0o755, 0o720, 0o777])
 def test_a_cache_that_others_can_write_is_not_used(mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(mode)
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    is_private = mode in (0o700, 0o755)
-    assert is_private_cache() == is_private
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    assert is_private(str(tmp_path)) == (mode in (0o700, 0o755))
     assert compiled(double)(2.0) == 4.0
 
 
-def test_a_cache_that_is_not_there_yet_becomes_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "new"))
-    assert is_private_cache()
+def test_a_cache_that_is_not_there_yet_becomes_ours(tmp_path: Path) -> None:
+    assert is_private(str(tmp_path / "new"))
+    assert is_private("")  # beside the source, or in the user's own
