@@ -7,10 +7,11 @@ tested. Counts are Beta counts with forgetting; nothing here reads a clock or a 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
 
 import numpy as np
 import numpy.typing as npt
+
+from .compiled import compiled
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -25,21 +26,26 @@ LEVEL_VARIANCE = 0.04  # first guess of how much requests' levels differ (relati
 LEVEL_MEMORY_RECORDS = 300.0
 
 
+_SUMS = 5
+_TRIED, _HIT, _OFFERED, _DELIVERED, _MEAN = range(_SUMS)  # rows of Population's sums
+
+
+@compiled
 def count_trials(verified: Ints, pruned: Ints, accepted: Ints, k_max: int) -> tuple[Floats, Floats]:
     """Return (trials, successes), each (n, k_max) of 0 or 1, of one step's rows.
 
     The first pruned draft token is still tested by the row before it, the ones behind it are not.
     """
-    tested = verified - np.maximum(pruned - 1, 0) if pruned.any() else verified
-    hits = np.minimum(accepted, tested)
-    first = _first_positions(k_max)
-    return first.take(np.minimum(tested, hits + 1), axis=0, mode="clip"), first.take(hits, axis=0, mode="clip")
-
-
-@cache
-def _first_positions(k_max: int) -> Floats:
-    """Return (k_max + 1, k_max): row m has 1 at the first m positions. Looking rows up beats comparing positions."""
-    return np.tri(k_max + 1, k_max, -1)
+    n = len(verified)
+    trials, successes = np.zeros((n, k_max)), np.zeros((n, k_max))
+    for i in range(n):
+        tested = verified[i] - max(pruned[i] - 1, 0)
+        hits = min(accepted[i], tested)
+        for j in range(min(tested, hits + 1, k_max)):
+            trials[i, j] = 1.0
+        for j in range(min(hits, k_max)):
+            successes[i, j] = 1.0
+    return trials, successes
 
 
 @dataclass(slots=True)
@@ -47,45 +53,39 @@ class Population:
     """Acceptance over all requests, and how often the drafter delivers what it was allowed, per position."""
 
     k_max: int
-    trials: Floats = field(init=False)  # (k_max,)
-    successes: Floats = field(init=False)
-    offered: Floats = field(init=False)  # times position j was allowed
-    delivered: Floats = field(init=False)  # times it was drafted
-    mean: Floats = field(init=False)  # (k_max,) conditional acceptance
     excess: float = LEVEL_VARIANCE * 100.0  # squared deviation of requests beyond chance, running sum
     leverage: float = 100.0  # ... over what it is measured with
+    _sums: Floats = field(init=False)  # (_SUMS, k_max)
 
     def __post_init__(self) -> None:
-        self.trials, self.successes, self.offered, self.delivered = np.zeros((4, self.k_max))
-        self.mean = np.full(self.k_max, FIRST_GUESS)
+        self._sums = np.zeros((_SUMS, self.k_max))
+        self._sums[_MEAN] = FIRST_GUESS
+
+    @property
+    def trials(self) -> Floats:
+        """(k_max,) how often each position was tried, with forgetting."""
+        row: Floats = self._sums[_TRIED]
+        return row
+
+    @property
+    def mean(self) -> Floats:
+        """(k_max,) conditional acceptance; a view."""
+        row: Floats = self._sums[_MEAN]
+        return row
 
     def learn(self, trials: Floats, successes: Floats) -> None:
         """Add one step's trials, (n, k_max) each."""
-        tried = trials.sum(axis=0)
-        if not tried.any():
-            self.trials *= 1.0 - 1.0 / UNTRIED_RECORDS
-            self.successes *= 1.0 - 1.0 / UNTRIED_RECORDS
-            self.mean = self._chain()
-            return
-        keep = np.where(tried > 0.0, 1.0, 1.0 - 1.0 / UNTRIED_RECORDS)
-        keep = np.minimum(keep, MEMORY_TRIALS / (self.trials + tried + 1.0))
-        self.trials = self.trials * keep + tried
-        self.successes = self.successes * keep + successes.sum(axis=0)
-        self.mean = self._chain()
+        _add_trials(self._sums, trials, successes)
 
     def learn_delivery(self, allowed: Ints, drafted: Ints) -> None:
-        """Add what the drafter delivered, (n,) draft tokens each, of requests that were allowed any."""
-        positions = np.arange(self.k_max)
-        offered = positions < allowed[:, None]
-        added = offered.sum(axis=0)
-        keep = np.minimum(1.0, MEMORY_TRIALS / (self.offered + added + 1.0))
-        self.offered = self.offered * keep + added
-        self.delivered = self.delivered * keep + (offered & (positions < drafted[:, None])).sum(axis=0)
+        """Add what the drafter delivered, (n,) draft tokens each, of the requests that were allowed any."""
+        _add_delivery(self._sums, allowed, drafted)
 
     @property
     def delivery(self) -> Floats:
         """(k_max,) share of allowed draft tokens that the drafter really proposes, e.g. low for n-grams."""
-        return (self.delivered + GUESS_TRIALS) / (self.offered + GUESS_TRIALS)
+        share: Floats = (self._sums[_DELIVERED] + GUESS_TRIALS) / (self._sums[_OFFERED] + GUESS_TRIALS)
+        return share
 
     @property
     def deviation(self) -> Floats:
@@ -94,26 +94,81 @@ class Population:
 
     def learn_levels(self, trials: Floats, successes: Floats) -> None:
         """Measure how much requests differ beyond chance, from their counts, (n, k_max) each."""
-        expected, chance = _expectation(trials, self.mean)
-        surplus = float((np.square(successes.sum(axis=1) - expected) - chance).sum())
+        surplus, leverage = _level_sums(trials, successes, self.mean)
         keep = 1.0 - 1.0 / LEVEL_MEMORY_RECORDS
         self.excess = self.excess * keep + surplus
-        self.leverage = self.leverage * keep + float(expected @ expected)
+        self.leverage = self.leverage * keep + leverage
 
     @property
     def level_variance(self) -> float:
         """How much requests' levels differ (relative, squared); 0: all alike, their history is only noise."""
         return min(max(self.excess / max(self.leverage, 1e-9), 1e-4), 1.0)
 
-    def _chain(self) -> Floats:
-        """Each position's prior is the position before it: deeper positions are rarely reached."""
-        guess, means = FIRST_GUESS, []
-        for tried, hit in zip(self.trials.tolist(), self.successes.tolist(), strict=True):
-            guess = (hit + GUESS_TRIALS * guess) / (tried + GUESS_TRIALS)
-            means.append(min(max(guess, 0.005), 0.995))
-        return np.array(means)
+
+@compiled
+def _add_trials(sums: Floats, trials: Floats, successes: Floats) -> None:
+    """Forget, add, and chain the means: each position's prior is the one before it, deeper ones are rarely reached."""
+    n, k_max = trials.shape
+    is_tried = False
+    for i in range(n):
+        for j in range(k_max):
+            is_tried = is_tried or trials[i, j] != 0.0
+    guess = FIRST_GUESS
+    for j in range(k_max):
+        tried = hit = 0.0
+        for i in range(n):
+            tried += trials[i, j]
+            hit += successes[i, j]
+        keep = 1.0 if tried > 0.0 else 1.0 - 1.0 / UNTRIED_RECORDS
+        if is_tried:
+            keep = min(keep, MEMORY_TRIALS / (sums[_TRIED, j] + tried + 1.0))
+        sums[_TRIED, j] = sums[_TRIED, j] * keep + tried
+        sums[_HIT, j] = sums[_HIT, j] * keep + hit
+        guess = (sums[_HIT, j] + GUESS_TRIALS * guess) / (sums[_TRIED, j] + GUESS_TRIALS)
+        sums[_MEAN, j] = min(max(guess, 0.005), 0.995)
 
 
+@compiled
+def _add_delivery(sums: Floats, allowed: Ints, drafted: Ints) -> None:
+    most = 0
+    for i in range(len(allowed)):
+        most = max(most, allowed[i])
+    if most <= 0:
+        return
+    for j in range(sums.shape[1]):
+        offered = delivered = 0.0
+        for i in range(len(allowed)):
+            if j < allowed[i]:
+                offered += 1.0
+                delivered += 1.0 if j < drafted[i] else 0.0
+        keep = min(1.0, MEMORY_TRIALS / (sums[_OFFERED, j] + offered + 1.0))
+        sums[_OFFERED, j] = sums[_OFFERED, j] * keep + offered
+        sums[_DELIVERED, j] = sums[_DELIVERED, j] * keep + delivered
+
+
+@compiled
+def _level_sums(trials: Floats, successes: Floats, population: Floats) -> tuple[float, float]:
+    """Return how far requests are from the population, squared, beyond chance, and what that is measured with."""
+    surplus = leverage = 0.0
+    for i in range(len(trials)):
+        expected, chance, had = _expectation(trials[i], successes[i], population)
+        surplus += (had - expected) * (had - expected) - chance
+        leverage += expected * expected
+    return surplus, leverage
+
+
+@compiled
+def _expectation(trials: Floats, successes: Floats, population: Floats) -> tuple[float, float, float]:
+    """Return the successes that the population would have had in a request's trials, their variance, and its own."""
+    expected = chance = had = 0.0
+    for j in range(len(trials)):
+        expected += trials[j] * population[j]
+        chance += trials[j] * (population[j] * (1.0 - population[j]))
+        had += successes[j]
+    return expected, chance, had
+
+
+@compiled
 def shrink(successes: Floats, trials: Floats, population: Floats, level_variance: float) -> Floats:
     """Return (n, k_max) conditional acceptance of each request from its own counts, shrunk twice.
 
@@ -121,22 +176,16 @@ def shrink(successes: Floats, trials: Floats, population: Floats, level_variance
     levels are known to differ (empirical Bayes). Without that the longest drafts go to the luckiest requests.
     Then its own positions around that level.
     """
-    expected, chance = _expectation(trials, population)
-    evidence = level_variance * expected * expected + chance + 1e-9
-    level = 1.0 + (successes.sum(axis=1) - expected) * (level_variance * expected / evidence)
-    prior = _chances(level[:, None] * population)
-    return _chances((successes + POSITION_TRIALS * prior) / (trials + POSITION_TRIALS))
-
-
-def _chances(values: Floats) -> Floats:
-    """Keep away from 0 and 1; np.clip takes several times as long."""
-    kept: Floats = np.minimum(np.maximum(values, 0.005), 0.995)
-    return kept
-
-
-def _expectation(trials: Floats, population: Floats) -> tuple[Floats, Floats]:
-    """Return (n,) successes that the population would have had in these trials, and their variance."""
-    return trials @ population, trials @ (population * (1.0 - population))
+    chances = np.empty(trials.shape)
+    for i in range(len(trials)):
+        expected, chance, had = _expectation(trials[i], successes[i], population)
+        evidence = level_variance * expected * expected + chance + 1e-9
+        level = 1.0 + (had - expected) * (level_variance * expected / evidence)
+        for j in range(len(population)):
+            prior = min(max(level * population[j], 0.005), 0.995)  # away from 0 and 1
+            value = (successes[i, j] + POSITION_TRIALS * prior) / (trials[i, j] + POSITION_TRIALS)
+            chances[i, j] = min(max(value, 0.005), 0.995)
+    return chances
 
 
 def deviation(mean: Floats, trials: Floats) -> Floats:

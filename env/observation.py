@@ -90,8 +90,8 @@ def observe_vector(state: EngineState, slots: int) -> Observation:
 def _fill(rows: Singles, state: EngineState, places: npt.NDArray[np.int64], acceptance: Floats) -> None:
     """Write the features of the requests at these places, column by column: stacking columns takes twice as long."""
     table, k_max = state.requests, state.capabilities.k_max
-    known = table.rows.take(places)
-    is_prefill = known["is_prefill"]
+    known = {name: table.column(name)[places] for name in ("context", "emitted", "arrival_s", "priority", "limit")}
+    is_prefill = table.column("is_prefill")[places]
     rows[:, 0] = ~is_prefill
     rows[:, 1] = is_prefill
     rows[:, 2] = squeezed(known["context"], 1024.0)

@@ -1,32 +1,55 @@
-"""The live requests of one engine as one numpy table, a row per request, in order of first appearance.
+"""The live requests of one engine as one numpy table, an entry per request, in order of first appearance.
 
 Called by env/state.py only. Requests appear by an arrival or by a step's row, and leave by finish or abort, or
-when nothing was heard of them for very long. Never loops over rows in Python on the common path.
+when nothing was heard of them for very long. Never loops over rows in Python.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec.structs import astuple
 
 from ..engine_adapter.protocol import MAX_DRAFT_LENGTH, MAX_REQUESTS, RequestEvent, RequestRow
+from . import requests_kernel as kernel
 from .acceptance import REQUEST_MEMORY_STEPS, UNTRIED_RECORDS, Floats, Ints
 
 Bools = npt.NDArray[np.bool_]
 
 IDLE_RECORDS = 64  # not in a step for this long: not counted as running
 FORGOTTEN_RECORDS = 4096  # its finish event was lost
+KEEP, FADE = 1.0 - 1.0 / REQUEST_MEMORY_STEPS, 1.0 - 1.0 / UNTRIED_RECORDS
+
+COLUMNS: Final = {
+    "handle": kernel.HANDLE, "seen": kernel.SEEN, "born": kernel.BORN, "context": kernel.CONTEXT,
+    "drafter": kernel.DRAFTER, "emitted": kernel.EMITTED, "limit": kernel.LIMIT, "priority": kernel.PRIORITY,
+    "most": kernel.MOST, "is_prefill": kernel.IS_PREFILL, "is_preempted": kernel.IS_PREEMPTED,
+}  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=int)  # numpy's integers, in rows that no engine sent
 
 
-@dataclass(frozen=True, slots=True)
-class StepRows:
-    """One record's rows as (n,) int64 arrays; names and units as in RequestRow."""
+class StepSums(NamedTuple):
+    """What one step did for all its requests, in tokens."""
 
-    handle: tuple[int, ...]
+    emitted: float
+    context: int
+    longest: int  # draft
+    drafted: int
+    is_full: bool  # everybody drafted as much as it was allowed
+
+
+class StepRows(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """One record's rows as (n,) int64 columns; names and units as in RequestRow."""
+
+    told: Ints  # (10, n), the numbers together
+    confidences: list[tuple[float, ...]]
+    is_prefill: Bools
+    handle: Ints
+    scheduled: Ints
     draft_limit: Ints
     drafted: Ints
     verified: Ints
@@ -34,68 +57,44 @@ class StepRows:
     accepted: Ints
     emitted: Ints
     context: Ints
-    is_prefill: Bools
-    confidences: list[tuple[float, ...]]
 
     @classmethod
     def from_rows(cls, rows: list[RequestRow]) -> StepRows:
-        """Unfold the rows; columns of equal small numbers, which is most of them, cost next to nothing."""
-        n = len(rows)
-        if not n:
-            none = np.zeros(0, np.int64)
-            return cls((), none, none, none, none, none, none, none, none.astype(np.bool_), [])
-        columns = tuple(zip(*map(astuple, rows), strict=True))
-        handle, _, limit, drafted, verified, pruned, accepted, emitted, context, is_prefill, confidences = columns
-        try:  # bytes make the fastest arrays; only prompts emit or draft beyond 255
-            small = np.frombuffer(bytes(limit + drafted + verified + pruned + accepted + emitted), np.uint8)
-            told = small.reshape(6, n).astype(np.int64)
-        except ValueError:
-            told = np.array((limit, drafted, verified, pruned, accepted, emitted), np.int64)
-        prompts = np.frombuffer(bytes(is_prefill), np.bool_)
-        seen = np.fromiter(context, np.int64, n)
-        return cls(handle, told[0], told[1], told[2], told[3], told[4], told[5], seen, prompts, list(confidences))
+        """Unfold the rows by way of msgpack: msgspec writes and a kernel reads them faster than Python takes apart."""
+        frame = np.frombuffer(_encoder.encode(rows), np.uint8)
+        told, end = kernel.read_rows(frame, len(rows))
+        assert end == len(frame), "a row holds something else than numbers"
+        return cls(told, [row.confidences for row in rows], told[kernel.ROW_IS_PREFILL] != 0, *told[:-1])
+
+    def sums(self) -> StepSums:
+        """Return what all rows come to."""
+        return StepSums._make(kernel.add_up(self.told))
 
 
 @dataclass(slots=True)
 class RequestTable:
-    """Live requests; `rows` is a structured array whose first `size` entries are alive."""
+    """Live requests: of every array the first `size` entries."""
 
     k_max: int
     size: int = 0
-    _rows: npt.NDArray[Any] = field(init=False)
+    _table: Ints = field(init=False)  # (fields, capacity)
     _evidence: Floats = field(init=False)  # (trials, successes), (2, capacity, k_max)
-    _place: dict[int, int] = field(default_factory=dict)  # handle -> row
-    _last_order: tuple[int, ...] = ()
-    _last_places: Ints | slice = field(default_factory=lambda: slice(0, 0))
+    _arrival_s: Floats = field(init=False)  # (capacity,)
+    _places: Ints = field(init=False)  # (capacity,) of the last record's rows
+    _batch: tuple[Bools, Bools] | None = None  # running and decoding, until something changes
+    _batch_record: int = -1
 
     def __post_init__(self) -> None:
-        layout = np.dtype(
-            [
-                ("handle", np.int64),
-                ("seen", np.int64),  # number of the last record with a row of this request; -1: none yet
-                ("born", np.int64),  # number of the record in which it appeared
-                ("context", np.int64),  # tokens
-                ("drafter", np.int64),  # tokens of it that the drafter has seen, if it skips where nothing is drafted
-                ("emitted", np.int64),  # tokens
-                ("limit", np.int64),  # draft length in force when the draft that waits for verification was made
-                ("priority", np.int64),
-                ("most", np.int64),  # longest draft that its client allows
-                ("arrival_s", np.float64),
-                ("is_prefill", np.bool_),
-                ("is_preempted", np.bool_),
-            ]
-        )
-        self._rows = np.zeros(64, layout)
+        self._table = np.zeros((kernel.FIELDS, 64), np.int64)
         self._evidence = np.zeros((2, 64, self.k_max))
+        self._arrival_s, self._places = np.zeros(64), np.zeros(64, np.int64)
 
     def column(self, name: str) -> npt.NDArray[Any]:
-        """Return a view of one column of the live requests, (size,)."""
-        return self._rows[: self.size][name]
-
-    @property
-    def rows(self) -> npt.NDArray[Any]:
-        """View of the live requests' columns, (size,) structured."""
-        return self._rows[: self.size]
+        """Return one column of the live requests, (size,); a view, but for what is true or false."""
+        if name == "arrival_s":
+            return self._arrival_s[: self.size]
+        values = self._table[COLUMNS[name], : self.size]
+        return values != 0 if name.startswith("is_") else values
 
     @property
     def trials(self) -> Floats:
@@ -108,10 +107,12 @@ class RequestTable:
         return self._evidence[1, : self.size]
 
     def running(self, record_number: int) -> Bools:
-        """Return (size,) which requests are in the batch now."""
-        seen = self.column("seen")
-        recent: Bools = (seen >= 0) & (record_number - seen < IDLE_RECORDS) & ~self.column("is_preempted")
-        return recent
+        """Return (size,) which requests are in the batch now; not to be written to."""
+        return self._in_batch(record_number)[0]
+
+    def decoding(self, record_number: int) -> Bools:
+        """Return (size,) which of them are past their prompt; not to be written to."""
+        return self._in_batch(record_number)[1]
 
     def missed(self, chosen: Bools) -> int:
         """Return how many tokens of the chosen requests, (size,), a drafter lacks that skips where none are drafted."""
@@ -122,12 +123,12 @@ class RequestTable:
         """Take in arrivals and preemptions."""
         for event in events:
             if event.kind == "arrival":
-                place = self._add(event.handle, record_number)  # may re-allocate the table
-                row = self._rows[place]
-                row["arrival_s"], row["priority"] = event.time_s, max(min(event.priority, 1 << 62), -(1 << 62))
-                row["most"] = event.most
-            elif event.kind == "preempt" and event.handle in self._place:
-                self._rows[self._place[event.handle]]["is_preempted"] = True
+                self._arrive(event, record_number)
+            elif event.kind == "preempt":
+                place = kernel.find(self._table, self.size, event.handle, 0)
+                if place >= 0:
+                    self._table[kernel.IS_PREEMPTED, place] = 1
+                    self._batch = None
 
     def depart(self, events: list[RequestEvent]) -> None:
         """Take in finishes and aborts; after `update`, since a record has the last row of a request it ends."""
@@ -140,30 +141,12 @@ class RequestTable:
         :param caught_up: tokens the drafter made up for: while it does, only who drafts is known to be up to date
         Return (n,) draft lengths that were in force when the verified drafts were made, 0 where not known.
         """
-        where = self._locate(rows.handle, record_number)
-        is_slice = isinstance(where, slice)
-        table = self._rows[where]  # a view of a slice, else a copy
-        table["seen"] = record_number
-        table["context"] = rows.context
-        is_current = rows.drafted > 0 if caught_up else rows.draft_limit > 0
-        table["drafter"] = np.where(is_current, rows.context, table["drafter"])
-        table["emitted"] += np.minimum(rows.emitted, 1 << 32)
-        limit: Ints = table["limit"].copy()
-        # A step in the middle of the prompt drafts nothing.
-        is_idle = rows.is_prefill & (rows.drafted == 0)
-        table["limit"] = np.where(is_idle, 0, rows.draft_limit) if is_idle.any() else rows.draft_limit
-        table["is_prefill"] = rows.is_prefill
-        table["is_preempted"] = False
-        evidence = self._evidence[:, where]
-        has_tried = trials[:, :1] > 0.0
-        if has_tried.any():
-            evidence *= np.where(has_tried, 1.0 - 1.0 / REQUEST_MEMORY_STEPS, 1.0 - 1.0 / UNTRIED_RECORDS)
-            evidence[0] += trials
-            evidence[1] += successes
-        else:
-            evidence *= 1.0 - 1.0 / UNTRIED_RECORDS
-        if not is_slice:
-            self._rows[where], self._evidence[:, where] = table, evidence
+        self._reserve(rows.told.shape[1])
+        self.size, limit = kernel.take_in(
+            self._table, self._evidence, self._places, self.size, rows.told, trials, successes,
+            record_number, MAX_DRAFT_LENGTH, caught_up > 0, KEEP, FADE,
+        )  # fmt: skip
+        self._batch = None
         return limit
 
     def evict(self, record_number: int) -> int:
@@ -177,43 +160,36 @@ class RequestTable:
             self._remove(stale)
         return len(stale)
 
-    def _locate(self, handles: tuple[int, ...], record_number: int) -> Ints | slice:
-        if handles == self._last_order:  # the common case: the same batch as in the step before
-            return self._last_places
-        places = [self._place.get(handle, -1) for handle in handles]
-        if -1 in places:
-            places = [self._add(handle, record_number) for handle in handles]
-        in_order = places == list(range(len(places)))  # a slice is much faster to read and write
-        self._last_order = handles
-        self._last_places = slice(0, len(places)) if in_order else np.array(places, np.int64)
-        return self._last_places
+    def _in_batch(self, record_number: int) -> tuple[Bools, Bools]:
+        if self._batch is None or self._batch_record != record_number:
+            self._batch = kernel.in_batch(self._table, self.size, record_number, IDLE_RECORDS)
+            self._batch_record = record_number
+        return self._batch
 
-    def _add(self, handle: int, record_number: int) -> int:
-        place = self._place.get(handle)
-        if place is not None:
-            return place
-        if self.size == len(self._rows):
-            self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
-            self._evidence = np.concatenate([self._evidence, np.zeros_like(self._evidence)], axis=1)
-        place = self._place[handle] = self.size
-        self._rows[place] = np.zeros((), self._rows.dtype)
-        self._evidence[:, place] = 0.0
-        self._rows[place]["handle"], self._rows[place]["seen"] = handle, -1
-        self._rows[place]["born"], self._rows[place]["most"] = record_number, MAX_DRAFT_LENGTH
-        self.size += 1
-        return place
+    def _arrive(self, event: RequestEvent, record_number: int) -> None:
+        place = kernel.find(self._table, self.size, event.handle, 0)
+        if place < 0:
+            self._reserve(1)
+            place = self.size
+            kernel.add(self._table, self._evidence, place, event.handle, record_number, MAX_DRAFT_LENGTH)
+            self.size += 1
+            self._batch = None
+        self._arrival_s[place] = event.time_s
+        self._table[kernel.PRIORITY, place] = max(min(event.priority, 1 << 62), -(1 << 62))
+        self._table[kernel.MOST, place] = event.most
+
+    def _reserve(self, more: int) -> None:
+        """Make room for so many requests more."""
+        capacity = len(self._places)
+        if self.size + more <= capacity:
+            return
+        wider = max(2 * capacity, self.size + more) - capacity
+        self._table = np.concatenate([self._table, np.zeros((kernel.FIELDS, wider), np.int64)], axis=1)
+        self._evidence = np.concatenate([self._evidence, np.zeros((2, wider, self.k_max))], axis=1)
+        self._arrival_s = np.concatenate([self._arrival_s, np.zeros(wider)])
+        self._places = np.concatenate([self._places, np.zeros(wider, np.int64)])
 
     def _remove(self, handles: list[int]) -> None:
-        places = [place for handle in handles if (place := self._place.pop(handle, None)) is not None]
-        if not places:
-            return
-        keep = np.ones(self.size, np.bool_)
-        keep[places] = False
-        stay = np.flatnonzero(keep)
-        whole = self._rows.view(np.dtype((np.void, self._rows.itemsize)))  # moved as they are, not field by field
-        left, evidence = whole.take(stay), self._evidence.take(stay, axis=1)
-        self.size = len(stay)
-        self._evidence[:, : self.size] = evidence
-        whole[: self.size] = left
-        self._place = dict(zip(self.column("handle").tolist(), range(self.size), strict=True))
-        self._last_order, self._last_places = (), slice(0, 0)
+        gone = np.array(handles, np.int64)
+        self.size = kernel.remove(self._table, self._evidence, self._arrival_s, self.size, gone)
+        self._batch = None

@@ -10,6 +10,7 @@ import copy
 import math
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from ..engine_adapter.protocol import MAX_REQUESTS, StepRecord, StopRule
@@ -17,7 +18,7 @@ from . import acceptance
 from .acceptance import Floats, Ints, Population
 from .confidence import Confidence, DraftRows
 from .cost_table import MAX_ROWS, CostTable, StepCost
-from .requests import Bools, RequestTable, StepRows
+from .requests import Bools, RequestTable, StepRows, StepSums
 from .spaces import Capabilities
 from .step_octaves import StepOctaves
 
@@ -52,12 +53,12 @@ class LinkCounters:
     evicted: int = 0  # requests whose end was never reported
 
 
-@dataclass(frozen=True, slots=True)
-class Lesson:
+class Lesson(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What one record teaches and was not learnt yet."""
 
     record: StepRecord
     rows: StepRows
+    sums: StepSums
     trials: Floats  # (n, k_max)
     successes: Floats  # (n, k_max)
     drafts: DraftRows
@@ -96,8 +97,7 @@ class EngineState:
 
     def decoding(self) -> Bools:
         """Return (n,) which requests are in the batch and past their prompt: these can use a draft now."""
-        decoding: Bools = self.requests.running(self.link.records) & ~self.requests.column("is_prefill")
-        return decoding
+        return self.requests.decoding(self.link.records)
 
     def acceptance(self) -> Floats:
         """Return (n, k_max) chance that each position is accepted given that the one before it was."""
@@ -152,16 +152,17 @@ def look(state: EngineState, record: StepRecord) -> None:
     rows = StepRows.from_rows(record.rows)
     rule = state.drafting_stop  # chose which tokens this step verified
     state.drafting_stop = state.asked_stops.get(record.lease_sequence) if record.lease_epoch else None
-    trials, successes = acceptance.count_trials(rows.verified, rows.pruned, rows.accepted, state.capabilities.k_max)
+    trials, successes = acceptance.count_trials(rows.verified, rows.pruned, rows.accepted, state.requests.k_max)
     # Under a stop rule only confident tokens are verified: their acceptance says nothing about drafts without one.
     fair = (trials, successes) if rule is None else (np.zeros_like(trials),) * 2
     limit = state.requests.update(rows, *fair, state.link.records, record.caught_up)
     state.has_skipped |= record.caught_up > 0
     drafts = DraftRows(rows.confidences, limit, trials, successes, rule, state.link.records)
     state.requests.depart(record.events)
-    _update_load(state, record, rows)
+    sums = rows.sums()
+    _update_load(state, record, sums.emitted)
     state.counter, state.step, state.time_s = record.counter, record.step, record.time_s
-    state.lesson = Lesson(record, rows, trials, successes, drafts, elapsed_s, state.drafting_stop)
+    state.lesson = Lesson(record, rows, sums, trials, successes, drafts, elapsed_s, state.drafting_stop)
 
 
 def learn(state: EngineState) -> None:
@@ -173,9 +174,7 @@ def learn(state: EngineState) -> None:
     if lesson.drafts.rule is None:
         state.population.learn(lesson.trials, lesson.successes)
         state.population.learn_levels(state.requests.trials, state.requests.successes)
-        allowed = rows.draft_limit > 0
-        if allowed.any():
-            state.population.learn_delivery(rows.draft_limit[allowed], rows.drafted[allowed])
+        state.population.learn_delivery(rows.draft_limit, rows.drafted)
     state.confidence.learn(lesson.drafts)
     cost = _step_cost(lesson)
     state.cost.learn(cost)
@@ -209,17 +208,17 @@ def _elapsed_s(state: EngineState, record: StepRecord) -> float:
 
 
 def _step_cost(lesson: Lesson) -> StepCost:
-    record, rows = lesson.record, lesson.rows
+    record, sums = lesson.record, lesson.sums
     # Under a stop rule more is drafted than handed over; not every engine says how much.
     rounds, drawn = record.draft_rounds, record.drawn_tokens
-    is_known = lesson.rule is None or rounds is not None or bool((rows.drafted >= rows.draft_limit).all())
+    is_known = lesson.rule is None or rounds is not None or sums.is_full
     return StepCost(
         rows=record.prefill_tokens + record.decode_tokens + record.draft_tokens,
         prefill_rows=record.prefill_tokens,
-        requests=len(rows.handle),
-        context_tokens=int(np.minimum(rows.context, 1 << 32).sum()),
-        rounds=int(rows.drafted.max(initial=0)) if rounds is None else min(rounds, MAX_ROWS),
-        drafted=int(rows.drafted.sum()) if drawn is None else min(drawn, MAX_ROWS),
+        requests=len(record.rows),
+        context_tokens=sums.context,
+        rounds=sums.longest if rounds is None else min(rounds, MAX_ROWS),
+        drafted=sums.drafted if drawn is None else min(drawn, MAX_ROWS),
         total_s=lesson.elapsed_s,
         draft_s=record.draft_s,
         overlap_s=record.overlap_s,
@@ -228,7 +227,7 @@ def _step_cost(lesson: Lesson) -> StepCost:
     )
 
 
-def _update_load(state: EngineState, record: StepRecord, rows: StepRows) -> None:
+def _update_load(state: EngineState, record: StepRecord, emitted: float) -> None:
     load, share = state.load, 1.0 / LOAD_STEPS
     total = record.prefill_tokens + record.decode_tokens + record.draft_tokens
     load.running, load.waiting, load.kv_usage = record.running, record.waiting, record.kv_usage
@@ -236,7 +235,6 @@ def _update_load(state: EngineState, record: StepRecord, rows: StepRows) -> None
     load.prefill_share += share * (record.prefill_tokens / max(total, 1) - load.prefill_share)
     load.step_s += share * (record.step_s - load.step_s)
     if record.step_s > 0.0:
-        emitted = float(rows.emitted.sum(dtype=np.float64))
         load.tokens_per_s += share * (emitted / record.step_s - load.tokens_per_s)
     arrivals = sum(event.kind == "arrival" for event in record.events) if record.events else 0
     passed_s = max(record.time_s - state.time_s, 0.0) if state.counter >= 0 else 0.0
