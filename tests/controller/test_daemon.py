@@ -153,7 +153,7 @@ def test_several_frames_in_one_message_and_foreign_boot_ids_are_dropped(
     daemon = start_daemon()
     engine = make_engine(identity=b"somebody-else")
     engine.hello()
-    engine.socket.send_multipart([b"one", b"two"])
+    engine.socket.send_multipart([b"one", b"two", b"three"])
     honest = make_engine(boot_id="boot-2")
     honest.hello()
     honest.step()
