@@ -53,7 +53,7 @@ def _record(number: int) -> StepRecord:
     drafts, time_s = sum(drafted), 0.02 * number
     events = [RequestEvent("arrival", row.handle, time_s, 80, f"r{row.handle}") for row in rows if not number % 20]
     if number == STEPS - 1:
-        events.append(RequestEvent("finish", rows[0].handle, time_s, 99))
+        events += [RequestEvent(kind, rows[0].handle, time_s, 99) for kind in ("preempt", "finish")]
     return StepRecord(
         boot_id="warm-up", counter=number, step=number, time_s=time_s, step_s=0.02, schedule_s=1e-4, verify_s=0.015,
         sample_s=0.0, draft_s=0.004, overlap_s=0.0, adapter_s=0.0, running=REQUESTS, waiting=0, prefill_tokens=0,

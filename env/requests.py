@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..engine_adapter.protocol import MAX_DRAFT_LENGTH, MAX_REQUESTS, RequestEvent, RequestRow
+from ..engine_adapter.protocol import LARGEST_PRIORITY, MAX_DRAFT_LENGTH, MAX_REQUESTS, RequestEvent, RequestRow
 from . import requests_kernel as kernel
 from .acceptance import REQUEST_MEMORY_STEPS, UNTRIED_RECORDS, Floats, Ints
 
@@ -167,16 +167,12 @@ class RequestTable:
         return self._batch
 
     def _arrive(self, event: RequestEvent, record_number: int) -> None:
-        place = kernel.find(self._table, self.size, event.handle, 0)
-        if place < 0:
-            self._reserve(1)
-            place = self.size
-            kernel.add(self._table, self._evidence, place, event.handle, record_number, MAX_DRAFT_LENGTH)
-            self.size += 1
-            self._batch = None
-        self._arrival_s[place] = event.time_s
-        self._table[kernel.PRIORITY, place] = max(min(event.priority, 1 << 62), -(1 << 62))
-        self._table[kernel.MOST, place] = event.most
+        self._reserve(1)
+        self.size = kernel.arrive(
+            self._table, self._evidence, self._arrival_s, self.size, event.handle, record_number,
+            float(event.time_s), max(min(event.priority, LARGEST_PRIORITY), -LARGEST_PRIORITY), event.most,
+        )  # fmt: skip
+        self._batch = None
 
     def _reserve(self, more: int) -> None:
         """Make room for so many requests more."""

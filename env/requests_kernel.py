@@ -144,7 +144,7 @@ def take_in(
         place = _place(table, places[i], place + 1, size, told[ROW_HANDLE, i])
         if place < 0:
             place = size
-            add(table, evidence, place, told[ROW_HANDLE, i], record, most)
+            _add(table, evidence, place, told[ROW_HANDLE, i], record, most)
             size += 1
         places[i] = place
         limit[i] = table[LIMIT, place]
@@ -173,7 +173,22 @@ def find(table: Ints, size: int, handle: int, start: int) -> int:
 
 
 @compiled
-def add(table: Ints, evidence: Floats, place: int, handle: int, record: int, most: int) -> None:
+def arrive(
+    table: Ints, evidence: Floats, arrival_s: Floats, size: int, handle: int, record: int,
+    time_s: float, priority: int, most: int,
+) -> int:  # fmt: skip
+    """Take in an arrival, also of a request that is known; return how many are alive now. There must be room."""
+    place = find(table, size, handle, 0)
+    if place < 0:
+        place = size
+        _add(table, evidence, place, handle, record, most)
+        size += 1
+    arrival_s[place], table[PRIORITY, place], table[MOST, place] = time_s, priority, most
+    return size
+
+
+@compiled
+def _add(table: Ints, evidence: Floats, place: int, handle: int, record: int, most: int) -> None:
     """Begin a request that nothing is known about."""
     for column in range(FIELDS):
         table[column, place] = 0
@@ -225,7 +240,7 @@ def remove(table: Ints, evidence: Floats, arrival_s: Floats, size: int, handles:
                 evidence[0, left, j], evidence[1, left, j] = evidence[0, place, j], evidence[1, place, j]
             arrival_s[left] = arrival_s[place]
         left += 1
-    arrival_s[left:size] = 0.0  # as `add` expects it
+    arrival_s[left:size] = 0.0  # as `_add` expects it
     return left
 
 
