@@ -39,24 +39,28 @@ class Canary:
     def __init__(self, share: float, epsilon: float) -> None:
         self.share = share
         self.epsilon = epsilon
-        self._chances: dict[int, float] = {}  # handle -> where its id falls in 0..1
+        self._ids: dict[int, str] = {}  # by handle
+        self._chances: dict[int, float] = {}  # handle -> where its id falls in 0..1, of those asked for
 
     def note(self, events: Sequence[RequestEvent]) -> None:
         """Take in who arrived and who left."""
         for event in events:
             if event.kind == "arrival" and event.request_id:
-                self._chances[event.handle] = chance(event.request_id.encode())
-                if len(self._chances) > MAX_MEMBERS:  # their ends were never reported
-                    del self._chances[next(iter(self._chances))]
+                self._drop(event.handle)
+                self._ids[event.handle] = event.request_id
+                if len(self._ids) > MAX_MEMBERS:  # their ends were never reported
+                    self._drop(next(iter(self._ids)))
 
     def forget(self, events: Sequence[RequestEvent]) -> None:
         """Let those go that finished."""
         for event in events:
             if event.kind in ("finish", "abort"):
-                self._chances.pop(event.handle, None)
+                self._drop(event.handle)
 
     def has(self, handle: int) -> bool:
         """Return whether a request is in the canary; one whose id was never heard is not."""
+        if handle not in self._chances and handle in self._ids:
+            self._chances[handle] = chance(self._ids[handle].encode())
         return self._chances.get(handle, 1.0) < self.share
 
     def draw(self, action: Action, state: EngineState) -> tuple[Action, Draws | None]:
@@ -82,6 +86,10 @@ class Canary:
         """Return the probability with which `length` is drawn where the policy prefers `preferred`."""
         even = self.epsilon / (capabilities.k_max + 1)
         return even + (1.0 - self.epsilon if length == preferred else 0.0)
+
+    def _drop(self, handle: int) -> None:
+        self._ids.pop(handle, None)
+        self._chances.pop(handle, None)
 
     def _drawn(self, state: EngineState, handle: int, preferred: int) -> int:
         fate = chance(f"{state.boot_id}/{state.counter}/{handle}".encode())

@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 
 from ..engine_adapter.protocol import MAX_REQUESTS, ActionSet, Mode, StepRecord
-from ..env.spaces import Action, Capabilities, clamp
+from ..env.compiled import compiled
+from ..env.spaces import Action, Capabilities, Lengths, clamp
 from ..env.state import EngineState, look
 from ..models.policy import Policy
 
@@ -37,8 +38,7 @@ class LeaseTerms:
         return replace(self, steps=min(self.steps, capabilities.lease_steps), ms=min(self.ms, capabilities.lease_ms))
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """What is sent, what it means for each live request, and why."""
 
     action_set: ActionSet
@@ -98,14 +98,33 @@ def guard(action: Action, state: EngineState) -> Action:
         action = Action(np.full(state.requests.size, default, np.int64), default, reason=reason)
     action = clamp(action, state.capabilities)
     most = state.requests.column("most")
-    if not (most < action.lengths).any():
+    if _are_allowed(action.lengths, most):
         return action
     return msgspec.structs.replace(action, lengths=np.minimum(action.lengths, most))
 
 
 def pack(state: EngineState, action: Action) -> tuple[list[int], list[int]]:
     """Return handles and lengths of the requests whose length differs from the default."""
-    named = np.flatnonzero(action.lengths != action.default_length)[:MAX_REQUESTS]
-    if not len(named):
-        return [], []
-    return state.requests.column("handle")[named].tolist(), action.lengths[named].tolist()
+    handles = state.requests.column("handle")
+    named = np.empty((2, min(len(handles), MAX_REQUESTS)), np.int64)
+    size = _name(action.lengths, action.default_length, handles, named)
+    return named[0, :size].tolist(), named[1, :size].tolist()
+
+
+@compiled
+def _are_allowed(lengths: Lengths, most: Lengths) -> bool:
+    are_allowed = True
+    for i in range(min(len(lengths), len(most))):
+        are_allowed &= lengths[i] <= most[i]
+    return are_allowed
+
+
+@compiled
+def _name(lengths: Lengths, default: int, handles: Lengths, named: Lengths) -> int:
+    """Fill in handles and lengths, (2, m), of the first m whose length is not the default; return how many."""
+    size = 0
+    for i in range(min(len(lengths), len(handles))):
+        if lengths[i] != default and size < named.shape[1]:
+            named[0, size], named[1, size] = handles[i], lengths[i]
+            size += 1
+    return size

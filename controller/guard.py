@@ -7,7 +7,7 @@ at most what FASER gains: holding sends nothing, so the lease in force runs out 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,7 @@ FAULT_WEIGHT: Final = 2  # a fault outweighs this many sound records
 MAX_DOUBLINGS: Final = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Sight:
+class Sight(NamedTuple):
     """What one record showed. Records are the engine's: one per step."""
 
     lag_s: float = 0.0  # by how much the record took longer than the quickest ones

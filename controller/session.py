@@ -16,7 +16,7 @@ from typing import Final
 
 from ..engine_adapter.protocol import MAX_DRAFT_LENGTH, Hello, StepRecord
 from ..env.spaces import Capabilities
-from ..env.state import EngineState, learn, observe
+from ..env.state import EngineState, learn, look
 from ..models import policy as policies
 from .config import LeaseConfig
 from .decide import Decision, LeaseTerms, decide
@@ -40,7 +40,7 @@ class Session:
         capabilities = Capabilities.from_hello(hello)
         self.state = EngineState(capabilities)
         self.governor = Governor(hello, LeaseTerms(lease.steps, lease.ms))
-        self.window = Window()
+        self.window = Window(hello.k_max)
         self.pruning = PruningTotals()
         self.newest: StepRecord | None = None
         self.sequence = 0
@@ -72,7 +72,8 @@ class Session:
     def observe(self, record: StepRecord) -> None:
         """Learn from a record that is not the newest any more."""
         try:
-            self.state = observe(self.state, record)
+            look(self.state, record)
+            self._learn()
         except Exception:
             self._count_failure("observing")
 
@@ -101,13 +102,18 @@ class Session:
     def learn(self) -> None:
         """Learn from the record that was last decided on, once the answer is out."""
         try:
-            learn(self.state)
+            self._learn()
         except Exception:
             self._count_failure("learning")
 
+    def _learn(self) -> None:
+        lesson = self.state.lesson
+        if lesson is not None:  # its rows are unfolded already
+            self.window.add(lesson.record, lesson.rows, lesson.record.lease_epoch == self.epoch)
+        learn(self.state)
+
     def measure(self, record: StepRecord) -> None:
-        """Take a record into the figures that status readers see."""
-        self.window.add(record, record.lease_epoch == self.epoch)
+        """Take a record into the figures that need no learning."""
         self.pruning.add(record)
         self.governor.measure(record, self.state, record.lease_epoch == self.epoch)
 
@@ -173,9 +179,9 @@ class Session:
             step_ms=_finite(window.mean_step_s() * 1e3),
             adapter_us=_finite(record.adapter_s * 1e6) if record else 0.0,
             acceptance_rate=window.acceptance_rate(),
-            acceptance_by_position=window.acceptance_by_position(hello.k_max),
+            acceptance_by_position=window.acceptance_by_position(),
             mean_draft_length=window.mean_length(),
-            length_histogram=window.length_histogram(hello.k_max),
+            length_histogram=window.length_histogram(),
             lease_share=window.lease_share(),
             lease_age_s=self._lease_age_s(now_s),
             records=counters.records,

@@ -6,43 +6,50 @@ it holds no record.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from dataclasses import dataclass
-from typing import Final, TypeAlias
+from collections import deque
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from ..engine_adapter.protocol import StepRecord
+from ..env.acceptance import Ints
+from ..env.compiled import compiled
+from ..env.requests import StepRows
 
 WINDOW_S: Final = 5.0
+MANY: Final = 1 << 32  # tokens: more of one request in a step is nonsense, and must not overflow a sum
 
-Outcome: TypeAlias = tuple[int, int, int, int]  # tokens of one request and step: emitted, drafted, verified, accepted
+# Sums over rows. Behind them: requests by draft length, 0..k_max; drafts that reached position 1..k_max; and those that
+# were accepted there.
+EMITTED, REQUESTS, DRAFTED, VERIFIED, ACCEPTED, BY_LENGTH = range(6)  # requests and drafted: of those that emitted
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(NamedTuple):
     time_s: float
     step_s: float
     is_under_lease: bool
-    outcomes: Counter[Outcome]  # -> requests
+    sums: Ints
 
 
 class Window:
     """Totals over the steps that ended in the last `span_s` seconds of the engine's own clock."""
 
-    def __init__(self, span_s: float = WINDOW_S) -> None:
+    def __init__(self, k_max: int, span_s: float = WINDOW_S) -> None:
+        self._k_max = k_max
         self._span_s = span_s
         self._steps: deque[_Step] = deque()
-        self._outcomes: Counter[Outcome] = Counter()
+        self._sums = np.zeros(BY_LENGTH + 1 + 3 * k_max, np.int64)
         self._leased = 0
         self._busy_s = 0.0
 
-    def add(self, record: StepRecord, is_under_lease: bool) -> None:
-        """Take a step in and let those go that are too old by now."""
-        outcomes = Counter([(row.emitted, row.drafted, row.verified, row.accepted) for row in record.rows])
-        step = _Step(record.time_s, record.step_s, is_under_lease, outcomes)
+    def add(self, record: StepRecord, rows: StepRows, is_under_lease: bool) -> None:
+        """Take a step in, with its rows unfolded, and let those go that are too old by now."""
+        step = _Step(record.time_s, record.step_s, is_under_lease, np.zeros_like(self._sums))
         if self._steps and step.time_s < self._steps[-1].time_s:  # no clock to go by: nothing before would ever go
             self._clear()
         self._steps.append(step)
-        self._outcomes.update(step.outcomes)
+        _add_up(rows.emitted, rows.drafted, rows.verified, rows.accepted, self._k_max, step.sums)
+        self._sums += step.sums
         self._leased += is_under_lease
         self._busy_s += step.step_s
         while self._steps[0].time_s < record.time_s - self._span_s:
@@ -50,16 +57,12 @@ class Window:
 
     def _clear(self) -> None:
         self._steps.clear()
-        self._outcomes.clear()
+        self._sums[:] = 0
         self._leased = 0
         self._busy_s = 0.0
 
     def _forget(self, step: _Step) -> None:
-        for outcome, count in step.outcomes.items():
-            if not (left := self._outcomes[outcome] - count):
-                del self._outcomes[outcome]
-            else:
-                self._outcomes[outcome] = left
+        self._sums -= step.sums
         self._leased -= step.is_under_lease
         self._busy_s -= step.step_s
 
@@ -69,7 +72,7 @@ class Window:
 
     def tokens_per_s(self) -> float:
         """Return emitted tokens per second over the window."""
-        return self._per_s(sum(emitted * count for (emitted, *_), count in self._outcomes.items()))
+        return self._per_s(self._sums.item(EMITTED))
 
     def mean_step_s(self) -> float:
         """Return the mean duration of a step, seconds."""
@@ -79,39 +82,25 @@ class Window:
         """Return the share of steps (0..1) that ran under this sidecar's lease."""
         return self._leased / len(self._steps) if self._steps else 0.0
 
-    def length_histogram(self, k_max: int) -> list[int]:
+    def length_histogram(self) -> list[int]:
         """Return how many request-steps drafted 0..k_max tokens."""
-        lengths = self._lengths()
-        return [lengths[length] for length in range(k_max + 1)]
+        lengths: list[int] = self._sums[BY_LENGTH : BY_LENGTH + self._k_max + 1].tolist()
+        return lengths
 
     def mean_length(self) -> float:
         """Return the mean of drafted tokens per request and step."""
-        lengths = self._lengths()
-        requests = lengths.total()
-        return sum(length * count for length, count in lengths.items()) / requests if requests else 0.0
+        requests = self._sums.item(REQUESTS)
+        return self._sums.item(DRAFTED) / requests if requests else 0.0
 
     def acceptance_rate(self) -> float | None:
         """Return accepted / verified draft tokens, None without drafts."""
-        verified = sum(verified * count for (*_, verified, _), count in self._outcomes.items())
-        accepted = sum(accepted * count for (*_, verified, accepted), count in self._outcomes.items() if verified)
-        return accepted / verified if verified else None
+        verified = self._sums.item(VERIFIED)
+        return self._sums.item(ACCEPTED) / verified if verified else None
 
-    def acceptance_by_position(self, k_max: int) -> list[float | None]:
+    def acceptance_by_position(self) -> list[float | None]:
         """Return, for draft position 1..k_max, the share of drafts that reached it and had it accepted."""
-        shares: list[float | None] = []
-        for position in range(1, k_max + 1):
-            reached = sum(n for (*_, verified, _), n in self._outcomes.items() if verified >= position)
-            held = sum(n for (*_, verified, told), n in self._outcomes.items() if min(verified, told) >= position)
-            shares.append(held / reached if reached else None)
-        return shares
-
-    def _lengths(self) -> Counter[int]:
-        """Return how many requests that emitted anything drafted so many tokens."""
-        lengths: Counter[int] = Counter()
-        for (emitted, drafted, *_), count in self._outcomes.items():
-            if emitted:
-                lengths[drafted] += count
-        return lengths
+        reached, held = self._sums[BY_LENGTH + self._k_max + 1 :].reshape(2, self._k_max).tolist()
+        return [kept / tried if tried else None for kept, tried in zip(held, reached, strict=True)]
 
     def _per_s(self, count: int) -> float:
         """Divide by the time covered: from the first step's start to the last one's end, pauses included."""
@@ -119,3 +108,24 @@ class Window:
             return 0.0
         covered_s = self._steps[-1].time_s - self._steps[0].time_s + self._steps[0].step_s
         return count / covered_s if covered_s > 0 else 0.0
+
+
+@compiled
+def _add_up(emitted: Ints, drafted: Ints, verified: Ints, accepted: Ints, k_max: int, sums: Ints) -> None:
+    """Add the rows' tokens, (n,) each, to the sums; `sums` has BY_LENGTH + 1 + 3 k_max entries."""
+    reached = BY_LENGTH + k_max + 1
+    for i in range(len(emitted)):
+        length = min(max(drafted[i], 0), MANY)
+        sums[EMITTED] += min(emitted[i], MANY)
+        if emitted[i] != 0:
+            sums[REQUESTS] += 1
+            sums[DRAFTED] += length
+            if length <= k_max:
+                sums[BY_LENGTH + length] += 1
+        if verified[i] > 0:
+            sums[VERIFIED] += min(verified[i], MANY)
+            sums[ACCEPTED] += min(accepted[i], MANY)
+        for j in range(min(verified[i], k_max)):
+            sums[reached + j] += 1
+            if accepted[i] > j:
+                sums[reached + k_max + j] += 1

@@ -7,18 +7,22 @@ depend on it. Nothing in it may depend on what only the future tells: true answe
 
 from __future__ import annotations
 
+import math
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from .acceptance import Floats, Ints
+from .compiled import compiled
+from .requests import Bools
 from .state import EngineState
 from .step_octaves import OCTAVES
 
 Singles = npt.NDArray[np.float32]
-Floats = npt.NDArray[np.float64]
 
 OBSERVATION_VERSION: Final = 1
+LOG_10_MS: Final = math.log(0.01)
 POSITIONS: Final = 4  # draft positions whose acceptance is shown; the last one known stands for those beyond k_max
 
 
@@ -79,45 +83,24 @@ class Observation(NamedTuple):
 
 def observe_vector(state: EngineState, slots: int) -> Observation:
     """Return what is known, for at most `slots` requests in the batch; the longest-known ones if there are more."""
-    is_running = state.requests.running(state.link.records)
-    places = np.flatnonzero(is_running)[:slots]
-    requests = np.zeros((slots, len(REQUEST_FEATURES)), np.float32)
-    acceptance = state.acceptance()
-    _fill(requests[: len(places)], state, places, acceptance)
-    return Observation(requests, _globals(state, is_running), state.requests.column("handle")[places], acceptance)
+    is_running, is_decoding = state.requests.running(state.link.records), state.decoding()
+    requests, places = np.zeros((slots, len(REQUEST_FEATURES)), np.float32), np.empty(slots, np.int64)
+    acceptance, table = state.acceptance(), state.requests
+    shown = _show_requests(
+        requests, places, is_running, is_decoding, table.column("context"), table.column("emitted"),
+        table.column("arrival_s"), table.column("priority"), table.column("limit"), acceptance, table.trials,
+        float(state.time_s),
+    )  # fmt: skip
+    handles = table.column("handle")[places[:shown]]
+    return Observation(requests, _globals(state, int(np.count_nonzero(is_decoding))), handles, acceptance)
 
 
-def _fill(rows: Singles, state: EngineState, places: npt.NDArray[np.int64], acceptance: Floats) -> None:
-    """Write the features of the requests at these places, column by column: stacking columns takes twice as long."""
-    table, k_max = state.requests, state.capabilities.k_max
-    known = {name: table.column(name)[places] for name in ("context", "emitted", "arrival_s", "priority", "limit")}
-    is_prefill = table.column("is_prefill")[places]
-    rows[:, 0] = ~is_prefill
-    rows[:, 1] = is_prefill
-    rows[:, 2] = squeezed(known["context"], 1024.0)
-    rows[:, 3] = squeezed(known["emitted"], 128.0)
-    rows[:, 4] = squeezed(np.maximum(state.time_s - known["arrival_s"], 0.0), 10.0)
-    rows[:, 5] = np.minimum(np.maximum(known["priority"] / 8.0, -1.0), 1.0)
-    rows[:, 6] = known["limit"] / max(k_max, 1)
-    if k_max:
-        chances = acceptance.take(places, axis=0)
-        shown = min(POSITIONS, k_max)
-        rows[:, 7 : 7 + shown] = chances[:, :shown]
-        rows[:, 7 + shown : 7 + POSITIONS] = chances[:, shown - 1 : shown]
-        rows[:, 7 + POSITIONS] = chances.prod(axis=1)
-        rows[:, 8 + POSITIONS] = squeezed(table.trials[places, 0], 40.0)
-
-
-def _globals(state: EngineState, is_running: npt.NDArray[np.bool_]) -> Singles:
+def _globals(state: EngineState, decoding: int) -> Singles:
     load, octaves, most = state.load, state.octaves, max(state.capabilities.max_requests, 1)
     k_max = state.capabilities.k_max
-    mean = state.population.mean
-    decoding = float(np.count_nonzero(is_running & ~state.requests.column("is_prefill")))
+    mean = state.population.mean.tolist() or [0.0]
     step_s = max(load.step_s, 1e-6)
-    shown = [float(mean[min(j, k_max - 1)]) if k_max else 0.0 for j in range(POSITIONS)]
-    log_step = float(np.log(step_s))
-    seen = np.array(octaves.visits)
-    costs = np.where(seen > 0.0, np.clip((np.array(octaves.log_s) - log_step) / 4.0, -1.0, 1.0), 0.0)
+    log_step = math.log(step_s)
     values = [
         min(load.running / most, 1.0),
         min(decoding / most, 1.0),
@@ -126,19 +109,51 @@ def _globals(state: EngineState, is_running: npt.NDArray[np.bool_]) -> Singles:
         load.arrival_rate_per_s / (load.arrival_rate_per_s + 10.0),
         load.prefill_rows / (load.prefill_rows + 256.0),
         load.prefill_share,
-        min(max((log_step - np.log(0.01)) / 5.0, -1.0), 1.0),
-        min(np.log1p(load.tokens_per_s) / 12.0, 1.0),
-        *shown,
-        np.sqrt(state.population.level_variance),
+        min(max((log_step - LOG_10_MS) / 5.0, -1.0), 1.0),
+        min(math.log1p(load.tokens_per_s) / 12.0, 1.0),
+        *[mean[min(j, len(mean) - 1)] for j in range(POSITIONS)],
+        math.sqrt(state.population.level_variance),
         min(octaves.draft_s / step_s, 1.0),
         min(octaves.rounds / max(k_max, 1), 1.0),
-        *costs,
-        *squeezed(seen, 8.0),
+        *[
+            min(max((log_s - log_step) / 4.0, -1.0), 1.0) if seen > 0.0 else 0.0
+            for log_s, seen in zip(octaves.log_s, octaves.visits, strict=True)
+        ],
+        *[seen / (seen + 8.0) for seen in octaves.visits],
     ]
     return np.array(values, np.float32)
 
 
-def squeezed(values: npt.NDArray[np.float64], half: float) -> npt.NDArray[np.float64]:
+@compiled
+def _show_requests(
+    shown: Singles, places: Ints, is_running: Bools, is_decoding: Bools, context: Ints, emitted: Ints,
+    arrival_s: Floats, priority: Ints, limit: Ints, acceptance: Floats, trials: Floats, now_s: float,
+) -> int:  # fmt: skip
+    """Fill in the features and the table's places of the first running requests; return how many there was room for."""
+    n, k_max = 0, acceptance.shape[1]
+    for i in range(len(is_running)):
+        if not is_running[i] or n >= len(places):
+            continue
+        places[n], row = i, shown[n]
+        row[0 if is_decoding[i] else 1] = 1.0
+        row[2] = _squeezed(float(context[i]), 1024.0)
+        row[3] = _squeezed(float(emitted[i]), 128.0)
+        row[4] = _squeezed(max(now_s - arrival_s[i], 0.0), 10.0)
+        row[5] = min(max(priority[i] / 8.0, -1.0), 1.0)
+        row[6] = limit[i] / max(k_max, 1)
+        if k_max > 0:
+            survival = 1.0
+            for j in range(k_max):
+                survival *= acceptance[i, j]
+            for j in range(POSITIONS):
+                row[7 + j] = acceptance[i, min(j, k_max - 1)]
+            row[7 + POSITIONS] = survival
+            row[8 + POSITIONS] = _squeezed(trials[i, 0], 40.0)
+        n += 1
+    return n
+
+
+@compiled
+def _squeezed(value: float, half: float) -> float:
     """Return x/(x+half), 0..1 for x >= 0."""
-    result: npt.NDArray[np.float64] = values / (values + half)
-    return result
+    return value / (value + half)

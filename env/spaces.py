@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ..engine_adapter.protocol import LARGEST_NUMBER, Hello, Prune, StopRule
 from ..engine_adapter.stop_rule import fitted
+from .compiled import compiled
 
 Lengths = npt.NDArray[np.int64]
 
@@ -94,6 +95,10 @@ def clamp(action: Action, capabilities: Capabilities) -> Action:
 def clamp_lengths(lengths: npt.ArrayLike | None, k_max: int) -> Lengths:
     """Return whole draft lengths in 0..k_max; NaN, None and minus infinity become 0, infinity k_max."""
     raw = np.asarray([] if lengths is None else lengths)
+    if raw.dtype == np.int64 and raw.ndim == 1 and raw.flags.carray:
+        within = np.empty(len(raw), np.int64)
+        _clip(raw, k_max, within)
+        return within
     if raw.dtype.kind not in "iub":
         raw = np.rint(np.nan_to_num(raw.astype(np.float64), nan=0.0, posinf=k_max, neginf=0.0))
     whole: Lengths = np.minimum(np.maximum(raw, 0), k_max).astype(np.int64, copy=False).reshape(-1)
@@ -106,7 +111,7 @@ def fit_rows(lengths: Lengths, max_rows: int) -> Lengths:
     The deepest requests give first. Without this the scheduler would leave whole requests out of the step.
     """
     spare = max_rows - len(lengths)
-    if max_rows <= 0 or int(lengths.sum()) <= spare:
+    if max_rows <= 0 or _total(lengths) <= spare:
         return lengths
     if spare <= 0:
         return np.zeros_like(lengths)
@@ -135,7 +140,27 @@ def _stop_or_none(stop: StopRule | None, capabilities: Capabilities) -> StopRule
     if stop is None or capabilities.k_max == 0 or capabilities.is_async:
         return None
     lists = (stop.slopes, stop.intercepts, stop.keep, stop.go_on)
-    if not all(lists) or not all(abs(value) <= LARGEST_NUMBER for value in stop.numbers()):
+    if not all(lists):
         return None
+    sizes = list(map(abs, stop.numbers()))
+    if not max(sizes) <= LARGEST_NUMBER or math.isnan(sum(sizes)):
+        return None
+    k_max, survivals = capabilities.k_max, stop.keep + stop.go_on
+    if set(map(len, lists)) == {k_max} and min(survivals) >= 0.0 and max(survivals) <= 1.0:
+        return stop
     keep, go_on = ([min(max(value, 0.0), 1.0) for value in values] for values in (stop.keep, stop.go_on))
-    return fitted(StopRule(stop.slopes, stop.intercepts, keep, go_on), capabilities.k_max)
+    return fitted(StopRule(stop.slopes, stop.intercepts, keep, go_on), k_max)
+
+
+@compiled
+def _clip(lengths: Lengths, k_max: int, within: Lengths) -> None:
+    for i in range(len(lengths)):
+        within[i] = min(max(lengths[i], 0), k_max)
+
+
+@compiled
+def _total(lengths: Lengths) -> int:
+    total = 0
+    for i in range(len(lengths)):
+        total += lengths[i]
+    return total

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..env.action_vector import RULED_FROM, deepest, lengths_for, outside
-from ..env.observation import Observation, observe_vector
+from ..env.acceptance import Floats, Ints
+from ..env.action_vector import RULED_FROM, deepest, outside
+from ..env.compiled import compiled
+from ..env.observation import Observation, Singles, observe_vector
 from ..env.spaces import Action, Capabilities, clamp
 from ..env.state import EngineState
 from .network import OUTPUTS, Network, load_network
@@ -26,6 +28,7 @@ RELEASED = Path(__file__).parent / "weights" / "policy.json"
 SLOTS = 256  # requests it looks at; others get the default length
 STRANGE_FEATURES = 3  # global features out of the range of training at once: not a world it knows
 MARGIN = 0.1  # of the range
+ONE, HALF = np.float32(1.0), np.float32(0.5)
 
 
 class LearnedPolicy:
@@ -59,13 +62,13 @@ class LearnedPolicy:
             return self._fallback.act(state)
         seen = observe_vector(state, min(state.requests.size, SLOTS))
         requests = seen.requests[: len(seen.handles)]
-        if not (np.isfinite(requests).all() and np.isfinite(seen.globals).all()):
+        is_finite, unlike = _read(requests, seen.globals, self._low, self._high)
+        if not is_finite:
             self.unreadable += 1
             return self._handed_over(state, "the observation holds NaN")
-        outside_range = (seen.globals < self._low) | (seen.globals > self._high)
-        if np.count_nonzero(outside_range) >= STRANGE_FEATURES:
+        if unlike >= STRANGE_FEATURES:
             self.strange += 1
-            return self._handed_over(state, f"{np.count_nonzero(outside_range)} features unlike training")
+            return self._handed_over(state, f"{unlike} features unlike training")
         values = self._network.forward(requests, seen.globals)
         if self._network.manifest.head == "price":
             return self._priced(state, values, seen)
@@ -73,19 +76,21 @@ class LearnedPolicy:
 
     def _priced(self, state: EngineState, values: Array, seen: Observation) -> Action:
         """Return what env/action_vector.py's `decode` makes of these outputs (a test compares), without its clamps."""
-        threshold, depth, keep, go_on = ((np.clip(values, -1.0, 1.0) + np.float32(1.0)) * np.float32(0.5)).tolist()
+        limited = np.minimum(np.maximum(values, -ONE), ONE)  # np.clip takes several times as long
+        threshold, depth, keep, go_on = ((limited + ONE) * HALF).tolist()
         k_max = state.capabilities.k_max
-        lengths = lengths_for(np.concatenate([seen.acceptance, state.population.mean[None, :]]), threshold, depth)
+        lengths = np.empty(len(seen.acceptance), np.int64)
+        rounds = deepest(depth, k_max)
+        default = _place(seen.acceptance, state.population.mean, np.float32(threshold), rounds, lengths)
         stop = None
         if keep >= RULED_FROM and state.confidence.is_ready:
             stop = state.confidence.rule(keep, np.full(k_max, go_on))
-        rounds = deepest(depth, k_max)
         reason = (
             f"{len(seen.handles)} running: learned, survival {threshold:.2f} in up to {rounds} rounds, "
             f"kept above {keep:.2f}"
         )
         return Action(
-            lengths[:-1], int(lengths[-1]), prune=state.capabilities.released_prune, stop=stop, reason=reason
+            lengths, default, prune=state.capabilities.released_prune, stop=stop, reason=reason
         )  # fmt: skip
 
     def _lengths(self, state: EngineState, handles: Array, logits: Array) -> Action:
@@ -125,3 +130,34 @@ def _ascends(handles: Array) -> bool:
 def _places(known: Array, handles: Array) -> Array:
     place = {handle: index for index, handle in enumerate(known.tolist())}
     return np.array([place[handle] for handle in handles.tolist()], np.int64)
+
+
+@compiled
+def _read(requests: Singles, overall: Singles, low: Singles, high: Singles) -> tuple[bool, int]:
+    """Return whether all features are numbers, and how many of the engine's lie outside `low` to `high`."""
+    is_finite, unlike = True, 0
+    for i in range(requests.shape[0]):
+        for j in range(requests.shape[1]):
+            is_finite &= bool(np.isfinite(requests[i, j]))
+    for j in range(len(overall)):
+        is_finite &= bool(np.isfinite(overall[j]))
+        unlike += 1 if overall[j] < low[j] or overall[j] > high[j] else 0
+    return is_finite, unlike
+
+
+@compiled
+def _place(acceptance: Floats, mean: Floats, threshold: np.float32, rounds: int, lengths: Ints) -> int:
+    """Fill in (n,) lengths as env/action_vector.py's `lengths_for` does; return that of a request not known."""
+    n = len(lengths)
+    for i in range(n + 1):
+        chances = acceptance[i] if i < n else mean
+        survival, length = np.float32(1.0), 0
+        while length < rounds:
+            survival *= np.float32(chances[length])
+            if survival < threshold:
+                break
+            length += 1
+        if i == n:
+            return length
+        lengths[i] = length
+    return 0

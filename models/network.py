@@ -82,9 +82,13 @@ class Network:
     def forward(self, requests: Singles, overall: Singles) -> Singles:
         """Return the action, (len(OUTPUTS),), or logits of lengths, (n, k_max + 1), for n requests' features."""
         (w1, b1), (w2, b2), (w3, b3), (w4, b4), (w5, b5) = self._layers
-        encoded = np.tanh(np.tanh(requests @ w1 + b1) @ w2 + b2)
-        if len(requests):
-            pooled = np.concatenate((encoded.mean(axis=0), encoded.max(axis=0), overall))
+        encoded = requests
+        for weight, bias in ((w1, b1), (w2, b2)):
+            encoded = encoded @ weight
+            encoded += bias
+            np.tanh(encoded, out=encoded)
+        if n := len(requests):
+            pooled = np.concatenate((np.add.reduce(encoded) / np.float32(n), np.maximum.reduce(encoded), overall))
         else:
             pooled = np.concatenate((np.zeros(2 * w2.shape[1], np.float32), overall))
         trunk = np.tanh(np.tanh(pooled @ w3 + b3) @ w4 + b4)

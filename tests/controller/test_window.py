@@ -6,6 +6,7 @@ from faser.controller.pruning_totals import PruningTotals
 from faser.controller.snapshot import PruningStatus
 from faser.controller.window import Window
 from faser.engine_adapter.protocol import RequestRow, StepRecord
+from faser.env.requests import StepRows
 
 
 def record(time_s: float, outcomes: list[tuple[int, int, int]]) -> StepRecord:
@@ -20,48 +21,52 @@ def record(time_s: float, outcomes: list[tuple[int, int, int]]) -> StepRecord:
     )  # fmt: skip
 
 
+def add(window: Window, step: StepRecord, is_under_lease: bool) -> None:
+    window.add(step, StepRows.from_rows(step.rows), is_under_lease)
+
+
 def test_an_empty_window_has_no_figures() -> None:
-    window = Window()
+    window = Window(2)
     assert (window.tokens_per_s(), window.steps_per_s(), window.mean_step_s(), window.lease_share()) == (0, 0, 0, 0)
     assert window.acceptance_rate() is None
-    assert window.acceptance_by_position(2) == [None, None]
-    assert window.length_histogram(2) == [0, 0, 0]
+    assert window.acceptance_by_position() == [None, None]
+    assert window.length_histogram() == [0, 0, 0]
     assert window.mean_length() == 0.0
 
 
 def test_figures_by_hand() -> None:
-    window = Window()
-    window.add(record(1.0, [(2, 2, 1), (0, 0, 0)]), is_under_lease=True)
-    window.add(record(1.5, [(1, 2, 2), (3, 1, 0)]), is_under_lease=False)
+    window = Window(3)
+    add(window, record(1.0, [(2, 2, 1), (0, 0, 0)]), is_under_lease=True)
+    add(window, record(1.5, [(1, 2, 2), (3, 1, 0)]), is_under_lease=False)
     assert window.steps_per_s() == 2.0  # two steps of half a second
     assert window.tokens_per_s() == 7.0
     assert window.mean_step_s() == 0.5
     assert window.lease_share() == 0.5
-    assert window.length_histogram(3) == [1, 1, 1, 1]
+    assert window.length_histogram() == [1, 1, 1, 1]
     assert window.mean_length() == 1.5
     assert window.acceptance_rate() == 3 / 5
-    assert window.acceptance_by_position(3) == [2 / 3, 1 / 2, None]
+    assert window.acceptance_by_position() == [2 / 3, 1 / 2, None]
 
 
 def test_a_clock_that_goes_back_does_not_fill_the_window_for_ever() -> None:
-    window, fresh = Window(span_s=5.0), Window(span_s=5.0)
-    window.add(record(1e18, [(4, 4, 4)]), is_under_lease=True)
+    window, fresh = Window(4, span_s=5.0), Window(4, span_s=5.0)
+    add(window, record(1e18, [(4, 4, 4)]), is_under_lease=True)
     for time_s in range(1000):
         for figures in (window, fresh):
-            figures.add(record(float(time_s), [(1, 1, 0)]), is_under_lease=False)
-    assert window.length_histogram(4) == fresh.length_histogram(4) == [0, 6, 0, 0, 0]
+            add(figures, record(float(time_s), [(1, 1, 0)]), is_under_lease=False)
+    assert window.length_histogram() == fresh.length_histogram() == [0, 6, 0, 0, 0]
 
 
 def test_steps_leave_the_window_with_all_they_brought() -> None:
-    window, fresh = Window(span_s=5.0), Window(span_s=5.0)
+    window, fresh = Window(4, span_s=5.0), Window(4, span_s=5.0)
     for time_s in (0.0, 1.0, 2.0):
-        window.add(record(time_s, [(4, 4, 4)] * 3), is_under_lease=True)
+        add(window, record(time_s, [(4, 4, 4)] * 3), is_under_lease=True)
     last = record(8.0, [(1, 1, 0)])
-    window.add(last, is_under_lease=False)
-    fresh.add(last, is_under_lease=False)
+    add(window, last, is_under_lease=False)
+    add(fresh, last, is_under_lease=False)
     for figures in (window, fresh):
-        assert figures.length_histogram(4) == [0, 1, 0, 0, 0]
-        assert figures.acceptance_by_position(2) == [0.0, None]
+        assert figures.length_histogram() == [0, 1, 0, 0, 0]
+        assert figures.acceptance_by_position() == [0.0, None, None, None]
         assert (figures.tokens_per_s(), figures.lease_share()) == (2.0, 0.0)
 
 
@@ -79,8 +84,8 @@ def test_pruning_adds_up_over_the_steps_in_which_heads_looked() -> None:
 
 
 def test_a_request_in_its_prompt_counts_for_no_length() -> None:
-    window = Window()
+    window = Window(1)
     step = record(1.0, [(0, 0, 0)])
     step.rows[0].emitted = 0
-    window.add(step, is_under_lease=True)
-    assert window.length_histogram(1) == [0, 0]
+    add(window, step, is_under_lease=True)
+    assert window.length_histogram() == [0, 0]
