@@ -6,14 +6,17 @@ position and keeps recent drafts to predict other thresholds. Reads no clock, fi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ..engine_adapter.protocol import StopRule
 from ..engine_adapter.stop_rule import LEAST
 from .acceptance import FIRST_GUESS, Floats, Ints
+from .compiled import compiled
 
 MEMORY_TRIALS = 2000.0  # a position's calibration forgets beyond this many trials
 FIRST_MEMORY_TRIALS = 100.0  # ... and sooner while it is far from its end: the early steps were rough
@@ -33,6 +36,13 @@ EDGES = np.array([
 ])  # fmt: skip
 LEAST_DRAFTS, LEAST_TRIALS = 64, 150.0  # before a forecast is trusted
 INFORMATIVE, UNINFORMATIVE = 0.03, 0.015  # explained share of the variance: trusted from, until
+
+# Rows of the calibration, one column per position: the curve; trials with forgetting, and all there ever were; sums of
+# w, w x and w x^2; and the working response against 1 and x.
+INTERCEPT, SLOPE, TRIALS, SEEN, WEIGHT, WEIGHT_X, WEIGHT_XX, MOMENT, MOMENT_X, CALIBRATION_ROWS = range(10)
+DEPTH, RECORD = range(2)  # of a draft in the ring: confidences known, and when it was inserted
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +66,7 @@ class Forecast:
         return Forecast(*((1.0 - share) * before + share * now for before, now in zip(old, new, strict=True)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DraftRows:
     """One record's drafts: confidences of what was drafted, and what became of what was verified, n requests."""
 
@@ -82,35 +92,47 @@ class Confidence:
     """p = sigmoid(intercept + slope * logit(confidence)) per draft position, and a ring of recent drafts."""
 
     k_max: int
-    slopes: Floats = field(init=False)  # (k_max,)
-    intercepts: Floats = field(init=False)
-    trials: Floats = field(init=False)  # (k_max,) with forgetting
     is_ready: bool = False  # calibrated and informative enough to be acted upon
     forecast: Forecast | None = None
-    _information: Floats = field(init=False)  # (3, k_max): sums of w, w x, w x^2
-    _moment: Floats = field(init=False)  # (2, k_max): working response against 1 and x
-    _seen: Floats = field(init=False)
-    _waiting: list[DraftRows] = field(default_factory=list)
+    _calibration: Floats = field(init=False)  # (CALIBRATION_ROWS, k_max)
+    _waiting: list[tuple[DraftRows, bytes]] = field(default_factory=list)  # with their confidences, see `_unfold`
     _logits: Floats = field(init=False)  # (RING, k_max)
-    _depth: Ints = field(init=False)  # (RING,) confidences known
-    _record: Ints = field(init=False)  # (RING,) when it was inserted
+    _remembered: Ints = field(init=False)  # (2, RING) depth and record
     _inserted: int = 0
     _forecast_record: int = 0
     _foreseen: int = 0  # inserted drafts at the last forecast
 
     def __post_init__(self) -> None:
-        self.slopes, self.intercepts = np.ones(self.k_max), np.zeros(self.k_max)
-        self.trials, self._seen = np.zeros((2, self.k_max))
-        self._information, self._moment = np.zeros((3, self.k_max)), np.zeros((2, self.k_max))
+        self._calibration = np.zeros((CALIBRATION_ROWS, self.k_max))
+        self._calibration[SLOPE] = 1.0
         self._logits = np.zeros((RING, self.k_max))
-        self._depth, self._record = np.zeros((2, RING), np.int64)
+        self._remembered = np.zeros((2, RING), np.int64)
+
+    @property
+    def slopes(self) -> Floats:
+        """Slope of each position's curve, (k_max,); changed in place by `learn`."""
+        slopes: Floats = self._calibration[SLOPE]
+        return slopes
+
+    @property
+    def intercepts(self) -> Floats:
+        """Intercept of each position's curve, (k_max,); changed in place by `learn`."""
+        intercepts: Floats = self._calibration[INTERCEPT]
+        return intercepts
+
+    @property
+    def trials(self) -> Floats:
+        """Trials of each position, with forgetting, (k_max,); changed in place by `learn`."""
+        trials: Floats = self._calibration[TRIALS]
+        return trials
 
     def learn(self, rows: DraftRows) -> None:
         """Take in one record; batches are worked off together."""
-        if self.k_max == 0 or not rows.limit.any() or not any(rows.confidences):
+        if self.k_max == 0 or not any(rows.confidences) or not np.count_nonzero(rows.limit):
             return
-        self._waiting.append(rows.sampled())
-        if len(self._waiting) >= BATCH_RECORDS or rows.record - self._waiting[0].record >= FORECAST_RECORDS:
+        sample = rows.sampled()
+        self._waiting.append((sample, _encoder.encode(sample.confidences)))
+        if len(self._waiting) >= BATCH_RECORDS or rows.record - self._waiting[0][0].record >= FORECAST_RECORDS:
             self._work_off()
 
     def probability(self, logits: Floats) -> Floats:
@@ -123,55 +145,29 @@ class Confidence:
         return StopRule(self.slopes.tolist(), self.intercepts.tolist(), [keep] * self.k_max, go_on.tolist())
 
     def _work_off(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        confidences = [values for rows in waiting for values in rows.confidences]
-        logits, depth = unfold(confidences, self.k_max)
-        trials = np.concatenate([rows.trials for rows in waiting])
-        trials *= np.arange(self.k_max) < depth[:, None]
-        self._calibrate(logits, trials, np.concatenate([rows.successes for rows in waiting]))
-        self._insert(waiting, logits, depth)
+        waiting, frames = [rows for rows, _ in self._waiting], [frame for _, frame in self._waiting]
+        self._waiting = []
+        limit = np.concatenate([rows.limit for rows in waiting])
+        logits, depth = _unfold(b"".join(frames), len(limit), self.k_max)
+        trials, successes = (
+            np.concatenate([getattr(rows, name) for rows in waiting]) for name in ("trials", "successes")
+        )
+        assert trials.shape == successes.shape == logits.shape  # kernels do not look
+        _calibrate(self._calibration, logits, depth, trials, successes)
+        records = np.repeat([rows.record for rows in waiting], [len(rows.limit) for rows in waiting])
+        self._inserted += _insert(self._logits, self._remembered, self._inserted, logits, depth, limit, records)
         record = waiting[-1].record
         if self.forecast is None or record - self._forecast_record >= FORECAST_RECORDS:
             self._foresee(record)
-
-    def _calibrate(self, logits: Floats, trials: Floats, successes: Floats) -> None:
-        """One Newton step of a logistic regression with forgetting; positions lean on all positions together."""
-        chance = self.probability(logits)
-        weight = np.maximum(chance * (1.0 - chance), 1e-3) * trials
-        weighted = weight * logits
-        added = np.stack([weight.sum(0), weighted.sum(0), (weighted * logits).sum(0)])
-        residual = (successes - chance) * trials
-        tried = trials.sum(axis=0)
-        memory = np.minimum(FIRST_MEMORY_TRIALS + 0.5 * self._seen, MEMORY_TRIALS)
-        keep = np.minimum(1.0, memory / (self.trials + tried + 1.0))
-        self.trials, self._seen = self.trials * keep + tried, self._seen + tried
-        before = np.stack([self.intercepts, self.slopes])
-        self._moment = self._moment * keep + _times(added, before)
-        self._moment += np.stack([residual.sum(0), (residual * logits).sum(0)])
-        self._information = self._information * keep + added
-        pooled = _solve(
-            self._information.sum(1, keepdims=True), self._moment.sum(1, keepdims=True), POOL_PRIOR, [[0.0], [1.0]]
-        )
-        self.intercepts, self.slopes = _solve(self._information, self._moment, POSITION_PRIOR, pooled)
-
-    def _insert(self, waiting: list[DraftRows], logits: Floats, depth: Ints) -> None:
-        """Remember drafts, as deep as their confidences are known."""
-        limit = np.concatenate([rows.limit for rows in waiting])
-        record = np.repeat([rows.record for rows in waiting], [len(rows.limit) for rows in waiting])
-        depth = np.minimum(depth, limit)
-        useful = np.flatnonzero(depth > 0)
-        place = (self._inserted + np.arange(len(useful))) % RING
-        self._logits[place], self._depth[place] = logits[useful], depth[useful]
-        self._record[place] = record[useful]
-        self._inserted += len(useful)
 
     def _foresee(self, record: int) -> None:
         size = min(self._inserted, RING)
         if size < LEAST_DRAFTS or self.trials[0] < LEAST_TRIALS:
             return
         chance = self.probability(self._logits[:size])
-        complete(chance, self._depth[:size])
-        age = np.minimum((record - self._record[:size]) / MEMORY_RECORDS, 50.0)
+        depth, inserted = self._remembered[:, :size]
+        complete(chance, depth)
+        age = np.minimum((record - inserted) / MEMORY_RECORDS, 50.0)
         weight = np.exp(-age)
         forecast = foresee(chance, weight / weight.sum())
         if self.forecast is not None:
@@ -186,73 +182,211 @@ class Confidence:
 
 def unfold(confidences: list[tuple[float, ...]], k_max: int) -> tuple[Floats, Ints]:
     """Return logits (n, k_max), 0 where there is none, and how many each row has, (n,); at most k_max count."""
-    depth = np.fromiter(map(len, confidences), np.int64, len(confidences))
-    flat = np.fromiter([value for values in confidences for value in values], np.float64, int(depth.sum()))
-    flat = np.clip(np.nan_to_num(flat, nan=0.5), LEAST, 1.0 - LEAST)
-    width = max(int(depth.max(initial=0)), k_max)
-    logits = np.zeros((len(confidences), width))
-    logits[np.arange(width) < depth[:, None]] = np.log(flat / (1.0 - flat))
-    return logits[:, :k_max], np.minimum(depth, k_max)
+    return _unfold(_encoder.encode(confidences), len(confidences), k_max)
+
+
+def _unfold(frame: bytes, n: int, k_max: int) -> tuple[Floats, Ints]:
+    """Unfold from msgpack: msgspec writes it and a kernel reads it faster than Python takes tuples apart."""
+    logits, depth, end = _read(np.frombuffer(frame, np.uint8), n, k_max, LEAST)
+    assert end == len(frame), "the confidences are not one tuple of floats for each request"
+    return logits, depth
 
 
 def complete(chance: Floats, depth: Ints) -> None:
     """Fill in (n, k_max) chances beyond each draft's known depth, in place, from drafts that had survived alike."""
-    n, k_max = chance.shape
-    survival, order = np.ones(n), np.arange(n)
-    for j in range(k_max):
-        column = chance[:, j]
-        is_known = depth > j
-        missing = np.flatnonzero(~is_known)
-        if len(missing):
-            known = np.flatnonzero(is_known)
-            if len(known) < WINDOW:
-                # As spread as the position before, but not the same drafts: lucky ones need not stay lucky.
-                column[missing] = chance[(missing * 37 + 11) % n, j - 1] if j else FIRST_GUESS
-            else:
-                known = known[np.argsort(survival[known], kind="stable")]
-                near = np.searchsorted(survival[known], survival[missing]) + (order[missing] * 7) % WINDOW - WINDOW // 2
-                column[missing] = column[known[np.clip(near, 0, len(known) - 1)]]
-        survival = survival * column
+    _complete(chance, depth, FIRST_GUESS)
 
 
 def foresee(chance: Floats, weight: Floats) -> Forecast:
     """Return the forecast from (n, k_max) chances of acceptance and (n,) weights that sum to 1."""
-    n, k_max = chance.shape
-    bins = len(EDGES)
-    survival = np.concatenate([np.ones((n, 1)), chance.cumprod(axis=1)], axis=1)
-    place = np.minimum(bins - np.searchsorted(EDGES[::-1], survival, side="right"), bins - 1)
-    cell = ((np.arange(k_max) * bins + place[:, :-1]) * bins + place[:, 1:]).ravel()
-    weights = np.repeat(weight, k_max)
-    shape = (k_max, bins, bins)
-    kept, gain = (
-        np.bincount(cell, values, k_max * bins * bins).reshape(shape).cumsum(axis=1).cumsum(axis=2)
-        for values in (weights, weights * survival[:, 1:].ravel())
-    )
+    shape = (chance.shape[1], len(EDGES), len(EDGES))
+    kept, gain, worth = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    _count(chance, weight, kept, gain, worth)
     mean = float(weight @ chance[:, 0])
     variance = float(weight @ np.square(chance[:, 0] - mean))
     reach = np.ascontiguousarray(kept[:, :, -1])
-    return Forecast(reach, kept, gain, _turned(gain - kept * EDGES), variance / max(mean * (1.0 - mean), 1e-6))
+    return Forecast(reach, kept, gain, worth, variance / max(mean * (1.0 - mean), 1e-6))
 
 
-def _turned(values: Floats) -> Floats:
-    """Return the last two axes swapped, in memory too: policies search along the last one in every step."""
-    return np.ascontiguousarray(values.transpose(0, 2, 1))
+@compiled
+def _read(frame: npt.NDArray[np.uint8], n: int, k_max: int, least: float) -> tuple[Floats, Ints, int]:
+    """Return logits, depth, and where these lists of n drafts in all end.
+
+    Anything but lists of lists of floats, as msgspec writes them, ends beyond the frame; nothing is read there.
+    """
+    logits, depth = np.zeros((n, k_max)), np.zeros(n, np.int64)
+    at = i = 0
+    while at < len(frame):
+        drafts, at = _header(frame, at)
+        for _ in range(drafts):
+            many, at = _header(frame, at)
+            if i >= n or at + 9 * many > len(frame):
+                return logits, depth, len(frame) + 1
+            for j in range(min(many, k_max)):
+                logits[i, j] = _logit(frame, at + 9 * j, least)
+            depth[i] = min(many, k_max)
+            at, i = at + 9 * many, i + 1
+    return logits, depth, at if i == n else len(frame) + 1
 
 
-def _times(information: Floats, values: Floats) -> Floats:
-    """Return the (2, k) product of symmetric 2 x 2 matrices, (3, k), with (2, k) vectors."""
-    first, mixed, second = information
-    return np.stack([first * values[0] + mixed * values[1], mixed * values[0] + second * values[1]])
+@compiled
+def _header(frame: npt.NDArray[np.uint8], at: int) -> tuple[int, int]:
+    """Return the length of the list that begins here, and where its first entry does."""
+    end = len(frame)
+    code = int(np.int64(frame[at])) if at < end else 0  # numba's int of a byte would be unsigned
+    if 0x90 <= code <= 0x9F:
+        return code - 0x90, at + 1
+    if code != 0xDC or at + 3 > end:
+        return 0, end + 1
+    return int(np.int64(frame[at + 1])) * 256 + int(np.int64(frame[at + 2])), at + 3
 
 
-def _solve(information: Floats, moment: Floats, trust: Floats, prior: npt.ArrayLike) -> Floats:
-    """Return (2, k) intercepts and slopes, drawn to `prior`, (2, 1), as far as `trust` goes."""
-    first, mixed, second = information[0] + trust[0], information[1], information[2] + trust[1]
-    drawn = moment + trust[:, None] * np.asarray(prior)
-    scale = 1.0 / (first * second - mixed * mixed)
-    intercept = (second * drawn[0] - mixed * drawn[1]) * scale
-    slope = (first * drawn[1] - mixed * drawn[0]) * scale
+@compiled
+def _logit(frame: npt.NDArray[np.uint8], at: int, least: float) -> float:
+    value = np.uint64(_bits(frame, at + 1)).view(np.float64) if frame[at] == 0xCB else math.nan
+    value = 0.5 if math.isnan(value) else min(max(value, least), 1.0 - least)
+    return math.log(value / (1.0 - value))
+
+
+@compiled
+def _bits(frame: npt.NDArray[np.uint8], at: int) -> np.uint64:
+    bits = np.uint64(0)
+    for place in range(at, at + 8):
+        bits = bits << np.uint64(8) | np.uint64(frame[place])
+    return bits
+
+
+@compiled
+def _calibrate(calibration: Floats, logits: Floats, depth: Ints, trials: Floats, successes: Floats) -> None:
+    """One Newton step of a logistic regression with forgetting; positions lean on all positions together.
+
+    A verified token without a confidence counts for nothing.
+    """
+    pooled = np.zeros((CALIBRATION_ROWS, 1))
+    for j in range(calibration.shape[1]):
+        _take_in(calibration[:, j], logits, depth, trials, successes, j)
+        for row in range(WEIGHT, CALIBRATION_ROWS):
+            pooled[row, 0] += calibration[row, j]
+    _solve(pooled[:, 0], POOL_PRIOR, 0.0, 1.0)
+    for j in range(calibration.shape[1]):
+        _solve(calibration[:, j], POSITION_PRIOR, pooled[INTERCEPT, 0], pooled[SLOPE, 0])
+
+
+@compiled
+def _take_in(sums: Floats, logits: Floats, depth: Ints, trials: Floats, successes: Floats, j: int) -> None:
+    """Add a batch's trials at one position to the position's sums."""
+    intercept, slope = sums[INTERCEPT], sums[SLOPE]
+    tried = first = mixed = second = residual = residual_x = 0.0
+    for i in range(len(logits)):
+        if depth[i] <= j or trials[i, j] == 0.0:
+            continue
+        x = logits[i, j]
+        chance = 1.0 / (1.0 + math.exp(-(intercept + slope * x)))
+        weight, off = max(chance * (1.0 - chance), 1e-3) * trials[i, j], (successes[i, j] - chance) * trials[i, j]
+        tried += trials[i, j]
+        first, mixed, second = first + weight, mixed + weight * x, second + weight * x * x
+        residual, residual_x = residual + off, residual_x + off * x
+    memory = min(FIRST_MEMORY_TRIALS + 0.5 * sums[SEEN], MEMORY_TRIALS)
+    keep = min(1.0, memory / (sums[TRIALS] + tried + 1.0))
+    sums[TRIALS], sums[SEEN] = sums[TRIALS] * keep + tried, sums[SEEN] + tried
+    sums[WEIGHT], sums[WEIGHT_X] = sums[WEIGHT] * keep + first, sums[WEIGHT_X] * keep + mixed
+    sums[WEIGHT_XX] = sums[WEIGHT_XX] * keep + second
+    sums[MOMENT] = sums[MOMENT] * keep + first * intercept + mixed * slope + residual
+    sums[MOMENT_X] = sums[MOMENT_X] * keep + mixed * intercept + second * slope + residual_x
+
+
+@compiled
+def _solve(sums: Floats, trust: Floats, intercept: float, slope: float) -> None:
+    """Set the curve that the sums ask for, drawn to `intercept` and `slope` as far as `trust` goes."""
+    first, mixed, second = sums[WEIGHT] + trust[0], sums[WEIGHT_X], sums[WEIGHT_XX] + trust[1]
+    drawn, drawn_x = sums[MOMENT] + trust[0] * intercept, sums[MOMENT_X] + trust[1] * slope
+    determinant = first * second - mixed * mixed
+    intercept, slope = (second * drawn - mixed * drawn_x) / determinant, (first * drawn_x - mixed * drawn) / determinant
     # Limited one after the other: the best intercept for a limited slope, not that of the free one.
-    limited = np.clip(slope, LEAST_SLOPE, LARGEST_SLOPE)
-    intercept = np.where(limited == slope, intercept, (drawn[0] - mixed * limited) / first)
-    return np.stack([np.clip(intercept, -LARGEST_INTERCEPT, LARGEST_INTERCEPT), limited])
+    limited = min(max(slope, LEAST_SLOPE), LARGEST_SLOPE)
+    if limited != slope:
+        intercept = (drawn - mixed * limited) / first
+    sums[INTERCEPT], sums[SLOPE] = min(max(intercept, -LARGEST_INTERCEPT), LARGEST_INTERCEPT), limited
+
+
+@compiled
+def _insert(
+    ring: Floats, remembered: Ints, inserted: int, logits: Floats, depth: Ints, limit: Ints, records: Ints
+) -> int:
+    """Remember drafts, as deep as their confidences are known; return how many of them were of use."""
+    useful = 0
+    for i in range(len(logits)):
+        known = min(depth[i], limit[i])
+        if known > 0:
+            place = (inserted + useful) % RING
+            ring[place] = logits[i]
+            remembered[DEPTH, place], remembered[RECORD, place] = known, records[i]
+            useful += 1
+    return useful
+
+
+@compiled
+def _complete(chance: Floats, depth: Ints, first_guess: float) -> None:
+    n, k_max = chance.shape
+    survival = np.ones(n)
+    for j in range(k_max):
+        known, missing = np.flatnonzero(depth > j), np.flatnonzero(depth <= j)
+        if len(known) < WINDOW:
+            for i in missing:
+                # As spread as the position before, but not the same drafts: lucky ones need not stay lucky.
+                chance[i, j] = chance[(i * 37 + 11) % n, j - 1] if j else first_guess
+        elif len(missing):
+            known = _sorted(known, survival)
+            near = np.searchsorted(survival[known], survival[missing])
+            for m in range(len(missing)):
+                place = near[m] + (missing[m] * 7) % WINDOW - WINDOW // 2
+                chance[missing[m], j] = chance[known[min(max(place, 0), len(known) - 1)], j]
+        survival *= chance[:, j]
+
+
+@compiled
+def _sorted(known: Ints, survival: Floats) -> Ints:
+    """Return the drafts `known` by rising survival, those alike in their order: by slots, and then by insertion."""
+    ends, order = np.zeros(RING + 1, np.int64), np.empty_like(known)
+    slots = np.empty_like(known)
+    for m in range(len(known)):
+        slots[m] = min(max(int(math.sqrt(survival[known[m]]) * RING), 0), RING - 1)  # low ones are many
+        ends[slots[m] + 1] += 1
+    for slot in range(RING):
+        ends[slot + 1] += ends[slot]
+    for m in range(len(known)):
+        order[ends[slots[m]]] = known[m]
+        ends[slots[m]] += 1
+    for m in range(1, len(order)):
+        draft, place = order[m], m
+        while place > 0 and survival[order[place - 1]] > survival[draft]:
+            order[place] = order[place - 1]
+            place -= 1
+        order[place] = draft
+    return order
+
+
+@compiled
+def _count(chance: Floats, weight: Floats, kept: Floats, gain: Floats, worth: Floats) -> None:
+    """Fill in what is kept and gained, (k_max, bins, bins), cumulative over both bins, and the net worth of it."""
+    n, k_max = chance.shape
+    bins = len(EDGES)
+    for i in range(n):
+        survival, go_on = 1.0, 0
+        for j in range(k_max):
+            survival *= chance[i, j]
+            keep = go_on
+            while keep < bins - 1 and EDGES[keep] > survival:
+                keep += 1
+            kept[j, go_on, keep] += weight[i]
+            gain[j, go_on, keep] += weight[i] * survival
+            go_on = keep
+    for j in range(k_max):
+        for go_on in range(bins):
+            kept_here = gain_here = 0.0
+            for keep in range(bins):
+                kept_here, gain_here = kept_here + kept[j, go_on, keep], gain_here + gain[j, go_on, keep]
+                kept[j, go_on, keep] = kept_here + (kept[j, go_on - 1, keep] if go_on else 0.0)
+                gain[j, go_on, keep] = gain_here + (gain[j, go_on - 1, keep] if go_on else 0.0)
+                # Turned: policies search along the last axis in every step.
+                worth[j, keep, go_on] = gain[j, go_on, keep] - kept[j, go_on, keep] * EDGES[keep]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from faser.engine_adapter.protocol import StopRule
 from faser.engine_adapter.stop_rule import advance, kept_tokens
 from faser.env.acceptance import count_trials
-from faser.env.confidence import EDGES, Confidence, DraftRows, complete, foresee
+from faser.env.confidence import EDGES, Confidence, DraftRows, complete, foresee, unfold
 
 Floats = npt.NDArray[np.float64]
 K_MAX = 4
@@ -209,3 +209,20 @@ def test_a_forecast_counts_whole_drafts_at_the_lowest_thresholds() -> None:
     assert forecast.reach[:, ALL] == pytest.approx([1.0, 1.0])
     assert forecast.gain[:, ALL, ALL] == pytest.approx([0.5, 0.25])
     assert forecast.kept[1, ALL, 5] == 0.0
+
+
+@pytest.mark.parametrize("many", [0, 1, 15, 16, 64])
+@pytest.mark.parametrize("drafts", [1, 15, 16, 300])
+def test_confidences_are_unfolded_up_to_the_longest_draft(many: int, drafts: int) -> None:
+    sure = np.random.default_rng(many).random((drafts, many))
+    logits, depth = unfold(list(map(tuple, sure.tolist())), 20)
+    assert depth.tolist() == [min(many, 20)] * drafts
+    told = sure[:, :20]
+    assert logits[:, : min(many, 20)] == pytest.approx(np.log(told / (1.0 - told)))
+    assert not logits[:, many:].any()
+
+
+@pytest.mark.parametrize("odd", [[(1,)], [("x",)], [([0.5],)], [None], [(0.5,), (0.5, 1)]])
+def test_anything_but_floats_is_refused(odd: list[tuple[float, ...]]) -> None:
+    with pytest.raises(AssertionError, match="not one tuple of floats"):
+        unfold(odd, K_MAX)

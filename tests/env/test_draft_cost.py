@@ -98,3 +98,24 @@ def test_rows_of_the_first_pass_count_only_where_something_is_drafted(
     found = np.zeros(6)
     features(8.0, rounds, drafted, found)
     assert found.tolist() == expected
+
+
+def test_many_cells_are_all_remembered() -> None:
+    cost = DraftCost()
+    for number in range(600):
+        rounds, batch = number % 9, 1 << number % 7
+        drafted = rounds * batch
+        cost.learn(batch + drafted, batch, rounds, drafted, 0.01 + 0.1 * rounds + 0.002 * drafted)
+    assert (cost.doubt(np.arange(9.0), 64.0) < 0.5).all()
+    assert cost.units(9.0, 8.0, 8.0) == pytest.approx(0.01 + 0.8 + 0.016, rel=0.05)
+    assert cost.units(64.0 * 9, 8.0, 64.0 * 8) == pytest.approx(0.01 + 0.8 + 1.024, rel=0.05)
+
+
+def test_rows_rounds_and_drafts_may_have_any_shapes_that_fit() -> None:
+    cost = DraftCost()
+    cost.learn(40, 8, 4, 32, 0.7)
+    rows, rounds, drafted = np.arange(6.0).reshape(2, 3), np.arange(3.0), np.arange(2.0)[:, None]
+    expected = [[float(cost.units(rows[i, j], rounds[j], drafted[i, 0])) for j in range(3)] for i in range(2)]
+    assert cost.units(rows, rounds, drafted) == pytest.approx(np.array(expected))
+    assert cost.units(rows, rounds[:, None][:2], drafted[:, :, None][0]).shape == (2, 3)
+    assert cost.units(np.zeros((0, 3)), rounds, np.zeros((0, 3))).shape == (0, 3)
