@@ -15,6 +15,7 @@ from .compiled import compiled
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 FIRST_GUESS = 0.6  # before any evidence; low enough not to speculate deep, high enough to try
 GUESS_TRIALS = 4.0  # what the first guess, and the position before, count for
@@ -176,8 +177,16 @@ def shrink(successes: Floats, trials: Floats, population: Floats, level_variance
     levels are known to differ (empirical Bayes). Without that the longest drafts go to the luckiest requests.
     Then its own positions around that level.
     """
-    chances = np.empty(trials.shape)
+    return shrink_some(successes, trials, population, level_variance, np.ones(len(trials), np.bool_))
+
+
+@compiled
+def shrink_some(successes: Floats, trials: Floats, population: Floats, level_variance: float, chosen: Bools) -> Floats:
+    """Return the same of the chosen requests, (n,); the rows of others are 0. Most of a long queue only wait."""
+    chances = np.zeros(trials.shape)
     for i in range(len(trials)):
+        if not chosen[i]:
+            continue
         expected, chance, had = _expectation(trials[i], successes[i], population)
         evidence = level_variance * expected * expected + chance + 1e-9
         level = 1.0 + (had - expected) * (level_variance * expected / evidence)

@@ -99,14 +99,13 @@ class EngineState:
         """Return (n,) which requests are in the batch and past their prompt: these can use a draft now."""
         return self.requests.decoding(self.link.records)
 
-    def acceptance(self) -> Floats:
-        """Return (n, k_max) chance that each position is accepted given that the one before it was."""
-        return acceptance.shrink(
-            self.requests.successes,
-            self.requests.trials,
-            self.population.mean,
-            self.population.level_variance,
-        )
+    def acceptance(self, chosen: Bools | None = None) -> Floats:
+        """Return (n, k_max) chance that each position is accepted given that the one before it was.
+
+        :param chosen: (n,) whose rows are asked for, default everybody's
+        """
+        known = self.requests.successes, self.requests.trials, self.population.mean, self.population.level_variance
+        return acceptance.shrink(*known) if chosen is None else acceptance.shrink_some(*known, chosen)
 
     def acceptance_deviation(self) -> Floats:
         """Return (n, k_max) standard deviation of `acceptance`."""

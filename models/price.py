@@ -96,7 +96,7 @@ class PricePolicy:
         if self._is_stopping or plan.depth == 0:
             lengths, default = np.full(state.requests.size, plan.depth, np.int64), plan.depth
         else:
-            lengths, default = self._placed(state.acceptance(), state, decoding)
+            lengths, default = self._placed(state.acceptance(decoding), state, decoding)
         action = msgspec.structs.replace(plan.action, lengths=lengths, default_length=default)
         return Plan(action, plan.rate, plan.depth, plan.people)
 
@@ -130,7 +130,7 @@ class PricePolicy:
         return Plan(action, choice.rate, depth, all_drafts(state, forecast))
 
     def _by_history(self, state: EngineState, decoding: Bools, requests: int) -> Plan:
-        acceptance = state.acceptance()
+        acceptance = state.acceptance(decoding)
         table = np.zeros((PLANES, BINS + 1, self._k_max + 1))
         _tabulate(acceptance, decoding, state.population.delivery, requests, state.prompt_rows(), table)
         choice = choose(table, state, requests, state.catch_up_s(decoding) / PAY_BACK_STEPS, self._cell)
