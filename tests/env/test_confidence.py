@@ -183,8 +183,11 @@ def test_unseen_continuations_are_taken_from_drafts_that_survived_alike() -> Non
 
 
 def test_many_requests_do_not_take_more_than_a_sample() -> None:
-    rows = DraftRows([(0.5,)] * 256, np.ones(256, np.int64), np.ones((256, 1)), np.ones((256, 1)), None, 3)
-    assert len(rows.sampled().limit) == len(rows.sampled().confidences) == 16
+    confidence = Confidence(1)
+    for record in range(16):
+        chances = np.where(np.arange(256) % 16 == record, 1.0, 0.0)[:, None]  # each record's sample is another one
+        confidence.learn(DraftRows([(0.5,)] * 256, np.ones(256, np.int64), chances, chances, None, record))
+    assert confidence.trials.tolist() == [256.0]
 
 
 @settings(deadline=None, max_examples=50)
