@@ -19,9 +19,10 @@ from .decide import LeaseTerms, decide
 
 logger = logging.getLogger(__name__)
 
-STEPS: Final = 40  # until every estimate has been asked once
+STEPS: Final = 100  # until every estimate has been asked once, stop rules last
 REQUESTS: Final = 4
 DRAFTED: Final = 4  # tokens at most
+PROMPT: Final = 64  # tokens, in one of the steps
 WORTH_TELLING_S: Final = 2.0
 
 
@@ -34,6 +35,7 @@ def warm_up(policy: str) -> float:
     for number in range(STEPS):
         decide(state, _record(number), chooser, LeaseTerms(), 1, number)
         learn(state)
+    state.cost.confidence(REQUESTS)  # as the envelope watchdog asks
     spent_s = time.monotonic() - begun_s
     if spent_s > WORTH_TELLING_S:
         logger.info("compiled the estimates in %.0f s; the next start finds them", spent_s)
@@ -43,20 +45,24 @@ def warm_up(policy: str) -> float:
 def _record(number: int) -> StepRecord:
     """Return a step in which requests draft, accept, come and go."""
     drafted = [(number + handle) % (DRAFTED + 1) for handle in range(REQUESTS)]
-    rows = [
-        RequestRow(
-            handle + number // 20, 1 + count, count, count, count, 0, count // 2, count // 2 + 1, 100 + number, False,
-            tuple(0.2 + 0.15 * place for place in range(count)),
-        )
-        for handle, count in enumerate(drafted)
-    ]  # fmt: skip
+    rows = [_row(handle + number // 20, number, count) for handle, count in enumerate(drafted)]
     drafts, time_s = sum(drafted), 0.02 * number
     events = [RequestEvent("arrival", row.handle, time_s, 80, f"r{row.handle}") for row in rows if not number % 20]
     if number == STEPS - 1:
         events += [RequestEvent(kind, rows[0].handle, time_s, 99) for kind in ("preempt", "finish")]
     return StepRecord(
         boot_id="warm-up", counter=number, step=number, time_s=time_s, step_s=0.02, schedule_s=1e-4, verify_s=0.015,
-        sample_s=0.0, draft_s=0.004, overlap_s=0.0, adapter_s=0.0, running=REQUESTS, waiting=0, prefill_tokens=0,
+        sample_s=0.0, draft_s=0.004, overlap_s=0.0, adapter_s=0.0, running=REQUESTS, waiting=0,
+        prefill_tokens=PROMPT if number == STEPS // 2 else 0,
         decode_tokens=REQUESTS, draft_tokens=drafts, kv_usage=0.1, split=None, frontier=None, lease_epoch=1,
         lease_sequence=number, dropped=0, rejected=0, events=events, rows=rows,
     )  # fmt: skip
+
+
+def _row(handle: int, number: int, drafted: int) -> RequestRow:
+    """Return a request of which the tokens are accepted that the drafter is sure of: so a stop rule is worth it."""
+    sure = tuple(0.1 + 0.2 * ((handle + number // 5 + place) % 5) for place in range(drafted))
+    accepted = next((place for place, chance in enumerate(sure) if chance < 0.5), drafted)
+    return RequestRow(
+        handle, 1 + drafted, drafted, drafted, drafted, 0, accepted, accepted + 1, 100 + number, False, sure
+    )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from faser.controller import warm_up as module
+from faser.controller.decide import Decision, decide
 from faser.controller.warm_up import warm_up
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -19,6 +21,20 @@ def test_any_policy_is_warmed_up_once(policy: str) -> None:
     first_s = warm_up(policy)
     assert first_s > 0.0
     assert warm_up(policy) == first_s
+
+
+def test_stop_rules_are_warmed_up_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    stops = []
+
+    def spy(*arguments: Any) -> Decision:
+        decision = decide(*arguments)
+        stops.append(decision.action_set.stop)
+        return decision
+
+    monkeypatch.setattr(module, "decide", spy)
+    warm_up.__wrapped__("price")
+    assert stops[0] is None
+    assert any(stops)
 
 
 def test_a_long_compilation_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
