@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..env.action_vector import ACTION
+from ..env.compiled import compiled
 from ..env.observation import GLOBAL_FEATURES, OBSERVATION_VERSION, REQUEST_FEATURES
 from .cache import sha256_of
 from .policy import PolicyError
@@ -82,20 +83,36 @@ class Network:
     def forward(self, requests: Singles, overall: Singles) -> Singles:
         """Return the action, (len(OUTPUTS),), or logits of lengths, (n, k_max + 1), for n requests' features."""
         (w1, b1), (w2, b2), (w3, b3), (w4, b4), (w5, b5) = self._layers
-        encoded = requests
-        for weight, bias in ((w1, b1), (w2, b2)):
-            encoded = encoded @ weight
-            encoded += bias
-            np.tanh(encoded, out=encoded)
-        if n := len(requests):
-            pooled = np.concatenate((np.add.reduce(encoded) / np.float32(n), np.maximum.reduce(encoded), overall))
-        else:
-            pooled = np.concatenate((np.zeros(2 * w2.shape[1], np.float32), overall))
-        trunk = np.tanh(np.tanh(pooled @ w3 + b3) @ w4 + b4)
+        encoded = _layer(_layer(requests, w1, b1), w2, b2)
+        pooled = np.zeros(2 * w2.shape[1] + len(overall), np.float32)
+        _pool(encoded, overall, pooled)
+        trunk = _layer(_layer(pooled, w3, b3), w4, b4)
         if self.manifest.head == "price":
-            return cast(Singles, trunk @ w5 + b5)
+            return cast(Singles, np.dot(trunk, w5) + b5)
         wide = len(trunk)
         return cast(Singles, encoded @ w5[wide:] + (trunk @ w5[:wide] + b5))
+
+
+def _layer(values: Singles, weight: Singles, bias: Singles) -> Singles:
+    result: Singles = np.dot(values, weight)
+    result += bias
+    return np.tanh(result, out=result)
+
+
+@compiled
+def _pool(encoded: Singles, overall: Singles, pooled: Singles) -> None:
+    """Fill in mean and maximum over the requests, 0 without any, and what concerns the whole engine."""
+    n, wide = encoded.shape
+    for j in range(wide if n else 0):
+        pooled[wide + j] = -np.inf
+    for i in range(n):
+        for j in range(wide):
+            pooled[j] += encoded[i, j]
+            pooled[wide + j] = max(pooled[wide + j], encoded[i, j])
+    for j in range(wide if n else 0):
+        pooled[j] /= np.float32(n)
+    for j in range(len(overall)):
+        pooled[2 * wide + j] = overall[j]
 
 
 def save_network(network: Network, folder: Path, name: str) -> None:
