@@ -191,7 +191,9 @@ def _sorted(drafts: Ints, survival: Floats) -> tuple[Ints, Ints]:
     ends, order = np.zeros(RING, np.int64), np.empty_like(drafts)
     for draft in drafts:
         ends[_slot(survival[draft])] += 1
-    ends[:] = np.cumsum(ends) - ends
+    before = 0
+    for slot in range(RING):
+        ends[slot], before = before, before + ends[slot]
     for draft in drafts:
         slot = _slot(survival[draft])
         order[ends[slot]] = draft

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from .compiled import compiled
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 PRIOR = np.array([0.02, 0.0006, 0.05, 0.0006, 0.05, 0.005])  # guesses, see `features`
 PRIOR_WEIGHT = 0.0003  # what the guesses count for, in cells
@@ -197,27 +198,38 @@ def _find_medians(cell: Floats, ring: Floats) -> None:
     """
     count = int(cell[COUNT])
     size, oldest = min(count, CELL_STEPS), max(count - CELL_STEPS, 0)
-    by_rows = np.empty((size, 3))
-    for i in range(size):  # insertion keeps those with as many rows in their order
-        step = ring[(oldest + i) % CELL_STEPS]
-        j = i
-        while j > 0 and by_rows[j - 1, ROWS] > step[ROWS]:
-            by_rows[j] = by_rows[j - 1]
-            j -= 1
-        by_rows[j] = step
-    is_split = size >= SPLIT_STEPS and by_rows[size - 1, ROWS] >= by_rows[0, ROWS] + SPLIT_ROWS
+    order = np.empty(size, np.int64)
+    for i in range(size):
+        order[i] = (oldest + i) % CELL_STEPS
+    _sort(order, ring, ROWS)
+    is_split = size >= SPLIT_STEPS and ring[order[size - 1], ROWS] >= ring[order[0], ROWS] + SPLIT_ROWS
     half = size // 2 if is_split else size
-    _median(by_rows[:half], cell[MEDIANS : MEDIANS + 3])
+    _find_median(order[:half], ring, cell[MEDIANS : MEDIANS + 3])
     if is_split:
-        _median(by_rows[half:], cell[MEDIANS + 3 : MEDIANS + 6])
+        _find_median(order[half:], ring, cell[MEDIANS + 3 : MEDIANS + 6])
     cell[HALVES] = 2.0 if is_split else 1.0
 
 
 @compiled
-def _median(steps: Floats, median: Floats) -> None:
+def _find_median(steps: Ints, ring: Floats, median: Floats) -> None:
     """Find the median cost, the lower of two, and the mean rows and tokens: what disturbs a step only slows it."""
-    median[UNITS] = np.sort(steps[:, UNITS])[(len(steps) - 1) // 2]
-    median[ROWS], median[TOKENS] = steps[:, ROWS].mean(), steps[:, TOKENS].mean()
+    median[ROWS] = median[TOKENS] = 0.0
+    for step in steps:
+        median[ROWS] += ring[step, ROWS] / len(steps)
+        median[TOKENS] += ring[step, TOKENS] / len(steps)
+    _sort(steps, ring, UNITS)
+    median[UNITS] = ring[steps[(len(steps) - 1) // 2], UNITS]
+
+
+@compiled
+def _sort(steps: Ints, ring: Floats, column: int) -> None:
+    """Sort a few steps by one of their columns, by insertion: those alike stay in their order."""
+    for i in range(1, len(steps)):
+        step, place = steps[i], i
+        while place > 0 and ring[steps[place - 1], column] > ring[step, column]:
+            steps[place] = steps[place - 1]
+            place -= 1
+        steps[place] = step
 
 
 @compiled
@@ -244,7 +256,7 @@ def _non_negative(information: Floats, moment: Floats) -> Floats:
 
 
 @compiled
-def _solve(information: Floats, moment: Floats, free: npt.NDArray[np.int64]) -> Floats:
+def _solve(information: Floats, moment: Floats, free: Ints) -> Floats:
     """Return the solution in the entries that are free, with 0 elsewhere: Gaussian elimination, positive definite."""
     size = len(free)
     rows = np.empty((size, size + 1))
