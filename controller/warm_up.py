@@ -16,6 +16,7 @@ from ..env.spaces import Capabilities
 from ..env.state import EngineState, learn
 from ..models.policy import make_policy
 from .decide import LeaseTerms, decide
+from .window import Window
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,7 @@ STEPS: Final = 100  # until every estimate has been asked once, stop rules last
 REQUESTS: Final = 4
 DRAFTED: Final = 4  # tokens at most
 PROMPT: Final = 64  # tokens, in one of the steps
+ROWS: Final = 8192  # that the engine can verify
 WORTH_TELLING_S: Final = 2.0
 
 
@@ -30,12 +32,18 @@ WORTH_TELLING_S: Final = 2.0
 def warm_up(policy: str) -> float:
     """Let the policy decide on made-up records; return the seconds it took. Once per process and policy."""
     begun_s = time.monotonic()
-    capabilities = Capabilities(k_max=MAX_DRAFT_LENGTH)  # any policy can be made for these
+    capabilities = Capabilities(k_max=MAX_DRAFT_LENGTH, max_batched_tokens=ROWS)  # any policy can be made for these
     state, chooser = EngineState(capabilities), make_policy(policy, capabilities)
+    window = Window(capabilities.k_max)
     for number in range(STEPS):
         decide(state, _record(number), chooser, LeaseTerms(), 1, number)
+        if state.lesson is not None:
+            window.add(state.lesson.record, state.lesson.rows, is_under_lease=True)
         learn(state)
     state.cost.confidence(REQUESTS)  # as the envelope watchdog asks
+    state.cost.verify_time_s(REQUESTS)
+    if policy.partition(":")[0] == "learned":
+        warm_up("price")  # it hands over to it
     spent_s = time.monotonic() - begun_s
     if spent_s > WORTH_TELLING_S:
         logger.info("compiled the estimates in %.0f s; the next start finds them", spent_s)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,44 @@ def test_a_long_compilation_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     assert "compiled the estimates" in caplog.text
 
 
+SERVING = """
+import sys
+from faser.controller.config import LeaseConfig
+from faser.controller.session import Session
+from faser.controller.warm_up import warm_up
+from faser.env.simulated_record import hello
+from faser.models.simulated import SimulatedEngine
+from faser.models.worlds import held_out
+
+def signatures():
+    names = [name for name in sys.modules if name.startswith("faser.") and "simulator" not in name]
+    kernels = {value for name in names for value in vars(sys.modules[name]).values() if hasattr(value, "py_func")}
+    return {(kernel.py_func.__qualname__, signature) for kernel in kernels for signature in kernel.signatures}
+
+warm_up(sys.argv[1])
+engine, action_set = SimulatedEngine(held_out()[0].closed(8), 1), None
+engine.step(None)  # has kernels of its own
+before = signatures()
+session = Session(hello(engine.simulator), sys.argv[1], LeaseConfig(), 1, 0.0)
+for _ in range(200):
+    record = engine.step(action_set)
+    session.admit(record, record.time_s)
+    action_set = session.decide(record).action_set
+    session.learn()
+    session.measure(record)
+assert len(before) > 20 and not session.failures
+print(signatures() - before)
+"""
+
+
+@pytest.mark.slow  # `make proof`: a process of its own, since others here have compiled too
+@pytest.mark.parametrize("policy", ["price", "learned"])
+def test_an_engine_finds_nothing_left_to_compile(policy: str) -> None:
+    command = [sys.executable, "-c", SERVING, policy]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/")
+    assert result.stdout == "set()\n"
+
+
 def foreign_names(source: str) -> list[str]:
     """Return names from other files of ours that the compiled functions of a file use."""
     tree = ast.parse(source)
@@ -67,7 +107,8 @@ def foreign_names(source: str) -> list[str]:
 def test_a_kernel_uses_nothing_of_other_files() -> None:
     """numba's cache looks for changes in a kernel's own file only: another file's change would go unnoticed."""
     kernels = [path for path in (ROOT / "env").glob("*.py") if "from .compiled import" in path.read_text()]
-    kernels += [path for path in (ROOT / "models").rglob("*.py") if "env.compiled import" in path.read_text()]
+    for folder in ("models", "controller"):
+        kernels += [path for path in (ROOT / folder).rglob("*.py") if "env.compiled import" in path.read_text()]
     assert {str(path.relative_to(ROOT)): names for path in kernels if (names := foreign_names(path.read_text()))} == {}
 
 
