@@ -187,6 +187,12 @@ def shrink_some(successes: Floats, trials: Floats, population: Floats, level_var
     for i in range(len(trials)):
         if not chosen[i]:
             continue
+        tried = 0.0
+        for j in range(len(population)):
+            tried += trials[i, j]
+            chances[i, j] = min(max(population[j], 0.005), 0.995)
+        if tried == 0.0:  # as all that only wait
+            continue
         expected, chance, had = _expectation(trials[i], successes[i], population)
         evidence = level_variance * expected * expected + chance + 1e-9
         level = 1.0 + (had - expected) * (level_variance * expected / evidence)
