@@ -1,4 +1,4 @@
-"""The learned policy: observation in, the network's action out, within what the engine can run. numpy only.
+"""The learned policy: observation in, the network's action out, within what the engine can run. No torch.
 
 Called once per record. It hands over to the price policy, and says so, where the observation is not a number or
 unlike everything it was trained in; both are counted.

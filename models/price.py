@@ -172,7 +172,7 @@ def _tabulate(
         drafted = tokens = 0.0
         for j in range(k_max + 1):
             if cell > 0 and j > 0:
-                for plane in range(2):  # over the thresholds first, in place below; then over the positions
+                for plane in range(2):  # sums over the thresholds, kept in the other planes for the next of them
                     table[2 + plane, cell, j] = table[2 + plane, cell - 1, j] + table[plane, cell, j] * delivery[j - 1]
                 drafted += table[2, cell, j]
                 tokens += table[3, cell, j]

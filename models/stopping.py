@@ -17,7 +17,7 @@ from ..env.compiled import compiled
 from ..env.confidence import EDGES, Confidence, Forecast
 from ..env.state import EngineState
 from .probe import Chances
-from .step_grid import PLANES
+from .step_grid import PLANES, ROWS
 
 EDGE_LIST: Final[list[float]] = EDGES.tolist()
 FREE: Final = len(EDGES) - 1  # the bin that lets everything pass
@@ -46,7 +46,7 @@ def predict_stops(state: EngineState, forecast: Forecast, requests: int, rate: f
         forecast.worth, forecast.reach, forecast.kept, forecast.gain, row_prices, float(rate * token_s),
         float(rate * round_s), float(prompt_rows), requests, go_on, table,
     )  # fmt: skip
-    return Stops(go_on, table, None if alone_s is None else _of_one(alone_s, table[2]))
+    return Stops(go_on, table, None if alone_s is None else _of_one(alone_s, table[ROWS]))
 
 
 def rule_of(go_on: Ints, confidence: Confidence, keep: int, depth: int) -> StopRule | None:
@@ -81,7 +81,10 @@ def _tabulate(
     worth: Floats, reach: Floats, kept: Floats, gain: Floats, row_prices: Floats, token_price: float,
     round_price: float, prompt_rows: float, requests: int, go_on: Ints, table: Floats,
 ) -> None:  # fmt: skip
-    """Fill in where to go on, and the table; the first four are a Forecast's, prices are in tokens."""
+    """Fill in where to go on, and the table, with planes as in models/step_grid.py.
+
+    The first four are a Forecast's; prices are in tokens.
+    """
     k_max, bins = reach.shape
     free = bins - 1
     for keep in range(bins):

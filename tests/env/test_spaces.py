@@ -58,6 +58,11 @@ def test_a_stop_rule_is_brought_into_bounds_or_dropped() -> None:
     assert clamped(rule) == StopRule([0.5] * 2, [1.0] * 2, [0.0, 0.2], [1.0] * 2)
     assert clamped(StopRule([float("nan")], [0.0], [0.5], [0.5])) is None
     assert clamped(StopRule([], [0.0], [0.5], [0.5])) is None
+    assert clamped(StopRule([0.5, math.nan], [1.0, 2.0], [0.5, 0.5], [0.5, 0.5])) is None  # not first, nor largest
+    assert clamped(StopRule([0.5, -math.inf], [1.0, 2.0], [0.5, 0.5], [0.5, 0.5])) is None
+    fitting = StopRule([0.5, 0.6], [1.0, 2.0], [0.5, 0.4], [0.5, 0.3])
+    assert clamped(fitting) is fitting
+    assert clamped(fitting, k_max=1) == StopRule([0.5], [1.0], [0.5], [0.5])
     assert clamped(rule, is_async=True) is None
     assert clamped(rule, k_max=0) is None
 
