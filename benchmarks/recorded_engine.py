@@ -15,6 +15,7 @@ from faser.engine_adapter.protocol import (
     Goodbye,
     Hello,
     HelloRequest,
+    RequestEvent,
     StepRecord,
     decode_from_controller,
     encode,
@@ -39,7 +40,8 @@ class Recording:
 def record_steps(world: WorldSpec, requests: int, steps: int, rate: float) -> Recording:
     """Let an engine run in closed loop with the policy `price`; its times are scaled to `rate` steps per second.
 
-    The recording begins when the batch is full.
+    The recording begins when the batch is full. An arrival is told with the request's first step, as if a client had
+    sent it when another one's request ended: the simulated engine's queue is none of what is measured.
     """
     engine = SimulatedEngine(world.closed(requests), 1)
     state, policy, actions = EngineState(engine.capabilities), make_policy("price", engine.capabilities), None
@@ -50,11 +52,27 @@ def record_steps(world: WorldSpec, requests: int, steps: int, rate: float) -> Re
         learn(state)
         if records or record.running >= requests:
             records.append(record)
+    records = without_queue(records)
     pace = steps / rate / sum(record.step_s for record in records)
     scaled = [
         msgspec.structs.replace(record, **{name: getattr(record, name) * pace for name in _TIMES}) for record in records
     ]
     return Recording(hello(engine.simulator), scaled)
+
+
+def without_queue(records: list[StepRecord]) -> list[StepRecord]:
+    """Return the records with each arrival moved to its request's first row; who never runs does not arrive."""
+    held: dict[int, RequestEvent] = {}
+    told: set[int] = set()
+    moved = []
+    for record in records:
+        held |= {event.handle: event for event in record.events if event.kind == "arrival"}
+        rows = [row.handle for row in record.rows]
+        arrivals = [held.pop(handle) for handle in rows if handle in held]
+        told.update(rows)
+        others = [event for event in record.events if event.kind != "arrival" and event.handle in told]
+        moved.append(msgspec.structs.replace(record, events=[*arrivals, *others], waiting=0))
+    return moved
 
 
 @dataclass

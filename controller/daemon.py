@@ -246,11 +246,11 @@ class Daemon:
         received_ns = watch.started_ns
         for record in batch.records[:-1]:
             session.observe(record)
-        entry = StepEntry(newest, received_ns)
         watch.lap("observe")
         decision = session.decide(newest)
         watch.lap("decide")
         self._give_back(identity, session)
+        is_sent, entry = False, None
         if decision is not None:
             is_sent = session.governor.is_sending and self._router.send(identity, decision.action_set)
             if session.governor.is_sending:
@@ -269,10 +269,10 @@ class Daemon:
         watch.lap("learn")
         for record in batch.records:
             session.measure(record)
-            self._record(entry if record is newest else StepEntry(record, received_ns))
+            self._record(entry if entry is not None and record is newest else StepEntry(record, received_ns))
         watch.lap("record")
         if decision is not None and self._traces is not None:
-            self._traces.put(self._trace(batch, decision, entry.is_sent, watch))
+            self._traces.put(self._trace(batch, decision, is_sent, watch))
 
     def _trace(self, batch: _Batch, decision: Decision, is_sent: bool, watch: Stopwatch) -> TraceNote:
         governor, lengths = batch.session.governor, decision.action.lengths

@@ -31,6 +31,7 @@ from .gatekeeper import Gatekeeper, RateLimit
 MAX_INCOMING_BYTES: Final = 2 * MAX_FRAME_BYTES
 MAX_FRAMES_PER_DRAIN: Final = 1024  # bounds the time away from signals and status clients when a peer floods us
 REBIND_S: Final = 2.0
+FIRST_OF_TWO: Final = zmq.NOBLOCK | zmq.SNDMORE  # flags are slow to combine
 SEND_QUEUE_FRAMES: Final = 64  # an engine uses the newest action set only: a long queue has no value
 
 
@@ -164,7 +165,7 @@ class EngineRouter:
         """Hand a message over for one engine; False if it had to be dropped."""
         try:
             content = encode(message)
-            self.socket.send(identity, zmq.NOBLOCK | zmq.SNDMORE)
+            self.socket.send(identity, FIRST_OF_TWO)
             self.socket.send(content, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             self.dropped["no_peer" if error.errno == zmq.EHOSTUNREACH else "queue_full"] += 1

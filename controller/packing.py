@@ -24,6 +24,9 @@ from .errors import StoreError
 PACKING_VERSION: Final = 2
 _READABLE: Final = (1, 2)
 _LEVEL: Final = 1  # twice as fast as the default level, 5 % larger
+# Tables of 2 KB instead of 256 KB, which would drive everything else out of the processor's cache at each step.
+_WINDOW_BITS: Final = 10
+_MEMORY: Final = 2
 
 SUMMED: Final = ("drafted", "verified", "pruned", "accepted", "emitted")
 _FIELDS: Final = RequestRow.__struct_fields__
@@ -124,7 +127,8 @@ def unpack_draws(blob: bytes) -> Draws:
 
 
 def _seal(content: bytes) -> bytes:
-    return bytes((PACKING_VERSION,)) + zlib.compress(content, _LEVEL)
+    stream = zlib.compressobj(_LEVEL, zlib.DEFLATED, _WINDOW_BITS, _MEMORY)
+    return bytes((PACKING_VERSION,)) + stream.compress(content) + stream.flush()
 
 
 def _open(blob: object) -> tuple[bytes, bytes]:

@@ -58,7 +58,7 @@ class EngineEntry:
     received_ns: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: made for every record
 class StepEntry:
     """A step record and, on the newest record of a batch, the decision that was made on it."""
 

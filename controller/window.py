@@ -44,7 +44,7 @@ class Window:
 
     def add(self, record: StepRecord, rows: StepRows, is_under_lease: bool) -> None:
         """Take a step in, with its rows unfolded, and let those go that are too old by now."""
-        step = _Step(record.time_s, record.step_s, is_under_lease, np.zeros_like(self._sums))
+        step = _Step(record.time_s, record.step_s, is_under_lease, np.zeros(self._sums.shape, self._sums.dtype))
         if self._steps and step.time_s < self._steps[-1].time_s:  # no clock to go by: nothing before would ever go
             self._clear()
         self._steps.append(step)

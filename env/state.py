@@ -153,7 +153,7 @@ def look(state: EngineState, record: StepRecord) -> None:
     state.drafting_stop = state.asked_stops.get(record.lease_sequence) if record.lease_epoch else None
     trials, successes = acceptance.count_trials(rows.verified, rows.pruned, rows.accepted, state.requests.k_max)
     # Under a stop rule only confident tokens are verified: their acceptance says nothing about drafts without one.
-    fair = (trials, successes) if rule is None else (np.zeros_like(trials),) * 2
+    fair = (trials, successes) if rule is None else (np.zeros(trials.shape),) * 2
     limit = state.requests.update(rows, *fair, state.link.records, record.caught_up)
     state.has_skipped |= record.caught_up > 0
     drafts = DraftRows(rows.confidences, limit, trials, successes, rule, state.link.records)
