@@ -269,7 +269,10 @@ class Daemon:
         watch.lap("learn")
         for record in batch.records:
             session.measure(record)
-            self._record(entry if entry is not None and record is newest else StepEntry(record, received_ns))
+            if entry is None or record is not newest:
+                self._record_step(session, StepEntry(record, received_ns))
+            else:
+                self._record_step(session, entry)
         watch.lap("record")
         if decision is not None and self._traces is not None:
             self._traces.put(self._trace(batch, decision, is_sent, watch))
@@ -314,6 +317,13 @@ class Daemon:
         logger.log(level, "engine %s: %s (%s)", session.hello.boot_id, kind, detail)
         self._record(NoticeEntry(session.hello.boot_id, kind, detail, time.time_ns()))
         audit_event("engine", session.hello.boot_id, kind=kind, detail=detail)
+
+    def _record_step(self, session: Session, entry: StepEntry) -> None:
+        """Pack the rows here and let go of them: kept until they are written, they would fill the processor's cache."""
+        if self._store is not None:
+            entry.rows = session.pack(entry.record)
+            entry.record = msgspec.structs.replace(entry.record, rows=[])
+            self._store.put(entry)
 
     def _record(self, entry: Entry) -> None:
         if self._store is not None:

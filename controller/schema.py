@@ -19,7 +19,7 @@ from ..engine_adapter.protocol import MAX_DRAFT_LENGTH, ActionSet, Hello, Reques
 from .audit import digest
 from .canary import Draws
 from .errors import StoreError
-from .packing import SUMMED, pack_draws, pack_lengths, pack_rows
+from .packing import SUMMED, PackedRows, pack_draws, pack_lengths, pack_rows
 
 logger = logging.getLogger(__name__)
 
@@ -182,12 +182,12 @@ def step_row(
     is_sent: bool,
     policy: str = "",
     draws: Draws | None = None,
+    rows: PackedRows | None = None,
 ) -> Row:
-    """Return the row of table steps without its keys `engine` and `run`."""
+    """Return the row of table steps without its keys `engine` and `run`; `rows` stands for the record's own."""
     row: Row = dict(zip(PLAIN_FIELDS, _plain(record), strict=True))
     row["received_ns"] = received_ns
-    row["requests"] = len(record.rows)
-    row["rows"], sums = pack_rows(record.rows)
+    row["rows"], sums, row["requests"] = rows or pack_rows(record.rows)
     for name, total in sums.items():
         row[name] = min(total, LARGEST)
     row.update(_decision_cells(action, reason, decision_s, is_sent))

@@ -24,6 +24,7 @@ from ..engine_adapter.protocol import ActionSet, Hello, StepRecord
 from .canary import Draws
 from .endpoint import FileLock
 from .errors import StoreError
+from .packing import PackedRows
 from .retention import Retention, prune
 from .schema import TABLES, Row, create, engine_row, event_row, notice_row, step_row
 
@@ -60,7 +61,10 @@ class EngineEntry:
 
 @dataclass(slots=True)  # not frozen: made for every record
 class StepEntry:
-    """A step record and, on the newest record of a batch, the decision that was made on it."""
+    """A step record and, on the newest record of a batch, the decision that was made on it.
+
+    With `rows`, those are stored in place of the record's own, which then need not be kept until the disk is ready.
+    """
 
     record: StepRecord
     received_ns: int
@@ -70,6 +74,7 @@ class StepEntry:
     is_sent: bool = False
     policy: str = ""
     draws: Draws | None = None
+    rows: PackedRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +297,7 @@ def _is_busy(error: BaseException) -> bool:
 def _step_row(entry: StepEntry) -> Row:
     return step_row(
         entry.record, entry.received_ns, entry.action, entry.reason, entry.decision_s, entry.is_sent,
-        entry.policy, entry.draws,
+        entry.policy, entry.draws, entry.rows,
     )  # fmt: skip
 
 

@@ -45,6 +45,7 @@ class StepSums(NamedTuple):
 class StepRows(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One record's rows as (n,) int64 columns; names and units as in RequestRow."""
 
+    frame: npt.NDArray[np.uint8]  # the rows as msgpack
     told: Ints  # (10, n), the numbers together
     confidences: list[tuple[float, ...]]
     is_prefill: Bools
@@ -64,7 +65,18 @@ class StepRows(msgspec.Struct, frozen=True, eq=False, gc=False):
         frame = np.frombuffer(_encoder.encode(rows), np.uint8)
         told, end = kernel.read_rows(frame, len(rows))
         assert end == len(frame), "a row holds something else than numbers"
-        return cls(told, [row.confidences for row in rows], told[kernel.ROW_IS_PREFILL] != 0, *told[:-1])
+        return cls(frame, told, [row.confidences for row in rows], told[kernel.ROW_IS_PREFILL] != 0, *told[:-1])
+
+    def all_confidences(self) -> tuple[Ints, Floats, bool]:
+        """Return how many each row has, (n,), all of them in a line, and whether 32 bits hold them exactly."""
+        return kernel.read_confidences(self.frame, self.told.shape[1])
+
+    def narrowed(self, counts: Ints) -> tuple[npt.NDArray[np.int32], int, Ints]:
+        """Return (11, n) the numbers and the given counts as they are stored, the bits they need, and (5,) sums.
+
+        Sums of drafted to emitted. Where the bits are 63, numbers and sums are not to be used.
+        """
+        return kernel.narrow(self.told, counts)
 
     def sums(self) -> StepSums:
         """Return what all rows come to."""

@@ -115,6 +115,63 @@ def _header_width(code: int) -> int:
 
 
 @compiled
+def read_confidences(frame: npt.NDArray[np.uint8], n: int) -> tuple[Ints, Floats, bool]:
+    """Return how many confidences each of n rows has, all of them in a line, and whether 32 bits hold them exactly.
+
+    :param frame: what `read_rows` has read to its end
+    """
+    counts, values, is_single = np.zeros(n, np.int64), np.zeros(len(frame)), True
+    at, size = _behind_header(frame, 0), 0
+    for i in range(n):
+        at = _behind_header(frame, at)
+        for _ in range(NUMBERS):
+            at = _number(frame, at)[1]
+        counts[i] = _length(frame, at)
+        at = _behind_header(frame, at)
+        for _ in range(counts[i]):
+            number, behind = _number(frame, at)
+            is_float = behind == at + 9 and frame[at] == 0xCB
+            value = np.uint64(_bits(frame, at + 1)).view(np.float64) if is_float else float(number)
+            is_single = is_single and np.float64(np.float32(value)) == value
+            values[size] = value
+            at, size = behind, size + 1
+    return counts, values[:size].copy(), is_single
+
+
+@compiled
+def _bits(frame: npt.NDArray[np.uint8], at: int) -> np.uint64:
+    bits = np.uint64(0)
+    for place in range(at, at + 8):
+        bits = bits << np.uint64(8) | np.uint64(frame[place])
+    return bits
+
+
+@compiled
+def narrow(told: Ints, counts: Ints) -> tuple[npt.NDArray[np.int32], int, Ints]:
+    """Return (NUMBERS + 1, n) what is stored of a step's rows, the bits it needs (15, 31 or 63), and (5,) sums.
+
+    Handles as differences to the one before, so that equal columns compress; counts are the last row. Sums of the
+    columns from ROW_DRAFTED to ROW_EMITTED. Where it needs 63 bits, the numbers and the sums are not to be used.
+    """
+    n = told.shape[1]
+    stored, sums, bits = np.zeros((NUMBERS + 1, n), np.int32), np.zeros(5, np.int64), 15
+    for j in range(NUMBERS + 1):
+        before = 0
+        for i in range(n):
+            value = told[j, i] if j < NUMBERS else counts[i]
+            shown = value - before
+            if j == ROW_HANDLE:
+                before = value
+            elif ROW_DRAFTED <= j <= ROW_EMITTED:
+                sums[j - ROW_DRAFTED] += value
+            if not -0x8000 <= shown <= 0x7FFF:
+                bits = max(bits, 31 if -0x80000000 <= shown <= 0x7FFFFFFF else 63)
+            if bits < 63:
+                stored[j, i] = shown
+    return stored, bits, sums
+
+
+@compiled
 def add_up(told: Ints) -> tuple[float, int, int, int, bool]:
     """Return emitted tokens, context, longest draft, drafted tokens, and whether all drafted what they were allowed."""
     emitted, context, longest, drafted, is_full = 0.0, 0, 0, 0, True
