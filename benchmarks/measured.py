@@ -1,7 +1,7 @@
-"""The README's costs in one file: `python benchmarks/measured.py`, about a minute on an idle machine.
+"""The README's costs in one file: `python benchmarks/measured.py`, some four minutes on an idle machine.
 
-Runs the benchmarks of the adapter, the decision and the round trip, the two that vary most twice, and keeps what they
-print in benchmarks/results/measured.json; `python docs/figures.py` then writes the README's lines from it.
+Runs the benchmarks of the adapter, the decision, the round trip, the store and the fleet, the two that vary most twice,
+and keeps what they print in benchmarks/results/measured.json; `python docs/figures.py` then writes the README's lines.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import msgspec
 from faser.controller.bench_machine import commit, machine_facts, versions
 
 FOLDER: Final = Path(__file__).resolve().parent
-RUNS: Final = {"adapter": 2, "decide": 1, "round_trip": 2}
+RUNS: Final = {"adapter": 2, "decide": 1, "round_trip": 2, "store": 1, "fleet": 1}
+OPTIONS: Final = {"store": ("--seconds", "10"), "fleet": ("--engines", "8", "16", "24", "32", "40", "48")}
 
 
 def measure(name: str) -> Any:
     """Return what a benchmark prints as JSON."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(FOLDER / f"{name}.py"), "--json"]
+    command = [sys.executable, str(FOLDER / f"{name}.py"), "--json", *OPTIONS.get(name, ())]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise SystemExit(f"measured: {name}.py ended with code {done.returncode}: {done.stderr.strip()[-300:]}")

@@ -9,6 +9,7 @@ paces them as an engine would and reports what was dropped and the CPU time. The
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import struct
 import tempfile
@@ -73,6 +74,7 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--rate", type=float, default=0.0)
+    parser.add_argument("--json", action="store_true", help="end with one JSON object")
     options = parser.parse_args()
     dice = random.Random(0)
     boots = [f"boot-{engine}" for engine in range(options.engines)]
@@ -97,6 +99,10 @@ def main() -> None:
         health, wall, used = store.health(), time.perf_counter() - started, time.process_time() - cpu
         size = path.stat().st_size
     rate, per_step = health.written / wall, used / offered * 1e6
+    if options.json:
+        found = {"steps_per_s": rate, "dropped": health.dropped, "requests": options.requests, "cpu_us": per_step}
+        print(json.dumps(found | {"bytes_per_step": size / health.written}))
+        return
     margin = rate / DEMAND_STEPS_PER_S
     print(f"{health.written} entries in {wall:.1f} s: {rate:.0f}/s, {margin:.0f}x the demand of 100 steps/s")
     print(f"dropped {health.dropped}, longest queue {peak}, {size / health.written:.0f} bytes/step")

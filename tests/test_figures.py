@@ -51,7 +51,7 @@ def test_a_page_that_lost_its_marks_is_named(figures: ModuleType) -> None:
     with pytest.raises(SystemExit, match=r"docs/policies\.md: no block <!-- figures: policies -->"):
         figures.written("docs/policies.md", "nothing")
     with pytest.raises(SystemExit, match=r"docs/bench\.md: 0 lines begin with"):
-        figures.written("docs/bench.md", "nothing")
+        figures.written("docs/bench.md", "<!-- figures: clients -->\n\n<!-- end of figures -->\n")
 
 
 def test_the_readmes_costs_are_written_from_two_runs(figures: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,27 +59,46 @@ def test_the_readmes_costs_are_written_from_two_runs(figures: ModuleType, monkey
         return [
             {"requests": requests, "caches": caches, "bound_us": 20.0 + 0.7 * requests, "p50_us": p50_us + requests}
             for requests in (1, 8, 64, 256)
-            for caches in ("warm", "flushed")
+            for caches in ("back to back", "after a pause", "flushed")
         ]
 
     content = {
         "adapter": [adapter(20.0), adapter(23.0)],
+        "store": [{"steps_per_s": 7012.3}],
+        "fleet": [
+            {
+                "runs": [
+                    {"engines": 24, "keeps_up": True, "core_share": 0.714, "answered_in_time": 1.0},
+                    {"engines": 32, "keeps_up": False, "core_share": 0.99, "answered_in_time": 0.876},
+                ]
+            }
+        ],
         "decide": [{"requests": {"64": {"policy_p50_us": 23.2}, "256": {"policy_p50_us": 24.4}}}],
-        "round_trip": [[{"requests": n, "p50_us": 800.0 + n, "bare_us": 361.0} for n in (64, 256)]] * 2,
+        "round_trip": [
+            [
+                {"requests": n, "pause_ms": pause_ms, "p50_us": 800.0 + n + pause_ms, "bare_us": 61.0 + pause_ms}
+                for n in (64, 256)
+                for pause_ms in (0.0, 5.0)
+            ]
+        ]
+        * 2,
     }
     monkeypatch.setattr(figures, "read", lambda name: content)
     told = [make() for make in figures.MEASURED.values()]
     assert told[0].startswith(
-        "| adapter on the engine thread, 1 / 8 / 64 / 256 requests, p50, two runs "
-        "| 21 to 24 / 28 to 31 / 84 to 87 / 276 to 279 us warm | 21 / 26 / 65 / 199 us |"
+        "| adapter on the engine thread, 1 / 8 / 64 / 256 requests, p50, two runs, back to back "
+        "| 21 to 24 / 28 to 31 / 84 to 87 / 276 to 279 us | 21 / 26 / 65 / 199 us |"
     )
-    assert told[2] == "| policy alone, 64 / 256 requests, p50 | 23 / 24 us | 100 / 250 us | `benchmarks/decide.py` |"
-    assert "| 864 / 1056 us; the bare socket 361 us |" in told[3]
+    assert told[3] == "| policy alone, 64 / 256 requests, p50 | 23 / 24 us | 100 / 250 us | `benchmarks/decide.py` |"
+    assert told[4].startswith("| telemetry store | 7,012 steps/s of 64 requests | 100 |")
+    assert "within 20 ms | 24 (71 % of the core); 32: 87.6 % | 32 |" in told[5]
+    assert "back to back | 864 / 1056 us; the bare socket 61 us |" in told[6]
+    assert "every 5 ms | 869 / 1061 us; the bare socket 66 us |" in told[7]
     readme = (ROOT / "README.md").read_text()
     assert all(sum(line.startswith(begin) for line in readme.splitlines()) == 1 for _, begin in figures.MEASURED)
 
 
 def test_what_has_figures_and_no_file_is_listed(figures: ModuleType) -> None:
     listed = "\n".join(figures.untied())
-    assert "| telemetry store |" in listed
+    assert "| adapter's share of a step, in the demo |" in listed
     assert "| price | 877" not in listed
