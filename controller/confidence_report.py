@@ -6,7 +6,7 @@ ones before them were accepted. The calibration under test is one that has not s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from ..engine_adapter.protocol import RequestRow
 from ..env.acceptance import count_trials
 from ..env.confidence import Confidence, DraftRows, unfold
+from ..env.step_rows import Confidences
 from .telemetry import Floats
 
 BINS = 10
@@ -49,7 +50,7 @@ class Quality:
     curve: tuple[tuple[float, float, int], ...]  # (mean calibrated chance, share accepted, tokens) per bin
 
 
-def judge(steps: Iterable[list[RequestRow]], k_max: int) -> list[Judgements]:
+def judge(steps: Iterable[Sequence[RequestRow]], k_max: int) -> list[Judgements]:
     """Return the judged tokens of each position up to `k_max`, calibrating along the way as the controller does."""
     calibration = Confidence(k_max)
     found: list[list[Floats]] = [[] for _ in range(k_max)]
@@ -61,7 +62,7 @@ def judge(steps: Iterable[list[RequestRow]], k_max: int) -> list[Judgements]:
             np.array([getattr(row, name) for row in rows], np.int64) for name in ("verified", "pruned", "accepted")
         )
         trials, successes = count_trials(verified, pruned, accepted, k_max)
-        confidences = [row.confidences for row in rows]
+        confidences = Confidences.of(row.confidences for row in rows)
         logits, depth = unfold(confidences, k_max)
         chance = calibration.probability(logits)
         trials *= np.arange(k_max) < depth[:, None]

@@ -34,6 +34,7 @@ from .keys import load_keyring
 from .link import EngineRouter, Incoming
 from .modes import ModeBoard, engine_name
 from .notify import Notifier
+from .packing import pack_rows
 from .reload import Prepared, prepare
 from .retention import Retention
 from .session import Session, check_policy
@@ -270,9 +271,9 @@ class Daemon:
         for record in batch.records:
             session.measure(record)
             if entry is None or record is not newest:
-                self._record_step(session, StepEntry(record, received_ns))
+                self._record_step(StepEntry(record, received_ns))
             else:
-                self._record_step(session, entry)
+                self._record_step(entry)
         watch.lap("record")
         if decision is not None and self._traces is not None:
             self._traces.put(self._trace(batch, decision, is_sent, watch))
@@ -318,10 +319,10 @@ class Daemon:
         self._record(NoticeEntry(session.hello.boot_id, kind, detail, time.time_ns()))
         audit_event("engine", session.hello.boot_id, kind=kind, detail=detail)
 
-    def _record_step(self, session: Session, entry: StepEntry) -> None:
+    def _record_step(self, entry: StepEntry) -> None:
         """Pack the rows here and let go of them: kept until they are written, they would fill the processor's cache."""
         if self._store is not None:
-            entry.rows = session.pack(entry.record)
+            entry.rows = pack_rows(entry.record.rows)
             entry.record = msgspec.structs.replace(entry.record, rows=[])
             self._store.put(entry)
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 from typing import Final
 
+import numpy as np
+
 from ..engine_adapter.protocol import StepRecord
 from ..env.cost_table import CostTable
+from ..env.step_rows import StepRows
 
 SAMPLED: Final = 4  # one record in so many is looked at
 MIN_CONFIDENCE: Final = 0.5  # of the cost table in a batch of that size without drafts
@@ -33,11 +36,12 @@ class Envelope:
         """Take in a step that ran under our lease; most are skipped, as are those that tell nothing."""
         if record.counter % SAMPLED or not record.decode_tokens or not 0.0 < record.step_s < MAX_STEP_S:
             return
-        rows = record.prefill_tokens + record.decode_tokens
-        if float(cost.confidence(rows)) < MIN_CONFIDENCE:
+        plain_rows = record.prefill_tokens + record.decode_tokens
+        if float(cost.confidence(plain_rows)) < MIN_CONFIDENCE:
             return
-        plain_s = float(cost.verify_time_s(rows))
-        emitted = sum([row.emitted for row in record.rows if not row.is_prefill])
+        plain_s = float(cost.verify_time_s(plain_rows))
+        rows = StepRows.of(record.rows)
+        emitted = float(rows.emitted[~rows.is_prefill].sum(dtype=np.float64))
         keep = 1.0 - 1.0 / self._memory_steps
         self._tokens = self._tokens * keep + emitted
         self._seconds = self._seconds * keep + record.step_s

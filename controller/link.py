@@ -20,9 +20,9 @@ from ..engine_adapter.protocol import (
     FromEngine,
     HelloRequest,
     ProtocolError,
-    decode_from_engine,
     encode,
 )
+from ..env.step_frame import decode
 from .endpoint import Endpoint
 from .errors import EndpointError
 from .gatekeeper import Gatekeeper, RateLimit
@@ -152,7 +152,7 @@ class EngineRouter:
             self.dropped["multipart"] += 1
             return None
         try:
-            message = decode_from_engine(frame)
+            message = decode(frame)
         except ProtocolError as error:
             self.dropped[error.reason] += 1
             return None

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from ..engine_adapter.protocol import RequestRow
-from ..env.requests import StepRows
+from ..env.step_rows import StepRows
 from .canary import Draws
 from .errors import StoreError
 
@@ -76,15 +76,10 @@ class PackedRows(NamedTuple):
 
 def pack_rows(rows: Sequence[RequestRow]) -> PackedRows:
     """Return the blob of a step's request rows, and the sums of their columns in SUMMED."""
-    return pack_step(StepRows.from_rows(list(rows)))
-
-
-def pack_step(rows: StepRows) -> PackedRows:
-    """Pack rows that are unfolded already."""
-    n = rows.told.shape[1]
-    counts, values, is_single = rows.all_confidences()
-    stored, bits, summed = rows.narrowed(counts)
-    width, confidence_width = (bits + 1) // 8, 4 if is_single else 8
+    rows = StepRows.of(rows)
+    n, (counts, values) = len(rows), rows.confidences
+    stored, bits, summed = rows.narrowed()
+    width, confidence_width = (bits + 1) // 8, 4 if rows.is_single else 8
     if width < 8:
         content, sums = stored.astype(f"<i{width}", copy=False).tobytes(), summed.tolist()
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from ..engine_adapter.protocol import StepRecord
+from ..env.step_rows import StepRows
 from .snapshot import PruningStatus
 
 
@@ -20,7 +21,7 @@ class PruningTotals:
         if record.prune_layer is None:
             return
         self._steps += 1
-        self._pruned_rows += sum([row.pruned for row in record.rows])
+        self._pruned_rows += int(StepRows.of(record.rows).pruned.sum())
         self._saved_rows += record.saved_rows
         self._wrongly_pruned += record.wrongly_pruned
         self._spent_s += record.prune_s

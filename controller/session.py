@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Final
 
 from ..engine_adapter.protocol import MAX_DRAFT_LENGTH, Hello, StepRecord
-from ..env.requests import StepRows
 from ..env.spaces import Capabilities
 from ..env.state import EngineState, learn, look
 from ..models import policy as policies
@@ -23,7 +22,6 @@ from .config import LeaseConfig
 from .decide import Decision, LeaseTerms, decide
 from .errors import PolicyError
 from .governor import Governor
-from .packing import PackedRows, pack_rows, pack_step
 from .pruning_totals import PruningTotals
 from .snapshot import MAX_SHOWN, EngineStatus, LastStep, Presence
 from .window import Window
@@ -44,7 +42,6 @@ class Session:
         self.governor = Governor(hello, LeaseTerms(lease.steps, lease.ms))
         self.window = Window(hello.k_max)
         self.pruning = PruningTotals()
-        self._unfolded: tuple[StepRecord | None, StepRows | None] = (None, None)  # of the record last learnt from
         self.newest: StepRecord | None = None
         self.sequence = 0
         self.decisions = self.sends_dropped = self.failures = self.late_records = 0
@@ -111,15 +108,9 @@ class Session:
 
     def _learn(self) -> None:
         lesson = self.state.lesson
-        if lesson is not None:  # its rows are unfolded already
-            self._unfolded = (lesson.record, lesson.rows)
+        if lesson is not None:
             self.window.add(lesson.record, lesson.rows, lesson.record.lease_epoch == self.epoch)
         learn(self.state)
-
-    def pack(self, record: StepRecord) -> PackedRows:
-        """Return a record's rows as they are stored."""
-        learnt, rows = self._unfolded
-        return pack_step(rows) if learnt is record and rows is not None else pack_rows(record.rows)
 
     def measure(self, record: StepRecord) -> None:
         """Take a record into the figures that need no learning."""

@@ -14,7 +14,7 @@ import numpy as np
 from ..engine_adapter.protocol import StepRecord
 from ..env.acceptance import Ints
 from ..env.compiled import compiled
-from ..env.requests import StepRows
+from ..env.step_rows import StepRows
 
 WINDOW_S: Final = 5.0
 MANY: Final = 1 << 32  # tokens: more of one request in a step is nonsense, and must not overflow a sum

@@ -10,6 +10,7 @@ and the arrival event (or the roster in `Hello`) says once which id a handle sta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
@@ -115,7 +116,7 @@ class StepRecord(msgspec.Struct, array_like=True, tag="step", gc=False):
     dropped: Count  # records this engine could not send since boot
     rejected: Count  # messages from a controller this engine refused since boot
     events: Annotated[list[RequestEvent], Meta(max_length=MAX_REQUESTS)]
-    rows: Annotated[list[RequestRow], Meta(max_length=MAX_REQUESTS)]
+    rows: Annotated[Sequence[RequestRow], Meta(max_length=MAX_REQUESTS)]
     caught_up: Count = 0  # tokens the drafter had skipped while nobody drafted and made up for in `draft_s`
     draft_rounds: Count | None = None  # drafter passes of this step that drew a token; none: not told
     drawn_tokens: Count | None = None  # tokens drawn in them, those that a stop rule dropped included
@@ -248,18 +249,19 @@ def encode(message: FromEngine | FromController) -> bytearray:
 
 def decode_from_engine(frame: bytes | memoryview) -> FromEngine:
     """Return the message an engine sent; raise ProtocolError for anything else."""
-    return _decode(_engine_decoder, frame)
+    return decode_with(_engine_decoder, frame)
 
 
 def decode_from_controller(frame: bytes | memoryview) -> FromController:
     """Return the message a controller sent; raise ProtocolError for anything else."""
-    message = _decode(_controller_decoder, frame)
+    message = decode_with(_controller_decoder, frame)
     if isinstance(message, ActionSet) and len(message.handles) != len(message.lengths):
         raise ProtocolError("out_of_bounds", f"{len(message.handles)} handles, {len(message.lengths)} lengths")
     return message
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes | memoryview) -> T:
+def decode_with(decoder: msgspec.msgpack.Decoder[T], frame: bytes | memoryview) -> T:
+    """Return what a decoder makes of a frame's content; raise ProtocolError for what is no frame, or not its type."""
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError("oversized", f"{len(frame)} bytes, at most {MAX_FRAME_BYTES}")
     if len(frame) < len(HEADER) or frame[0] != MAGIC:

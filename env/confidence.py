@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -16,7 +15,8 @@ from ..engine_adapter.protocol import StopRule
 from ..engine_adapter.stop_rule import LEAST
 from . import confidence_kernel as kernel
 from .acceptance import FIRST_GUESS, Floats, Ints
-from .confidence_kernel import CALIBRATION_ROWS, CAME, HIT, INTERCEPT, RING, SLOPE, TRIALS, TRIED
+from .confidence_kernel import CALIBRATION_ROWS, CAME, DEPTH, HIT, INTERCEPT, RING, SLOPE, TRIALS, TRIED
+from .step_rows import Confidences
 
 SAMPLED_ROWS = 16  # of a record at most, in turn: more teach little more and cost time
 BATCH_RECORDS = 16  # taken in together: numpy's cost is per call
@@ -29,8 +29,6 @@ EDGES = np.array([
 ])  # fmt: skip
 LEAST_DRAFTS, LEAST_TRIALS = 64, 150.0  # before a forecast is trusted
 INFORMATIVE, UNINFORMATIVE = 0.03, 0.015  # explained share of the variance: trusted from, until
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ class Forecast:
 class DraftRows:
     """One record's drafts: confidences of what was drafted, and what became of what was verified, n requests."""
 
-    confidences: list[tuple[float, ...]]  # of the verified tokens and of a dropped one behind them
+    confidences: Confidences  # of the verified tokens and of a dropped one behind them
     limit: Ints  # draft length in force when these tokens were drafted; 0: not known
     trials: npt.NDArray[np.float64]  # (n, k_max) as from `count_trials`
     successes: npt.NDArray[np.float64]
@@ -75,8 +73,9 @@ class Confidence:
     forecast: Forecast | None = None
     _calibration: Floats = field(init=False)  # (CALIBRATION_ROWS, k_max)
     _waiting: int = 0  # rows to be taken in
-    _frames: list[bytes] = field(default_factory=list)  # their confidences, one of each record; see `_unfold`
-    _counts: Ints = field(init=False)  # (2, rows) limit and record
+    _records: int = 0  # that they came in
+    _notes: Ints = field(init=False)  # (3, rows) depth, limit and record
+    _drawn: Floats = field(init=False)  # (rows, k_max) logits
     _tests: Floats = field(init=False)  # (2, rows, k_max) trials and successes
     _logits: Floats = field(init=False)  # (RING, k_max)
     _remembered: Ints = field(init=False)  # (2, RING) depth and record
@@ -87,7 +86,8 @@ class Confidence:
     def __post_init__(self) -> None:
         self._calibration = np.zeros((CALIBRATION_ROWS, self.k_max))
         self._calibration[SLOPE] = 1.0
-        self._counts = np.zeros((2, BATCH_RECORDS * SAMPLED_ROWS), np.int64)
+        self._notes = np.zeros((3, BATCH_RECORDS * SAMPLED_ROWS), np.int64)
+        self._drawn = np.zeros((BATCH_RECORDS * SAMPLED_ROWS, self.k_max))
         self._tests = np.zeros((2, BATCH_RECORDS * SAMPLED_ROWS, self.k_max))
         self._logits = np.zeros((RING, self.k_max))
         self._remembered = np.zeros((2, RING), np.int64)
@@ -112,16 +112,18 @@ class Confidence:
 
     def learn(self, rows: DraftRows) -> None:
         """Take in one record, of many requests some, others in each; batches are worked off together."""
-        if self.k_max == 0 or not any(rows.confidences) or not np.count_nonzero(rows.limit):
+        counts, values = rows.confidences
+        if self.k_max == 0 or not len(values) or not np.count_nonzero(rows.limit):
             return
         assert rows.trials.shape == rows.successes.shape == (len(rows.limit), self.k_max)  # the kernel does not look
-        step = -(-len(rows.limit) // SAMPLED_ROWS)
-        first = rows.record % step
-        self._frames.append(_encoder.encode(rows.confidences[first::step]))
+        assert len(counts) == len(rows.limit)
+        step = -(-len(counts) // SAMPLED_ROWS)
         self._waiting = kernel.gather(
-            self._counts, self._tests, self._waiting, rows.limit, rows.trials, rows.successes, rows.record, first, step
-        )
-        if len(self._frames) >= BATCH_RECORDS or rows.record - int(self._counts[CAME, 0]) >= FORECAST_RECORDS:
+            self._notes, self._drawn, self._tests, self._waiting, counts, values, rows.limit, rows.trials,
+            rows.successes, rows.record, rows.record % step, step, LEAST,
+        )  # fmt: skip
+        self._records += 1
+        if self._records >= BATCH_RECORDS or rows.record - self._notes.item(CAME, 0) >= FORECAST_RECORDS:
             self._work_off(rows.record)
 
     def probability(self, logits: Floats) -> Floats:
@@ -134,13 +136,10 @@ class Confidence:
         return StopRule(self.slopes.tolist(), self.intercepts.tolist(), [keep] * self.k_max, go_on.tolist())
 
     def _work_off(self, record: int) -> None:
-        frame, size = b"".join(self._frames), self._waiting
-        self._frames, self._waiting = [], 0
-        logits, depth = _unfold(frame, size, self.k_max)
-        kernel.calibrate(self._calibration, logits, depth, self._tests[TRIED, :size], self._tests[HIT, :size])
-        self._inserted += kernel.insert(
-            self._logits, self._remembered, self._inserted, logits, depth, self._counts[:, :size].copy()
-        )
+        size, self._records, self._waiting = self._waiting, 0, 0
+        logits, notes = self._drawn[:size], self._notes[:, :size].copy()
+        kernel.calibrate(self._calibration, logits, notes[DEPTH], self._tests[TRIED, :size], self._tests[HIT, :size])
+        self._inserted += kernel.insert(self._logits, self._remembered, self._inserted, logits, notes)
         if self.forecast is None or record - self._forecast_record >= FORECAST_RECORDS:
             self._foresee(record)
 
@@ -164,16 +163,9 @@ class Confidence:
         self.is_ready = self.forecast.informativeness >= bar
 
 
-def unfold(confidences: list[tuple[float, ...]], k_max: int) -> tuple[Floats, Ints]:
+def unfold(confidences: Confidences, k_max: int) -> tuple[Floats, Ints]:
     """Return logits (n, k_max), 0 where there is none, and how many each row has, (n,); at most k_max count."""
-    return _unfold(_encoder.encode(confidences), len(confidences), k_max)
-
-
-def _unfold(frame: bytes, n: int, k_max: int) -> tuple[Floats, Ints]:
-    """Unfold from msgpack: msgspec writes it and a kernel reads it faster than Python takes tuples apart."""
-    logits, depth, end = kernel.read(np.frombuffer(frame, np.uint8), n, k_max, LEAST)
-    assert end == len(frame), "the confidences are not one tuple of floats for each request"
-    return logits, depth
+    return kernel.read(*confidences, k_max, LEAST)
 
 
 def complete(chance: Floats, depth: Ints) -> None:

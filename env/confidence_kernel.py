@@ -27,71 +27,53 @@ WINDOW = 16  # drafts of similar survival from which an unseen continuation is t
 # w, w x and w x^2; and the working response against 1 and x.
 INTERCEPT, SLOPE, TRIALS, SEEN, WEIGHT, WEIGHT_X, WEIGHT_XX, MOMENT, MOMENT_X, CALIBRATION_ROWS = range(10)
 DEPTH, RECORD = range(2)  # of a draft in the ring: confidences known, and when it was inserted
-# Of a row that waits: draft length in force when it was drafted (0: not known), and in which record it came; what of it
-# was tried and accepted by position.
-LIMIT, CAME = range(2)
+# Of a row that waits: confidences known, draft length in force when it was drafted (0: not known), and in which record
+# it came; what of it was tried and accepted by position.
+LIMIT, CAME = range(1, 3)
 TRIED, HIT = range(2)
 
 
 @compiled
-def read(frame: npt.NDArray[np.uint8], n: int, k_max: int, least: float) -> tuple[Floats, Ints, int]:
-    """Return logits, depth, and where these lists of n drafts in all end.
-
-    Anything but lists of lists of floats, as msgspec writes them, ends beyond the frame; nothing is read there.
-    """
-    logits, depth = np.zeros((n, k_max)), np.zeros(n, np.int64)
-    at = i = 0
-    while at < len(frame):
-        drafts, at = _header(frame, at)
-        for _ in range(drafts):
-            many, at = _header(frame, at)
-            if i >= n or at + 9 * many > len(frame):
-                return logits, depth, len(frame) + 1
-            for j in range(min(many, k_max)):
-                logits[i, j] = _logit(frame, at + 9 * j, least)
-            depth[i] = min(many, k_max)
-            at, i = at + 9 * many, i + 1
-    return logits, depth, at if i == n else len(frame) + 1
+def read(counts: Ints, values: Floats, k_max: int, least: float) -> tuple[Floats, Ints]:
+    """Return logits (n, k_max), 0 where there is none, and depth (n,) of n drafts; at most k_max of each count."""
+    logits, depth = np.zeros((len(counts), k_max)), np.zeros(len(counts), np.int64)
+    start = 0
+    for i in range(len(counts)):
+        depth[i] = _unfold(logits[i], counts[i], values, start, least)
+        start += counts[i]
+    return logits, depth
 
 
 @compiled
-def _header(frame: npt.NDArray[np.uint8], at: int) -> tuple[int, int]:
-    """Return the length of the list that begins here, and where its first entry does."""
-    end = len(frame)
-    code = int(np.int64(frame[at])) if at < end else 0  # numba's int of a byte would be unsigned
-    if 0x90 <= code <= 0x9F:
-        return code - 0x90, at + 1
-    if code != 0xDC or at + 3 > end:
-        return 0, end + 1
-    return int(np.int64(frame[at + 1])) * 256 + int(np.int64(frame[at + 2])), at + 3
+def _unfold(logits: Floats, count: int, values: Floats, start: int, least: float) -> int:
+    """Fill in the logits of one draft, (k_max,); return how many there are."""
+    depth = min(count, len(logits))
+    for j in range(len(logits)):
+        logits[j] = _logit(values[start + j], least) if j < depth else 0.0
+    return depth
 
 
 @compiled
-def _logit(frame: npt.NDArray[np.uint8], at: int, least: float) -> float:
-    value = np.uint64(_bits(frame, at + 1)).view(np.float64) if frame[at] == 0xCB else math.nan
+def _logit(value: float, least: float) -> float:
     value = 0.5 if math.isnan(value) else min(max(value, least), 1.0 - least)
     return math.log(value / (1.0 - value))
 
 
 @compiled
-def _bits(frame: npt.NDArray[np.uint8], at: int) -> np.uint64:
-    bits = np.uint64(0)
-    for place in range(at, at + 8):
-        bits = bits << np.uint64(8) | np.uint64(frame[place])
-    return bits
-
-
-@compiled
 def gather(
-    counts: Ints, tests: Floats, waiting: int, limit: Ints, trials: Floats, successes: Floats, record: int, first: int,
-    step: int,
+    notes: Ints, logits: Floats, tests: Floats, waiting: int, counts: Ints, values: Floats, limit: Ints,
+    trials: Floats, successes: Floats, record: int, first: int, step: int, least: float,
 ) -> int:  # fmt: skip
     """Let every `step`-th row from the `first` on wait behind the others; return how many do."""
-    for i in range(first, len(limit), step):
-        counts[LIMIT, waiting], counts[CAME, waiting] = limit[i], record
-        for j in range(tests.shape[2]):
-            tests[TRIED, waiting, j], tests[HIT, waiting, j] = trials[i, j], successes[i, j]
-        waiting += 1
+    start = 0
+    for i in range(len(limit)):
+        if i >= first and (i - first) % step == 0:
+            notes[DEPTH, waiting] = _unfold(logits[waiting], counts[i], values, start, least)
+            notes[LIMIT, waiting], notes[CAME, waiting] = limit[i], record
+            for j in range(tests.shape[2]):
+                tests[TRIED, waiting, j], tests[HIT, waiting, j] = trials[i, j], successes[i, j]
+            waiting += 1
+        start += counts[i]
     return waiting
 
 
@@ -149,15 +131,15 @@ def _solve(sums: Floats, trust: Floats, intercept: float, slope: float) -> None:
 
 
 @compiled
-def insert(ring: Floats, remembered: Ints, inserted: int, logits: Floats, depth: Ints, counts: Ints) -> int:
+def insert(ring: Floats, remembered: Ints, inserted: int, logits: Floats, notes: Ints) -> int:
     """Remember drafts, as deep as their confidences are known; return how many of them were of use."""
     useful = 0
     for i in range(len(logits)):
-        known = min(depth[i], counts[LIMIT, i])
+        known = min(notes[DEPTH, i], notes[LIMIT, i])
         if known > 0:
             place = (inserted + useful) % RING
             ring[place] = logits[i]
-            remembered[DEPTH, place], remembered[RECORD, place] = known, counts[CAME, i]
+            remembered[DEPTH, place], remembered[RECORD, place] = known, notes[CAME, i]
             useful += 1
     return useful
 

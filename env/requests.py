@@ -7,15 +7,15 @@ when nothing was heard of them for very long. Never loops over rows in Python.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..engine_adapter.protocol import LARGEST_PRIORITY, MAX_DRAFT_LENGTH, MAX_REQUESTS, RequestEvent, RequestRow
+from ..engine_adapter.protocol import LARGEST_PRIORITY, MAX_DRAFT_LENGTH, MAX_REQUESTS, RequestEvent
 from . import requests_kernel as kernel
 from .acceptance import REQUEST_MEMORY_STEPS, UNTRIED_RECORDS, Floats, Ints
+from .step_rows import StepRows
 
 Bools = npt.NDArray[np.bool_]
 
@@ -28,59 +28,6 @@ COLUMNS: Final = {
     "drafter": kernel.DRAFTER, "emitted": kernel.EMITTED, "limit": kernel.LIMIT, "priority": kernel.PRIORITY,
     "most": kernel.MOST, "is_prefill": kernel.IS_PREFILL, "is_preempted": kernel.IS_PREEMPTED,
 }  # fmt: skip
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=int)  # numpy's integers, in rows that no engine sent
-
-
-class StepSums(NamedTuple):
-    """What one step did for all its requests, in tokens."""
-
-    emitted: float
-    context: int
-    longest: int  # draft
-    drafted: int
-    is_full: bool  # everybody drafted as much as it was allowed
-
-
-class StepRows(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """One record's rows as (n,) int64 columns; names and units as in RequestRow."""
-
-    frame: npt.NDArray[np.uint8]  # the rows as msgpack
-    told: Ints  # (10, n), the numbers together
-    confidences: list[tuple[float, ...]]
-    is_prefill: Bools
-    handle: Ints
-    scheduled: Ints
-    draft_limit: Ints
-    drafted: Ints
-    verified: Ints
-    pruned: Ints
-    accepted: Ints
-    emitted: Ints
-    context: Ints
-
-    @classmethod
-    def from_rows(cls, rows: list[RequestRow]) -> StepRows:
-        """Unfold the rows by way of msgpack: msgspec writes and a kernel reads them faster than Python takes apart."""
-        frame = np.frombuffer(_encoder.encode(rows), np.uint8)
-        told, end = kernel.read_rows(frame, len(rows))
-        assert end == len(frame), "a row holds something else than numbers"
-        return cls(frame, told, [row.confidences for row in rows], told[kernel.ROW_IS_PREFILL] != 0, *told[:-1])
-
-    def all_confidences(self) -> tuple[Ints, Floats, bool]:
-        """Return how many each row has, (n,), all of them in a line, and whether 32 bits hold them exactly."""
-        return kernel.read_confidences(self.frame, self.told.shape[1])
-
-    def narrowed(self, counts: Ints) -> tuple[npt.NDArray[np.int32], int, Ints]:
-        """Return (11, n) the numbers and the given counts as they are stored, the bits they need, and (5,) sums.
-
-        Sums of drafted to emitted. Where the bits are 63, numbers and sums are not to be used.
-        """
-        return kernel.narrow(self.told, counts)
-
-    def sums(self) -> StepSums:
-        """Return what all rows come to."""
-        return StepSums._make(kernel.add_up(self.told))
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ Bools = npt.NDArray[np.bool_]
 ROW_HANDLE, ROW_SCHEDULED, ROW_LIMIT, ROW_DRAFTED, ROW_VERIFIED = range(5)
 ROW_PRUNED, ROW_ACCEPTED, ROW_EMITTED, ROW_CONTEXT, ROW_IS_PREFILL = range(5, 10)
 NUMBERS = 10
+LEAST_ROW_BYTES = 12
 
 FIELDS = 11
 (
@@ -39,27 +40,52 @@ MANY = 1 << 32  # tokens: more in one row is nonsense and must not overflow a su
 
 
 @compiled
-def read_rows(frame: npt.NDArray[np.uint8], n: int) -> tuple[Ints, int]:
-    """Return the numbers of n rows, (NUMBERS, n), from their msgpack, and where they end in it.
+def read_rows(
+    frame: npt.NDArray[np.uint8], is_bounded: bool, most: int, longest: int, largest: int
+) -> tuple[Ints, Ints, Floats, bool, int]:
+    """Return a step's rows from their msgpack, as msgspec writes them, and where they end in it.
 
-    Anything but rows as msgspec writes them ends beyond the frame; nothing is read there.
+    The numbers, (NUMBERS, n); how many confidences each row has, (n,); all of them in a line; whether 32 bits hold them
+    exactly. Anything but rows ends beyond the frame, and nothing is read there; so does, with `is_bounded`, what is
+    beyond the bounds of protocol.StepRecord: `most` rows, `longest` draft, `largest` number.
     """
-    told = np.zeros((NUMBERS, n), np.int64)
-    at = _behind_header(frame, 0)
+    many, at = _header(frame, 0)
+    n = many if LEAST_ROW_BYTES * many <= len(frame) and (many <= most or not is_bounded) else 0
+    told, counts, values = np.zeros((NUMBERS, n), np.int64), np.zeros(n, np.int64), np.empty(len(frame) // 9 + 1)
+    is_read, is_single, size = n == many, True, 0
     for i in range(n):
-        at = _behind_header(frame, at)
+        fields, at = _header(frame, at)
+        is_read = is_read and fields == NUMBERS + 1
         for j in range(NUMBERS):
+            is_read = is_read and (not is_bounded or _is_truth(frame, at) == (j == ROW_IS_PREFILL))
             told[j, i], at = _number(frame, at)
-        confidences = _length(frame, at)
-        at = _behind_header(frame, at)
-        for _ in range(confidences):
-            at = _number(frame, at)[1]
-    return told, at
+            is_read = is_read and (not is_bounded or _is_within(told[j, i], j, longest, largest))
+        counts[i], at = _header(frame, at)
+        if not is_read or at + 9 * counts[i] > len(frame) or (is_bounded and counts[i] > longest):
+            return told, counts, values[:0].copy(), is_single, len(frame) + 1
+        for _ in range(counts[i]):
+            value = np.uint64(_bits(frame, at + 1)).view(np.float64)
+            is_read = is_read and bool(frame[at] == 0xCB) and (not is_bounded or bool(0.0 <= value <= 1.0))
+            is_single = is_single and bool(np.float64(np.float32(value)) == value)
+            values[size] = value
+            at, size = at + 9, size + 1
+    return told, counts, values[:size].copy(), is_single, at if is_read else len(frame) + 1
+
+
+@compiled
+def _is_truth(frame: npt.NDArray[np.uint8], at: int) -> bool:
+    return at < len(frame) and (frame[at] == 0xC2 or frame[at] == 0xC3)
+
+
+@compiled
+def _is_within(value: int, j: int, longest: int, largest: int) -> bool:
+    most = longest if ROW_LIMIT <= j <= ROW_ACCEPTED else largest
+    return (1 if j == ROW_HANDLE else 0) <= value <= most
 
 
 @compiled
 def _number(frame: npt.NDArray[np.uint8], at: int) -> tuple[int, int]:
-    """Return the integer or truth value at this place, and where the next one begins; a float is passed over."""
+    """Return the integer or truth value at this place, and where the next one begins; beyond the frame if none is."""
     end = len(frame)
     if at >= end:
         return 0, end + 1
@@ -70,11 +96,9 @@ def _number(frame: npt.NDArray[np.uint8], at: int) -> tuple[int, int]:
         return code - 0x100, at + 1
     if code in (0xC2, 0xC3):
         return code - 0xC2, at + 1
-    width = 1 << (code & 3)  # CC..CF: unsigned, D0..D3: signed, CA and CB: floats; each family doubles
-    if not 0xCA <= code <= 0xD3 or at + width >= end:
+    width = 1 << (code & 3)  # CC..CF: unsigned, D0..D3: signed; each family doubles
+    if not 0xCC <= code <= 0xD3 or at + width >= end:
         return 0, end + 1
-    if code < 0xCC:
-        return 0, at + 1 + width
     value = 0
     for place in range(at + 1, at + 1 + width):
         value = (value << 8) | int(frame[place])
@@ -84,58 +108,19 @@ def _number(frame: npt.NDArray[np.uint8], at: int) -> tuple[int, int]:
 
 
 @compiled
-def _length(frame: npt.NDArray[np.uint8], at: int) -> int:
-    """Return how many elements the array at this place has; 0 if there is none."""
-    code = int(frame[at]) if at < len(frame) else 0
+def _header(frame: npt.NDArray[np.uint8], at: int) -> tuple[int, int]:
+    """Return the length of the array at this place, and where its elements begin; beyond the frame if none is."""
+    end = len(frame)
+    code = int(frame[at]) if at < end else 0
     if 0x90 <= code <= 0x9F:
-        return code - 0x90
-    width = _header_width(code)
-    if width == 0 or at + width >= len(frame):
-        return 0
+        return code - 0x90, at + 1
+    width = 2 if code == 0xDC else 4 if code == 0xDD else 0
+    if width == 0 or at + width >= end:
+        return 0, end + 1
     length = 0
     for place in range(at + 1, at + 1 + width):
         length = (length << 8) | int(frame[place])
-    return length
-
-
-@compiled
-def _behind_header(frame: npt.NDArray[np.uint8], at: int) -> int:
-    """Return where the elements of the array at this place begin; beyond the frame if there is none."""
-    code = int(frame[at]) if at < len(frame) else 0
-    if 0x90 <= code <= 0x9F:
-        return at + 1
-    width = _header_width(code)
-    return at + 1 + width if width else len(frame) + 1
-
-
-@compiled
-def _header_width(code: int) -> int:
-    """Return the bytes of a long array's length behind its code; 0: no such array."""
-    return 2 if code == 0xDC else 4 if code == 0xDD else 0
-
-
-@compiled
-def read_confidences(frame: npt.NDArray[np.uint8], n: int) -> tuple[Ints, Floats, bool]:
-    """Return how many confidences each of n rows has, all of them in a line, and whether 32 bits hold them exactly.
-
-    :param frame: what `read_rows` has read to its end
-    """
-    counts, values, is_single = np.zeros(n, np.int64), np.zeros(len(frame)), True
-    at, size = _behind_header(frame, 0), 0
-    for i in range(n):
-        at = _behind_header(frame, at)
-        for _ in range(NUMBERS):
-            at = _number(frame, at)[1]
-        counts[i] = _length(frame, at)
-        at = _behind_header(frame, at)
-        for _ in range(counts[i]):
-            number, behind = _number(frame, at)
-            is_float = behind == at + 9 and frame[at] == 0xCB
-            value = np.uint64(_bits(frame, at + 1)).view(np.float64) if is_float else float(number)
-            is_single = is_single and np.float64(np.float32(value)) == value
-            values[size] = value
-            at, size = behind, size + 1
-    return counts, values[:size].copy(), is_single
+    return length, at + 1 + width
 
 
 @compiled

@@ -18,9 +18,10 @@ from . import acceptance
 from .acceptance import Floats, Ints, Population
 from .confidence import Confidence, DraftRows
 from .cost_table import MAX_ROWS, CostTable, StepCost
-from .requests import Bools, RequestTable, StepRows, StepSums
+from .requests import Bools, RequestTable
 from .spaces import Capabilities
 from .step_octaves import StepOctaves
+from .step_rows import StepRows, StepSums
 
 ARRIVAL_WINDOW_S = 10.0
 LOAD_STEPS = 8.0  # memory of the running means
@@ -148,7 +149,7 @@ def look(state: EngineState, record: StepRecord) -> None:
         return
     elapsed_s = _elapsed_s(state, record)
     state.requests.apply(record.events, state.link.records)
-    rows = StepRows.from_rows(record.rows)
+    rows = StepRows.of(record.rows)
     rule = state.drafting_stop  # chose which tokens this step verified
     state.drafting_stop = state.asked_stops.get(record.lease_sequence) if record.lease_epoch else None
     trials, successes = acceptance.count_trials(rows.verified, rows.pruned, rows.accepted, state.requests.k_max)

@@ -28,6 +28,7 @@ from faser.controller.status import ask
 from faser.engine_adapter import protocol as wire
 from faser.engine_adapter.lease import Lease
 from faser.engine_adapter.link import EngineLink
+from faser.env import step_frame
 
 pytestmark = pytest.mark.alone
 
@@ -129,7 +130,7 @@ def test_a_hundred_thousand_hostile_frames_hurt_neither_end(originals: tuple[lis
     lease = Lease(BOOT, 6, 32, 1.0)
     outcomes: Counter[str] = Counter()
     slowest_s = 0.0
-    ways = ((from_engine, wire.decode_from_engine), (from_controller, wire.decode_from_controller))
+    ways = ((from_engine, step_frame.decode), (from_controller, wire.decode_from_controller))
     for number in range(FRAMES):
         if number == FRAMES - TRACED:
             tracemalloc.start(1)

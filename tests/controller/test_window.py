@@ -6,7 +6,7 @@ from faser.controller.pruning_totals import PruningTotals
 from faser.controller.snapshot import PruningStatus
 from faser.controller.window import Window
 from faser.engine_adapter.protocol import RequestRow, StepRecord
-from faser.env.requests import StepRows
+from faser.env.step_rows import StepRows
 
 
 def record(time_s: float, outcomes: list[tuple[int, int, int]]) -> StepRecord:
@@ -22,7 +22,7 @@ def record(time_s: float, outcomes: list[tuple[int, int, int]]) -> StepRecord:
 
 
 def add(window: Window, step: StepRecord, is_under_lease: bool) -> None:
-    window.add(step, StepRows.from_rows(step.rows), is_under_lease)
+    window.add(step, StepRows.of(step.rows), is_under_lease)
 
 
 def test_an_empty_window_has_no_figures() -> None:

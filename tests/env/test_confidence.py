@@ -12,6 +12,7 @@ from faser.engine_adapter.protocol import StopRule
 from faser.engine_adapter.stop_rule import advance, kept_tokens
 from faser.env.acceptance import count_trials
 from faser.env.confidence import EDGES, Confidence, DraftRows, complete, foresee, unfold
+from faser.env.step_rows import Confidences
 
 Floats = npt.NDArray[np.float64]
 K_MAX = 4
@@ -39,7 +40,9 @@ def feed(
         trials, successes = count_trials(verified, np.zeros_like(verified), accepted, K_MAX)
         seen = kept if rule is None else drafted_tokens(rule, sure[:, :length].tolist())
         confidences = [tuple(row[:many]) for row, many in zip(sure.tolist(), seen, strict=True)]
-        confidence.learn(DraftRows(confidences, np.full(batch, length), trials, successes, rule, record))
+        confidence.learn(
+            DraftRows(Confidences.of(confidences), np.full(batch, length), trials, successes, rule, record)
+        )
 
 
 def drafted_tokens(rule: StopRule, drafts: list[list[float]]) -> list[int]:
@@ -129,8 +132,8 @@ def test_a_dropped_token_counts_as_drafted_but_not_as_tried() -> None:
         # Half of the drafts lost their first token to the rule, the others their third.
         rows = [(0.3,), (0.9, 0.8, 0.45)] * 4
         trials = np.tile([[0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]], (4, 1))
-        confidence.learn(DraftRows(rows, np.full(8, K_MAX), trials, trials, rule, record))
-        confidence.learn(DraftRows([()] * 8, np.full(8, K_MAX), nothing, nothing, rule, record))
+        confidence.learn(DraftRows(Confidences.of(rows), np.full(8, K_MAX), trials, trials, rule, record))
+        confidence.learn(DraftRows(Confidences.of([()] * 8), np.full(8, K_MAX), nothing, nothing, rule, record))
     assert confidence.trials[0] > 0.0
     assert confidence.trials[2:].tolist() == [0.0, 0.0]
     assert confidence.forecast is not None
@@ -143,7 +146,7 @@ def test_a_verified_token_without_a_confidence_teaches_nothing() -> None:
     confidence = Confidence(K_MAX)
     tried = np.tile([1.0, 1.0, 0.0, 0.0], (8, 1))
     for record in range(64):
-        confidence.learn(DraftRows([(0.7,)] * 8, np.full(8, K_MAX), tried, tried, None, record))
+        confidence.learn(DraftRows(Confidences.of([(0.7,)] * 8), np.full(8, K_MAX), tried, tried, None, record))
     assert confidence.trials[0] > 0.0
     assert confidence.trials[1] == 0.0
 
@@ -156,7 +159,7 @@ def test_a_confidence_that_tells_nothing_is_not_acted_upon() -> None:
         tried, hit = np.ones((8, K_MAX)), hits * 1.0
         for confidence, sure in ((told, np.where(hits, 0.8, 0.4)), (untold, np.full((8, K_MAX), 0.7))):
             rows = list(map(tuple, sure.tolist()))
-            confidence.learn(DraftRows(rows, np.full(8, K_MAX), tried, hit, None, record))
+            confidence.learn(DraftRows(Confidences.of(rows), np.full(8, K_MAX), tried, hit, None, record))
     assert untold.forecast is not None
     assert told.is_ready
     assert not untold.is_ready
@@ -167,7 +170,7 @@ def test_a_forecast_forgets_drafts_by_age_though_the_ring_still_holds_them() -> 
     limit, tried = np.full(8, K_MAX), np.ones((8, K_MAX))
     for first, sure, hit in ((0, 0.9, 1.0), (4000, 0.2, 0.0)):  # as many of either kind
         for record in range(first, first + 32):
-            confidence.learn(DraftRows([(sure,) * K_MAX] * 8, limit, tried, tried * hit, None, record))
+            confidence.learn(DraftRows(Confidences.of([(sure,) * K_MAX] * 8), limit, tried, tried * hit, None, record))
     assert confidence.forecast is not None
     sure, doubtful = confidence.probability(np.array([[2.2] * K_MAX, [-1.4] * K_MAX]))[:, 0]
     between = int(np.flatnonzero((sure > EDGES) & (doubtful < EDGES))[0])
@@ -186,7 +189,9 @@ def test_many_requests_do_not_take_more_than_a_sample() -> None:
     confidence = Confidence(1)
     for record in range(16):
         chances = np.where(np.arange(256) % 16 == record, 1.0, 0.0)[:, None]  # each record's sample is another one
-        confidence.learn(DraftRows([(0.5,)] * 256, np.ones(256, np.int64), chances, chances, None, record))
+        confidence.learn(
+            DraftRows(Confidences.of([(0.5,)] * 256), np.ones(256, np.int64), chances, chances, None, record)
+        )
     assert confidence.trials.tolist() == [256.0]
 
 
@@ -201,7 +206,9 @@ def test_whatever_is_reported_the_numbers_stay_finite(reports: list[list[tuple[f
     rule = StopRule([1.0], [0.0], [0.5], [0.5])
     for record, confidences in enumerate(reports * 3):
         trials, successes = np.ones((3, K_MAX)), np.eye(3, K_MAX)
-        confidence.learn(DraftRows(confidences, np.array([4, 2, 0]), trials, successes, rule, record * 5))
+        confidence.learn(
+            DraftRows(Confidences.of(confidences), np.array([4, 2, 0]), trials, successes, rule, record * 5)
+        )
     assert np.isfinite(confidence.slopes).all()
     assert np.isfinite(confidence.intercepts).all()
     assert (confidence.slopes > 0.0).all()
@@ -218,14 +225,8 @@ def test_a_forecast_counts_whole_drafts_at_the_lowest_thresholds() -> None:
 @pytest.mark.parametrize("drafts", [1, 15, 16, 300])
 def test_confidences_are_unfolded_up_to_the_longest_draft(many: int, drafts: int) -> None:
     sure = np.random.default_rng(many).random((drafts, many))
-    logits, depth = unfold(list(map(tuple, sure.tolist())), 20)
+    logits, depth = unfold(Confidences.of(sure.tolist()), 20)
     assert depth.tolist() == [min(many, 20)] * drafts
     told = sure[:, :20]
     assert logits[:, : min(many, 20)] == pytest.approx(np.log(told / (1.0 - told)))
     assert not logits[:, many:].any()
-
-
-@pytest.mark.parametrize("odd", [[(1,)], [("x",)], [([0.5],)], [None], [(0.5,), (0.5, 1)]])
-def test_anything_but_floats_is_refused(odd: list[tuple[float, ...]]) -> None:
-    with pytest.raises(AssertionError, match="not one tuple of floats"):
-        unfold(odd, K_MAX)

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from faser.engine_adapter.protocol import RequestEvent, RequestRow
 from faser.env.acceptance import count_trials
-from faser.env.requests import COLUMNS, RequestTable, StepRows
-from faser.env.requests_kernel import NUMBERS, find, read_rows
+from faser.env.requests import COLUMNS, RequestTable
+from faser.env.requests_kernel import find
+from faser.env.step_rows import StepRows
 
 K_MAX = 3
-EDGES = [0, 0x7F, 0x80, 0xFF, 0x100, 0x7FFF, 0x8000, 0xFFFF, 0x10000, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32]
-NUMBER = st.sampled_from([*EDGES, 1 << 62, -1, -32, -33, -128, -129, -32769, -(1 << 31) - 1]) | st.integers(0, 1 << 62)
-ROW = st.builds(
-    RequestRow, *[NUMBER] * (NUMBERS - 1), st.booleans(), st.lists(st.floats(0.0, 1.0), max_size=20).map(tuple)
-)
 
 
 def row(handle: int, *, verified: int = 0, accepted: int = 0, context: int = 50) -> RequestRow:
@@ -26,29 +19,9 @@ def row(handle: int, *, verified: int = 0, accepted: int = 0, context: int = 50)
 
 
 def step(table: RequestTable, record: int, rows: list[RequestRow]) -> StepRows:
-    told = StepRows.from_rows(rows)
+    told = StepRows.of(rows)
     table.update(told, *count_trials(told.verified, told.pruned, told.accepted, K_MAX), record)
     return told
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.lists(ROW, max_size=40))
-def test_rows_are_unfolded_as_they_are(rows: list[RequestRow]) -> None:
-    told = StepRows.from_rows(rows)
-    for name in RequestRow.__struct_fields__:
-        assert list(getattr(told, name)) == [getattr(each, name) for each in rows], name
-    assert told.sums().longest == max([0, *(each.drafted for each in rows)])
-    assert told.sums().emitted == pytest.approx(float(sum(each.emitted for each in rows)))
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.lists(ROW, min_size=1, max_size=3), st.data())
-def test_what_is_cut_short_or_no_row_ends_beyond_the_frame(rows: list[RequestRow], data: st.DataObject) -> None:
-    frame = np.frombuffer(msgspec.msgpack.encode(rows), np.uint8)
-    cut = data.draw(st.integers(0, len(frame) - 1))
-    assert read_rows(np.frombuffer(frame[:cut].tobytes(), np.uint8), len(rows))[1] > cut
-    with pytest.raises(AssertionError):
-        StepRows.from_rows([RequestRow(None, *[0] * 8, False)])  # type: ignore[arg-type]
 
 
 def test_requests_keep_what_is_theirs_while_others_leave_and_the_table_grows() -> None:
