@@ -17,7 +17,7 @@ from ..env.spaces import Capabilities
 from ..env.state import EngineState, learn
 from ..models.policy import make_policy
 from .decide import LeaseTerms, decide
-from .packing import pack_rows
+from .packing import pack_lengths, pack_rows
 from .window import Window
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ def _decide_all(policy: str) -> None:
         if state.lesson is not None:
             window.add(state.lesson.record, state.lesson.rows, is_under_lease=True)
             pack_rows(state.lesson.rows)
+            pack_lengths([1], [2])
         learn(state)
     state.cost.confidence(REQUESTS)  # as the envelope watchdog asks
     state.cost.verify_time_s(REQUESTS)

@@ -15,10 +15,10 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-# Rows of StepRows.told: the numbers of protocol.RequestRow in its order, without the confidences behind them.
+# Rows of StepRows.told: the numbers of protocol.RequestRow in its order.
 ROW_HANDLE, ROW_SCHEDULED, ROW_LIMIT, ROW_DRAFTED, ROW_VERIFIED = range(5)
 ROW_PRUNED, ROW_ACCEPTED, ROW_EMITTED, ROW_CONTEXT, ROW_IS_PREFILL = range(5, 10)
-NUMBERS = 10
+NUMBERS = ROW_CONFIDENCES = 10  # behind them: how many confidences
 LEAST_ROW_BYTES = 12
 
 FIELDS = 11
@@ -42,16 +42,16 @@ MANY = 1 << 32  # tokens: more in one row is nonsense and must not overflow a su
 @compiled
 def read_rows(
     frame: npt.NDArray[np.uint8], is_bounded: bool, most: int, longest: int, largest: int
-) -> tuple[Ints, Ints, Floats, bool, int]:
+) -> tuple[Ints, Floats, bool, int]:
     """Return a step's rows from their msgpack, as msgspec writes them, and where they end in it.
 
-    The numbers, (NUMBERS, n); how many confidences each row has, (n,); all of them in a line; whether 32 bits hold them
-    exactly. Anything but rows ends beyond the frame, and nothing is read there; so does, with `is_bounded`, what is
-    beyond the bounds of protocol.StepRecord: `most` rows, `longest` draft, `largest` number.
+    The numbers and how many confidences each row has, (NUMBERS + 1, n); all of those in a line; whether 32 bits hold
+    them exactly. Anything but rows ends beyond the frame, and nothing is read there; so does, with `is_bounded`, what
+    is beyond the bounds of protocol.StepRecord: `most` rows, `longest` draft, `largest` number.
     """
     many, at = _header(frame, 0)
     n = many if LEAST_ROW_BYTES * many <= len(frame) and (many <= most or not is_bounded) else 0
-    told, counts, values = np.zeros((NUMBERS, n), np.int64), np.zeros(n, np.int64), np.empty(len(frame) // 9 + 1)
+    told, values = np.zeros((NUMBERS + 1, n), np.int64), np.empty(len(frame) // 9 + 1)
     is_read, is_single, size = n == many, True, 0
     for i in range(n):
         fields, at = _header(frame, at)
@@ -60,16 +60,17 @@ def read_rows(
             is_read = is_read and (not is_bounded or _is_truth(frame, at) == (j == ROW_IS_PREFILL))
             told[j, i], at = _number(frame, at)
             is_read = is_read and (not is_bounded or _is_within(told[j, i], j, longest, largest))
-        counts[i], at = _header(frame, at)
-        if not is_read or at + 9 * counts[i] > len(frame) or (is_bounded and counts[i] > longest):
-            return told, counts, values[:0].copy(), is_single, len(frame) + 1
-        for _ in range(counts[i]):
+        count, at = _header(frame, at)
+        if not is_read or at + 9 * count > len(frame) or (is_bounded and count > longest):
+            return told, values[:0].copy(), is_single, len(frame) + 1
+        told[ROW_CONFIDENCES, i] = count
+        for _ in range(count):
             value = np.uint64(_bits(frame, at + 1)).view(np.float64)
             is_read = is_read and bool(frame[at] == 0xCB) and (not is_bounded or bool(0.0 <= value <= 1.0))
             is_single = is_single and bool(np.float64(np.float32(value)) == value)
             values[size] = value
             at, size = at + 9, size + 1
-    return told, counts, values[:size].copy(), is_single, at if is_read else len(frame) + 1
+    return told, values[:size].copy(), is_single, at if is_read else len(frame) + 1
 
 
 @compiled
@@ -129,31 +130,6 @@ def _bits(frame: npt.NDArray[np.uint8], at: int) -> np.uint64:
     for place in range(at, at + 8):
         bits = bits << np.uint64(8) | np.uint64(frame[place])
     return bits
-
-
-@compiled
-def narrow(told: Ints, counts: Ints) -> tuple[npt.NDArray[np.int32], int, Ints]:
-    """Return (NUMBERS + 1, n) what is stored of a step's rows, the bits it needs (15, 31 or 63), and (5,) sums.
-
-    Handles as differences to the one before, so that equal columns compress; counts are the last row. Sums of the
-    columns from ROW_DRAFTED to ROW_EMITTED. Where it needs 63 bits, the numbers and the sums are not to be used.
-    """
-    n = told.shape[1]
-    stored, sums, bits = np.zeros((NUMBERS + 1, n), np.int32), np.zeros(5, np.int64), 15
-    for j in range(NUMBERS + 1):
-        before = 0
-        for i in range(n):
-            value = told[j, i] if j < NUMBERS else counts[i]
-            shown = value - before
-            if j == ROW_HANDLE:
-                before = value
-            elif ROW_DRAFTED <= j <= ROW_EMITTED:
-                sums[j - ROW_DRAFTED] += value
-            if not -0x8000 <= shown <= 0x7FFF:
-                bits = max(bits, 31 if -0x80000000 <= shown <= 0x7FFFFFFF else 63)
-            if bits < 63:
-                stored[j, i] = shown
-    return stored, bits, sums
 
 
 @compiled

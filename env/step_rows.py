@@ -54,7 +54,7 @@ class StepRows(Sequence[RequestRow]):
 
     def __init__(self, frame: bytes | memoryview, told: Ints, confidences: Confidences, is_single: bool) -> None:
         self._frame = frame  # the rows as msgpack
-        self.told = told  # (10, n), the numbers together
+        self.told = told  # (11, n), the numbers together, and how many confidences each has
         self.confidences = confidences
         self.is_single = is_single  # 32 bits hold every confidence exactly
 
@@ -133,13 +133,6 @@ class StepRows(Sequence[RequestRow]):
         column: Ints = self.told[row]
         return column
 
-    def narrowed(self) -> tuple[npt.NDArray[np.int32], int, Ints]:
-        """Return (11, n) numbers and counts of confidences as they are stored, the bits they need, and (5,) sums.
-
-        Sums of drafted to emitted. Where the bits are 63, numbers and sums are not to be used.
-        """
-        return kernel.narrow(self.told, self.confidences.counts)
-
     def sums(self) -> StepSums:
         """Return what all rows come to."""
         return StepSums._make(kernel.add_up(self.told))
@@ -148,7 +141,7 @@ class StepRows(Sequence[RequestRow]):
 def _read(kind: type[StepRows], frame: bytes | memoryview, *, is_bounded: bool) -> StepRows | None:
     content = np.frombuffer(frame, np.uint8)
     content.setflags(write=False)  # the kernel is compiled for this kind
-    told, counts, values, is_single, end = kernel.read_rows(
-        content, is_bounded, MAX_REQUESTS, MAX_DRAFT_LENGTH, LARGEST
+    told, values, is_single, end = kernel.read_rows(content, is_bounded, MAX_REQUESTS, MAX_DRAFT_LENGTH, LARGEST)
+    return (
+        kind(frame, told, Confidences(told[kernel.ROW_CONFIDENCES], values), is_single) if end == len(content) else None
     )
-    return kind(frame, told, Confidences(counts, values), is_single) if end == len(content) else None
