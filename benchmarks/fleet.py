@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
+import math
 import os
 import sys
 import tempfile
@@ -91,7 +92,8 @@ def _drive(lines: list[RecordedEngine], rate: float, seconds: float, pid: int) -
         if now_s >= end_s + 1.0:  # time for the last answers
             tally.core_share = (cpu_s(pid) - used_s) / (now_s - since_s)
             return tally
-        for socket, _ in poller.poll(max(min(due[0][0] - time.monotonic(), 0.05), 0.0) * 1e3):
+        wait_ms = math.ceil(max(min(due[0][0] - time.monotonic(), 0.05), 0.0) * 1e3)  # libzmq's clock; 0 would spin
+        for socket, _ in poller.poll(wait_ms):
             answered = [(time.monotonic() - took_s, took_s) for _, took_s in by_socket[socket].hear()]
             tally.answer_s += [took_s for sent_s, took_s in answered if sent_s >= counted_s]
 

@@ -74,13 +74,19 @@ class Population:
         row: Floats = self._sums[_MEAN]
         return row
 
-    def learn(self, trials: Floats, successes: Floats) -> None:
-        """Add one step's trials, (n, k_max) each."""
-        _add_trials(self._sums, trials, successes)
+    def learn(
+        self, trials: Floats, successes: Floats, known: tuple[Floats, Floats], allowed: Ints, drafted: Ints
+    ) -> None:
+        """Add one step.
 
-    def learn_delivery(self, allowed: Ints, drafted: Ints) -> None:
-        """Add what the drafter delivered, (n,) draft tokens each, of the requests that were allowed any."""
-        _add_delivery(self._sums, allowed, drafted)
+        :param trials: ... and `successes`: of its rows, (n, k_max) each
+        :param known: trials and successes of all live requests with these among them, (m, k_max) each
+        :param allowed: ... and `drafted`: what the drafter was asked for and delivered, (n,) draft tokens each
+        """
+        surplus, leverage = _learn(self._sums, trials, successes, *known, allowed, drafted)
+        keep = 1.0 - 1.0 / LEVEL_MEMORY_RECORDS
+        self.excess = self.excess * keep + surplus
+        self.leverage = self.leverage * keep + leverage
 
     @property
     def delivery(self) -> Floats:
@@ -93,17 +99,21 @@ class Population:
         """(k_max,) standard deviation of `mean`; large where little or only old evidence exists."""
         return np.sqrt(self.mean * (1.0 - self.mean) / (self.trials + GUESS_TRIALS))
 
-    def learn_levels(self, trials: Floats, successes: Floats) -> None:
-        """Measure how much requests differ beyond chance, from their counts, (n, k_max) each."""
-        surplus, leverage = _level_sums(trials, successes, self.mean)
-        keep = 1.0 - 1.0 / LEVEL_MEMORY_RECORDS
-        self.excess = self.excess * keep + surplus
-        self.leverage = self.leverage * keep + leverage
-
     @property
     def level_variance(self) -> float:
         """How much requests' levels differ (relative, squared); 0: all alike, their history is only noise."""
         return min(max(self.excess / max(self.leverage, 1e-9), 1e-4), 1.0)
+
+
+@compiled
+def _learn(
+    sums: Floats, trials: Floats, successes: Floats, known_trials: Floats, known_successes: Floats, allowed: Ints,
+    drafted: Ints,
+) -> tuple[float, float]:  # fmt: skip
+    """Add a step, and return how much requests differ beyond chance."""
+    _add_trials(sums, trials, successes)
+    _add_delivery(sums, allowed, drafted)
+    return _level_sums(known_trials, known_successes, sums[_MEAN])
 
 
 @compiled

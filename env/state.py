@@ -172,9 +172,8 @@ def learn(state: EngineState) -> None:
         return
     rows = lesson.rows
     if lesson.drafts.rule is None:
-        state.population.learn(lesson.trials, lesson.successes)
-        state.population.learn_levels(state.requests.trials, state.requests.successes)
-        state.population.learn_delivery(rows.draft_limit, rows.drafted)
+        known = state.requests.trials, state.requests.successes
+        state.population.learn(lesson.trials, lesson.successes, known, rows.draft_limit, rows.drafted)
     state.confidence.learn(lesson.drafts)
     cost = _step_cost(lesson)
     state.cost.learn(cost)

@@ -27,8 +27,9 @@ from .stopping import EDGE_LIST, all_drafts, predict_stops, rule_of
 BINS: Final = 48  # survival thresholds, log-spaced
 LOWEST_SURVIVAL: Final = 0.01
 SETTLE_DECISIONS = 3  # the whole grid is searched this often; between, requests are placed at the point in force
+SETTLED_DECISIONS = 12  # ... while search after search finds the same point
 PAY_BACK_STEPS = 64.0  # what a drafter must make up for is paid once, and has to come in again within so many steps
-COMPARE_DECISIONS = 3 * SETTLE_DECISIONS  # confidence is weighed against history this often
+COMPARE_SEARCHES = 3  # confidence is weighed against history in one of so many
 SIMILAR_BATCH = 8  # ... while the batch has changed by less than one in so many requests
 
 
@@ -59,7 +60,8 @@ class PricePolicy:
         self._cell = (0, 0)  # (threshold bin, deepest round) in force
         self._stop_cell = (0, 0)  # (threshold to keep, deepest round) in force
         self._is_stopping = False
-        self._decisions = 0
+        self._searches = 0
+        self._next_search = self._interval = SETTLE_DECISIONS  # decisions from now, and from the last one
         self._held: Plan | None = None  # last searched for
         self._held_for: tuple[int, Forecast | None] = (0, None)  # requests, and forecast if it was followed
         self._rate = 0.0  # tokens/s expected last
@@ -81,15 +83,23 @@ class PricePolicy:
 
     def _plan(self, state: EngineState, decoding: Bools, requests: int) -> Plan:
         forecast = state.confidence.forecast if self._can_stop and state.confidence.is_ready else None
-        self._decisions += 1
-        is_due = self._decisions % SETTLE_DECISIONS == 0
-        before, held_forecast = self._held_for
-        is_similar = abs(requests - before) * SIMILAR_BATCH <= before and forecast is held_forecast
-        if self._held is None or is_due or not is_similar:
-            self._held = self._search(state, forecast, decoding, requests)
-            self._held_for = requests, forecast
-            return self._held
-        return self._follow(self._held, state, decoding)
+        self._next_search -= 1
+        held_requests, held_forecast = self._held_for
+        is_similar = abs(requests - held_requests) * SIMILAR_BATCH <= held_requests and forecast is held_forecast
+        if self._held is not None and self._next_search > 0 and is_similar:
+            return self._follow(self._held, state, decoding)
+        before = self._point
+        self._held = self._search(state, forecast, decoding, requests)
+        self._held_for = requests, forecast
+        is_settled = is_similar and self._point == before
+        self._interval = min(2 * self._interval, SETTLED_DECISIONS) if is_settled else SETTLE_DECISIONS
+        self._next_search = self._interval
+        return self._held
+
+    @property
+    def _point(self) -> tuple[bool, tuple[int, int]]:
+        """Return the operating point in force."""
+        return self._is_stopping, self._stop_cell if self._is_stopping else self._cell
 
     def _follow(self, plan: Plan, state: EngineState, decoding: Bools) -> Plan:
         """Return the plan for the requests as they are now, at the operating point in force."""
@@ -104,7 +114,8 @@ class PricePolicy:
         if forecast is None:
             self._is_stopping = False
             return self._by_history(state, decoding, requests)
-        if self._decisions % COMPARE_DECISIONS:  # both take too long for every step
+        self._searches += 1
+        if self._searches % COMPARE_SEARCHES:  # both take too long for every step
             way = self._by_confidence if self._is_stopping else self._by_history
             return way(state, decoding, requests)
         history, stops = (way(state, decoding, requests) for way in (self._by_history, self._by_confidence))

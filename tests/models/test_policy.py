@@ -13,9 +13,10 @@ from faser.env.spaces import Capabilities
 from faser.env.state import EngineState, observe
 from faser.models.baselines import LengthTable
 from faser.models.policy import POLICIES, PolicyError, make_policy
-from faser.models.price import COMPARE_DECISIONS
+from faser.models.price import COMPARE_SEARCHES, SETTLED_DECISIONS
 from faser.models.probe import Chances, ProbeAccount
 
+COMPARE_DECISIONS = COMPARE_SEARCHES * SETTLED_DECISIONS  # within so many it has weighed both ways
 K_MAX = 5
 CAPABILITIES = Capabilities(k_max=K_MAX)
 
