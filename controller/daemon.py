@@ -50,6 +50,8 @@ ASK_AGAIN_S: Final = 1.0  # an unknown engine is asked for its hello this often
 LINGER_MS: Final = 200  # for the releases at the end
 MAX_UNKNOWN: Final = 1024
 MAX_QUESTIONS_PER_ROUND: Final = 16
+ENGINES_BEHIND: Final = 4  # so many that wait for an answer at once, and the store stands aside for a moment
+ASIDE_S: Final = 0.01
 
 
 @dataclass(slots=True)
@@ -186,6 +188,8 @@ class Daemon:
                 self._collect(batches, incoming.identity, incoming.message, now_s)
             else:
                 self._meet_or_part(incoming, now_s)
+        if len(batches) >= ENGINES_BEHIND and self._store is not None:
+            self._store.stand_aside(now_s + ASIDE_S)
         for identity, batch in batches.items():
             self._answer(identity, batch)
 

@@ -36,6 +36,7 @@ ENTRIES_PER_COMMIT: Final = 32
 PAUSE_RATIO: Final = 2.0
 UNHURRIED_ENTRIES: Final = 2048
 VARIABLES_PER_STATEMENT: Final = 32_000  # SQLite's own limit is 32,766
+ASIDE_LOOK_S: Final = 0.01  # how often it looks whether too much waits
 LOOK_S: Final = 10.0  # between two looks at the file's size while it is within its limits
 BITES_PER_LOOK: Final = 8
 ENTRIES_PER_CHECKPOINT: Final = 2048  # a few MB of log
@@ -121,7 +122,7 @@ class Store:
         self._error = ""
         self._engine_keys: dict[str, int] = {}
         self._retention = retention or Retention()
-        self._next_look_s = 0.0
+        self._next_look_s = self._aside_until_s = 0.0
         self._lock, self._database, self._run_key = _open(path, run)
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._write_until_closed, name="faser-store", daemon=True)
@@ -155,6 +156,7 @@ class Store:
             is_last = self._is_stopping.wait(self._flush_s)
             try:
                 while self._queue and not self._error:
+                    is_last = self._wait_aside() or is_last
                     begun_s = time.monotonic()
                     self._write_batch()
                     if 0 < len(self._queue) < UNHURRIED_ENTRIES and not is_last:
@@ -171,6 +173,19 @@ class Store:
                 self._stop_recording(repr(error))
             if is_last:
                 return
+
+    def stand_aside(self, until_s: float) -> None:
+        """Leave the processor to whoever answers engines until then (time.monotonic), unless many entries wait."""
+        self._aside_until_s = until_s
+
+    def _wait_aside(self) -> bool:
+        """Wait as long as `stand_aside` asks for; return whether the store is to be closed."""
+        while len(self._queue) < UNHURRIED_ENTRIES and not self._is_stopping.is_set():
+            rest_s = self._aside_until_s - time.monotonic()
+            if rest_s <= 0.0:
+                return False
+            self._is_stopping.wait(min(rest_s, ASIDE_LOOK_S))
+        return self._is_stopping.is_set()
 
     def retain(self, retention: Retention) -> None:
         """Take other limits from the next look on."""

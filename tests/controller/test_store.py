@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from faser.controller import store as module
 from faser.controller.errors import StoreError
 from faser.controller.schema import TABLES, VIEWS, open_for_reading
 from faser.controller.store import EngineEntry, NoticeEntry, RunEntry, StepEntry, Store
@@ -141,6 +142,24 @@ def test_rows_are_inserted_many_at_a_time(path: Path) -> None:
     ]
     assert query(path, "SELECT count(*) FROM steps") == [(64,)]
     assert 2 <= len(inserts) <= 8
+
+
+def test_it_stands_aside_while_others_are_behind_but_not_when_much_waits_or_it_ends(
+    path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    monkeypatch.setattr(module, "UNHURRIED_ENTRIES", 50)
+    store = Store(path, RUN, flush_s=0.01)
+    store.stand_aside(time.monotonic() + 60.0)
+    store.put(EngineEntry(hello(), 10))
+    for number in range(1, 40):
+        store.put(StepEntry(record(number), 11))
+    time.sleep(0.2)
+    assert store.health().written == 0
+    for number in range(40, 60):
+        store.put(StepEntry(record(number), 11))
+    eventually(lambda: store.health().written, "what is too much is written")
+    store.close()
+    assert store.health().written == 60
 
 
 def test_closing_writes_what_waits(path: Path) -> None:
