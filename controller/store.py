@@ -159,6 +159,8 @@ class Store:
                     is_last = self._wait_aside() or is_last
                     begun_s = time.monotonic()
                     self._write_batch()
+                    if not is_last:
+                        self._look_after_size()  # here too: under steady load the queue never empties
                     if 0 < len(self._queue) < UNHURRIED_ENTRIES and not is_last:
                         is_last = self._is_stopping.wait(PAUSE_RATIO * (time.monotonic() - begun_s))
                 if not self._error and not is_last:
@@ -193,13 +195,13 @@ class Store:
 
     def _look_after_size(self) -> None:
         """Delete the oldest steps where the file is over its limits; in small bites, so that records need not wait."""
-        if time.monotonic() < self._next_look_s:
-            return
-        for _ in range(BITES_PER_LOOK):
-            if not prune(self._database, self._retention, time.time_ns()):
-                self._next_look_s = time.monotonic() + LOOK_S
+        for _ in range(1 if self._queue else BITES_PER_LOOK):
+            if time.monotonic() < self._next_look_s:
                 return
-            self._checkpoint()
+            if prune(self._database, self._retention, time.time_ns()):
+                self._checkpoint()
+            else:
+                self._next_look_s = time.monotonic() + LOOK_S
 
     def _write_batch(self) -> None:
         batch = [self._queue.popleft() for _ in range(min(len(self._queue), ENTRIES_PER_COMMIT))]

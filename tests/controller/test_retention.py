@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from sqlite_utils import Database
 
+from faser.controller import store as module
 from faser.controller.canary import Draws
 from faser.controller.care import check, run_vacuum
 from faser.controller.errors import StoreError
@@ -72,6 +73,31 @@ def test_the_writer_keeps_the_file_within_its_limits_while_it_writes(fill: Any, 
     eventually(lambda: count(path) == 1, "all but the newest are gone", 60.0)
     store.close()
     assert store.health().error == ""
+
+
+def test_a_file_is_kept_within_its_limits_though_records_never_cease(
+    fill: Any, path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    waiting: list[int] = []
+    look = Store._look_after_size
+
+    def spy(store: Store) -> None:
+        before = _steps(store)
+        look(store)
+        if _steps(store) < before:
+            waiting.append(len(store._queue))
+
+    monkeypatch.setattr(module, "LOOK_S", 0.0)
+    monkeypatch.setattr(Store, "_look_after_size", spy)
+    store = fill(4 * BITE_STEPS, requests=1, retention=Retention(max_bytes=1 << 18))
+    eventually(lambda: store.health().written > 4 * BITE_STEPS, "all are written", 60.0)
+    store.close()
+    assert max(waiting) > BITE_STEPS
+
+
+def _steps(store: Store) -> int:
+    steps: int = store._database.execute("SELECT count(*) FROM steps").fetchone()[0]
+    return steps
 
 
 def count(path: Path) -> int:
