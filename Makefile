@@ -54,7 +54,8 @@ chaos: install  ## Run the fault tests for longer: storms on the link, fifty kil
 	FASER_CHAOS_SECONDS=30 FASER_CHAOS_SEEDS=10 FASER_CHAOS_KILLS=50 $(BIN)/python -m pytest --timeout=1800 \
 	    tests/controller/test_chaos.py tests/controller/test_fuzz.py tests/controller/test_store.py
 
-soak: install  ## Run a sidecar for ten million steps: memory, file descriptors, gaps (STEPS=... OUT=FILE)
+soak: install  ## Serve 32 engines and more on one core, then ten million steps: memory, descriptors, gaps (STEPS=... OUT=FILE)
+	$(BIN)/python benchmarks/fleet.py --engines 32 40 48 64
 	$(BIN)/python benchmarks/soak.py --steps $(or $(STEPS),10000000) $(if $(OUT),--out $(OUT))
 
 lint: install  ## Check style and format
