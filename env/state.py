@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from ..engine_adapter.protocol import MAX_REQUESTS, StepRecord, StopRule
+from ..engine_adapter.protocol import MAX_DRAFT_LENGTH, MAX_REQUESTS, StepRecord, StopRule
 from . import acceptance
 from .acceptance import Floats, Ints, Population
 from .confidence import Confidence, DraftRows
@@ -216,7 +216,7 @@ def _step_cost(lesson: Lesson) -> StepCost:
         prefill_rows=record.prefill_tokens,
         requests=len(record.rows),
         context_tokens=sums.context,
-        rounds=sums.longest if rounds is None else min(rounds, MAX_ROWS),
+        rounds=min(sums.longest if rounds is None else rounds, MAX_DRAFT_LENGTH),  # a cell of costs is kept for each
         drafted=sums.drafted if drawn is None else min(drawn, MAX_ROWS),
         total_s=lesson.elapsed_s,
         draft_s=record.draft_s,

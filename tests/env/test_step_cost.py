@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from faser.engine_adapter.protocol import RequestRow, StepRecord, StopRule
+from faser.engine_adapter.protocol import MAX_DRAFT_LENGTH, RequestRow, StepRecord, StopRule
 from faser.env.cost_table import CostTable, StepCost
 from faser.env.spaces import Capabilities
 from faser.env.state import EngineState, observe
@@ -43,6 +43,10 @@ def test_what_the_engine_says_of_its_drafting_is_believed(rule: StopRule | None)
     cost = cost_of(rule, 40, 3, 5)
     assert (cost.rounds, cost.drafted, cost.caught_up) == (3, 5, 40)
     assert cost.is_draft_known
+
+
+def test_more_rounds_than_the_longest_draft_has_tokens_are_not_believed() -> None:
+    assert cost_of(None, 0, 1 << 40, 5).rounds == MAX_DRAFT_LENGTH  # or memory would grow with every new number
 
 
 def test_of_a_silent_engine_the_drafts_handed_over_count() -> None:
