@@ -21,6 +21,7 @@ CHILD = Path(__file__).with_name("engine_child.py")
 class Step:
     """One engine step; lists have one entry per scheduled request."""
 
+    epoch: int  # of the lease; 0: the engine's default
     handles: list[int]
     lengths: list[int]
     scheduled: list[int]

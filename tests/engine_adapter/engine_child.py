@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ class Driver:
         self.stop: Stop = lambda: None
         self.prune: Prunes = lambda: None
         self.frontier = 0
+        self.is_leased = False  # then leases say all of this
         self.log: Log = []
         self.runner: Any = None
         driver = self
@@ -56,8 +58,9 @@ class Driver:
 
         def order(steering: Steering, scheduled: dict[str, int], started_s: float) -> StepOrder:
             ordered = inherited_order(steering, scheduled, started_s)
-            ordered.stop, ordered.prune = driver.stop(), driver.prune()
-            ordered.frontier = driver.frontier
+            if not driver.is_leased:
+                ordered.stop, ordered.prune = driver.stop(), driver.prune()
+                ordered.frontier = driver.frontier
             return ordered
 
         inherited, leased, inherited_order = Steering.record, Steering._lengths, Steering.order
@@ -71,6 +74,7 @@ class Driver:
         assert report is not None, "the runner left no report"
         self.log.append(
             {
+                "epoch": order.lease_epoch,
                 "handles": [steering.entries[name].handle for name in names],
                 "lengths": [order.lengths[name] for name in names],
                 "scheduled": [outcome.scheduled[name] for name in names],
@@ -92,8 +96,8 @@ class Driver:
 
 
 def rule_of(spec: dict[str, Any]) -> Rule | None:
-    """Return lengths cyclic over requests, or random for each request and step; None for late leases."""
-    if "late" in spec:
+    """Return lengths cyclic over requests, or random for each request and step; None: as leases say."""
+    if "late" in spec or "leased" in spec:
         return None
     if "cycle" in spec:
         cycle = spec["cycle"]
@@ -303,7 +307,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         else:
             driver.rule, driver.log, driver.runner = rule_of(batch["rule"]), [], runner
             driver.stop, driver.prune = stop_of(batch.get("stop")), prune_of(batch.get("prune"))
-            driver.frontier = batch.get("frontier", 0)
+            driver.frontier, driver.is_leased = batch.get("frontier", 0), "leased" in batch["rule"]
             if "process" in scenario:
                 import_module("remote_faults").begin(runner, batch, batches)
             whole = [] if coins is None else coins.spoil(batch.get("broken_cut", ""))
@@ -329,4 +333,9 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     given = json.load(sys.stdin)
-    Path(given["result"]).write_text(json.dumps(run(given)))
+    file = Path(given["result"])
+    sidecar: Any = nullcontext()
+    if given.get("is_killed"):
+        sidecar = import_module("killed_sidecar").KilledSidecar(os.environ["FASER_ENDPOINT"], file.parent)
+    with sidecar:
+        file.write_text(json.dumps(run(given)))

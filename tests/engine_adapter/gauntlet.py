@@ -1,7 +1,8 @@
 """One real vLLM engine put through everything at once; run by test_exactness.py as a process of its own.
 
 Reads a scenario as JSON from stdin: model, engine arguments, whether FASER steers, which control breaks it. A real
-controller socket in a thread gives every request a new random length at every step. Writes outputs and counts.
+controller socket in a thread gives every request a new random length at every step; or a real sidecar does so, which
+is killed and started again (killed_sidecar.py). Writes outputs and counts.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import json
 import random
 import sys
 import threading
-import time
 from collections import Counter
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ import zmq
 from faser.engine_adapter import protocol as wire
 
 LONGEST = 6
-OUTAGE_S = 1.5  # longer than a lease of the engine's
 TEXT = (
     "The lighthouse keeper wrote a letter every evening. He counted the ships that passed, the birds that rested on "
     "the rail, and the hours until dawn. One night a storm came from the north, and the lamp went out. He climbed "
@@ -39,32 +39,16 @@ QUESTIONS = (
 
 
 class RandomController(threading.Thread):
-    """A sidecar that answers each record with random lengths, and sometimes not at all.
+    """A sidecar that answers each record with random lengths, and sometimes not at all."""
 
-    :param frontiers: how many tokens may be drafted ahead, one of them in each lease; empty: it says nothing of that
-    :param dies_at: after so many records it is gone for a while, and comes back as another life
-    """
-
-    def __init__(
-        self, endpoint: str, seed: int, exit_layers: list[int], frontiers: list[int], dies_at: int | None
-    ) -> None:
+    def __init__(self, endpoint: str, seed: int, exit_layers: list[int]) -> None:
         super().__init__(daemon=True)
-        self._endpoint, self._exit_layers, self._frontiers, self._dies_at = endpoint, exit_layers, frontiers, dies_at
+        self._exit_layers = exit_layers
         self.records: list[wire.StepRecord] = []
         self._chance = random.Random(seed)
-        self._epoch = 0
-        self._open()
-
-    def _open(self) -> None:
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(self._endpoint)
-        self._epoch += 1
-
-    def _die_and_come_back(self) -> None:
-        self._socket.close()
-        time.sleep(OUTAGE_S)
-        self._open()
+        self._socket.bind(endpoint)
 
     def run(self) -> None:
         """Answer until the process ends."""
@@ -74,65 +58,63 @@ class RandomController(threading.Thread):
             if not isinstance(message, wire.StepRecord):
                 continue
             self.records.append(message)
-            if len(self.records) == self._dies_at:
-                self._die_and_come_back()
-                continue
             if self._chance.random() < 0.05:
                 continue
             handles = [row.handle for row in message.rows]
             lengths = [self._chance.randint(0, LONGEST) for _ in handles]
             action = wire.ActionSet(
-                message.boot_id, self._epoch, len(self.records), message.step + 32, message.time_s + 5.0, 2, handles,
-                lengths, stop=self._random_stop(), prune=self._random_prune(),
-                frontier=self._chance.choice(self._frontiers) if self._frontiers else None,
+                message.boot_id, 1, len(self.records), message.step + 32, message.time_s + 5.0, 2, handles, lengths,
+                stop=random_stop(self._chance), prune=random_prune(self._chance, self._exit_layers),
             )  # fmt: skip
             self._socket.send_multipart([identity, bytes(wire.encode(action))])
 
-    def _random_prune(self) -> wire.Prune | None:
-        if not self._exit_layers or self._chance.random() < 0.1:
-            return None
-        return wire.Prune(self._chance.choice(self._exit_layers), self._chance.choice([0.0, 0.2, 0.5, 1.0]))
 
-    def _random_stop(self) -> wire.StopRule | None:
-        def some(low: float, high: float) -> list[float]:
-            return [self._chance.uniform(low, high) for _ in range(self._chance.randint(1, LONGEST))]
+def random_prune(chance: random.Random, layers: list[int]) -> wire.Prune | None:
+    """Return a cut behind one of the layers, and sometimes none."""
+    if not layers or chance.random() < 0.1:
+        return None
+    return wire.Prune(chance.choice(layers), chance.choice([0.0, 0.2, 0.5, 1.0]))
 
-        return (
-            wire.StopRule(some(0.5, 2), some(-1, 1), some(0, 0.6), some(0, 0.6))
-            if self._chance.random() < 0.5
-            else None
-        )
 
-    def counts(self) -> dict[str, Any]:
-        """Return what the records say happened."""
-        decoding = [[row for row in record.rows if not row.is_prefill] for record in self.records]
-        return {
-            "records": len(self.records),
-            "under_lease": sum(record.lease_epoch > 0 for record in self.records),
-            "epochs": sorted({record.lease_epoch for record in self.records}),
-            "mixed": sum(len({row.verified for row in rows}) > 1 for rows in decoding),
-            "verified": sum(row.verified for rows in decoding for row in rows),
-            "accepted": sum(row.accepted for rows in decoding for row in rows),
-            "lengths": sorted({row.verified for rows in decoding for row in rows}),
-            "chunked": sum(record.prefill_tokens > 0 and record.decode_tokens > 0 for record in self.records),
-            "events": dict(Counter(event.kind for record in self.records for event in record.events)),
-            "excess": _excess(self.records),
-            "pruned": sum(row.pruned for rows in decoding for row in rows),
-            "pruned_row_steps": sum(row.pruned > 0 for rows in decoding for row in rows),
-            "accepted_beside_pruned": sum(row.accepted for rows in decoding for row in rows if row.pruned),
-            "ended_without_bonus": sum(
-                row.pruned > 0 and row.accepted == row.verified + 1 - row.pruned for rows in decoding for row in rows
-            ),
-            "told_wrongly_pruned": sum(record.wrongly_pruned for record in self.records),
-            "saved_rows": sum(record.saved_rows for record in self.records),
-            "looked": sum(record.prune_layer is not None and record.prune_s > 0.0 for record in self.records),
-            "confident": sum(min(len(row.confidences), row.verified) for rows in decoding for row in rows),
-            "stopped": sum(len(row.confidences) > row.verified for rows in decoding for row in rows),
-            "frontier_hits": sum(record.frontier_hits for record in self.records),
-            "frontier_misses": sum(record.frontier_misses for record in self.records),
-            "dropped": self.records[-1].dropped,
-            "rejected": self.records[-1].rejected,
-        }
+def random_stop(chance: random.Random) -> wire.StopRule | None:
+    """Return a rule that ends drafts, every other time none."""
+
+    def some(low: float, high: float) -> list[float]:
+        return [chance.uniform(low, high) for _ in range(chance.randint(1, LONGEST))]
+
+    return wire.StopRule(some(0.5, 2), some(-1, 1), some(0, 0.6), some(0, 0.6)) if chance.random() < 0.5 else None
+
+
+def counts(records: list[wire.StepRecord]) -> dict[str, Any]:
+    """Return what the records say happened."""
+    decoding = [[row for row in record.rows if not row.is_prefill] for record in records]
+    return {
+        "records": len(records),
+        "under_lease": sum(record.lease_epoch > 0 for record in records),
+        "epochs": sorted({record.lease_epoch for record in records}),
+        "mixed": sum(len({row.verified for row in rows}) > 1 for rows in decoding),
+        "verified": sum(row.verified for rows in decoding for row in rows),
+        "accepted": sum(row.accepted for rows in decoding for row in rows),
+        "lengths": sorted({row.verified for rows in decoding for row in rows}),
+        "chunked": sum(record.prefill_tokens > 0 and record.decode_tokens > 0 for record in records),
+        "events": dict(Counter(event.kind for record in records for event in record.events)),
+        "excess": _excess(records),
+        "pruned": sum(row.pruned for rows in decoding for row in rows),
+        "pruned_row_steps": sum(row.pruned > 0 for rows in decoding for row in rows),
+        "accepted_beside_pruned": sum(row.accepted for rows in decoding for row in rows if row.pruned),
+        "ended_without_bonus": sum(
+            row.pruned > 0 and row.accepted == row.verified + 1 - row.pruned for rows in decoding for row in rows
+        ),
+        "told_wrongly_pruned": sum(record.wrongly_pruned for record in records),
+        "saved_rows": sum(record.saved_rows for record in records),
+        "looked": sum(record.prune_layer is not None and record.prune_s > 0.0 for record in records),
+        "confident": sum(min(len(row.confidences), row.verified) for rows in decoding for row in rows),
+        "stopped": sum(len(row.confidences) > row.verified for rows in decoding for row in rows),
+        "frontier_hits": sum(record.frontier_hits for record in records),
+        "frontier_misses": sum(record.frontier_misses for record in records),
+        "dropped": records[-1].dropped,
+        "rejected": records[-1].rejected,
+    }
 
 
 def _excess(records: list[wire.StepRecord]) -> int:
@@ -246,14 +228,18 @@ def main(scenario: dict[str, Any]) -> dict[str, Any]:
     """Return outputs and counts."""
     from vllm import LLM
 
-    controller = None
+    records: list[wire.StepRecord] = []
     classes = {}
+    lives = ExitStack()
     if scenario["steered"]:
-        exit_layers = scenario.get("exit_layers", [])
-        controller = RandomController(
-            scenario["endpoint"], scenario["seed"], exit_layers, scenario["frontiers"], scenario["dies_at"]
-        )
-        controller.start()
+        endpoint, exit_layers = scenario["endpoint"], scenario["exit_layers"]
+        if scenario["is_killed"]:
+            killed: Any = import_module("killed_sidecar")
+            records = lives.enter_context(killed.KilledSidecar(endpoint, Path(scenario["result"]).parent)).records
+        else:
+            controller = RandomController(endpoint, scenario["seed"], exit_layers)
+            controller.start()
+            records = controller.records
         classes = {
             "scheduler_cls": "faser.engine_adapter.scheduler.FaserScheduler",
             "worker_cls": "faser.engine_adapter.worker.FaserWorker",
@@ -261,14 +247,15 @@ def main(scenario: dict[str, Any]) -> dict[str, Any]:
         if exit_layers:
             import_module("coin_heads").install(exit_layers)
         spoil(scenario["control"])
-    llm = LLM(scenario["model"], **classes, **scenario["engine"])
-    gauntlet = Gauntlet(llm.llm_engine, llm.get_tokenizer())
-    gauntlet.run()
+    with lives:
+        llm = LLM(scenario["model"], **classes, **scenario["engine"])
+        gauntlet = Gauntlet(llm.llm_engine, llm.get_tokenizer())
+        gauntlet.run()
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     return {
         "outputs": gauntlet.outputs,
         "cached_tokens": gauntlet.cached_tokens,
-        "counts": controller.counts() if controller else {},
+        "counts": counts(records) if records else {},
         "faults": dict(getattr(runner, "faults", {})),
         "is_pruning": getattr(getattr(runner, "pruning", None), "is_on", None),
         "is_steered": getattr(llm.llm_engine.engine_core.engine_core.scheduler, "steering", None) is not None,

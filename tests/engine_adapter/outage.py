@@ -24,10 +24,14 @@ REQUESTS = 4
 
 
 class Sidecar:
-    """A real `faser sidecar` process."""
+    """A real `faser sidecar` process.
 
-    def __init__(self, endpoint: str, folder: Path) -> None:
-        self._command = [str(Path(sys.executable).with_name("faser")), "sidecar", "--endpoint", endpoint, "--no-record"]
+    :param faser: what is run in place of the command `faser`.
+    """
+
+    def __init__(self, endpoint: str, folder: Path, faser: list[str] | None = None) -> None:
+        faser = faser or [str(Path(sys.executable).with_name("faser"))]
+        self._command = [*faser, "sidecar", "--endpoint", endpoint, "--no-record"]
         self._folder = folder
         self.process: subprocess.Popen[bytes] | None = None
 
