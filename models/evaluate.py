@@ -21,16 +21,24 @@ from ..env.simulator import Simulator
 from ..env.spaces import Capabilities
 from ..env.state import EngineState
 from .baselines import FixedLength, LengthTable, Off
-from .hindsight import Hindsight
+from .hindsight import CutAfterwards, Hindsight
+from .informed import Informed
 from .policy import Policy, make_policy
 from .rivals.search import best_table
 from .simulated import SimulatedEngine
-from .worlds import LOADS, WorldSpec, held_out
+from .worlds import LOADS, WorldSpec, confidence_auc, held_out
 
 Decide: TypeAlias = Callable[[EngineState, StepRecord, Policy, int], ActionSet]
 DRIFT = 0  # stands for the drifting load among the loads
 TABLE = "table"  # the best table by batch size of the world, found by search
 ORACLES = ("oracle:request", "oracle:uniform")
+BOUNDS: dict[str, Callable[[Scenario, int], CutAfterwards]] = {  # upper bounds
+    ORACLES[0]: lambda scenario, seed: Hindsight(scenario, seed, "request"),
+    ORACLES[1]: lambda scenario, seed: Hindsight(scenario, seed, "uniform"),
+    "informed:drafts": lambda scenario, seed: Informed(scenario, seed, "drafts"),
+    "informed:rounds": lambda scenario, seed: Informed(scenario, seed, "rounds"),
+    "informed:lengths": lambda scenario, seed: Informed(scenario, seed, "lengths"),
+}
 RIVALS = ("goodput", "smartspec", "adaspec", "ema", "bandit", "gplcb")
 OURS = ("price", "price:history")
 FULL = 0.9  # of the requests that a load names
@@ -100,8 +108,8 @@ def simulate(cell: Cell, decide: Decide, worlds: Sequence[WorldSpec] | None = No
     """Make one run."""
     (world,) = (each for each in worlds or held_out() if each.name == cell.world)
     scenario = world.drifting() if cell.load == DRIFT else world.closed(cell.load)
-    if cell.policy in ORACLES:
-        return _with_hindsight(cell, scenario)
+    if cell.policy in BOUNDS:
+        return _bounded(cell, scenario)
     policy = make_policy(cell.policy, Capabilities(k_max=scenario.positions))
     if isinstance(policy, Off | FixedLength | LengthTable):
         return _by_requests(cell, scenario, policy)
@@ -145,8 +153,8 @@ def _length(policy: Off | FixedLength | LengthTable, requests: int) -> int:
     return policy.length if isinstance(policy, FixedLength) else 0
 
 
-def _with_hindsight(cell: Cell, scenario: Scenario) -> Run:
-    engine = Hindsight(scenario, cell.seed, "request" if cell.policy == ORACLES[0] else "uniform")
+def _bounded(cell: Cell, scenario: Scenario) -> Run:
+    engine = BOUNDS[cell.policy](scenario, cell.seed)
     meter = Meter(engine.simulator, _horizon_s(cell, engine.simulator), int(FULL * cell.load))
     while not meter.is_over():
         engine.step()
@@ -163,6 +171,7 @@ class Plan:
     seeds: tuple[int, ...] = (101, 102, 103)
     steps: int = 400
     rivals: tuple[str, ...] = RIVALS
+    bounds: tuple[str, ...] = tuple(BOUNDS)  # with per-request hindsight, which gaps are measured by
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +196,7 @@ def evaluate(plan: Plan, decide: Decide, pool: Executor | None = None, progress:
     plain = [
         Cell(policy, world.name, load, seed, plan.steps)
         for world in plan.worlds
-        for policy in ("off", *(f"fixed:{k}" for k in range(1, world.profile.k_max + 1)), *ORACLES)
+        for policy in ("off", *(f"fixed:{k}" for k in range(1, world.profile.k_max + 1)), *plan.bounds)
         for load in plan.loads
         for seed in plan.seeds
     ]
@@ -351,11 +360,21 @@ def summary(table: Table) -> dict[str, object]:
             "envelope_ratio_min": min(ratios),
             "envelope_ratio_mean": float(np.mean(ratios)),
             "gap_closed": gap_closed(list(points.values())),
+            "gap_closed_by_world": {
+                world.name: gap_closed([each for (at, _), each in points.items() if at == world.name])
+                for world in plan.worlds
+            },
             "over_price": price.mean if price else None,
             "over_price_ci": _bounds(price) if price else None,
             "worlds": {world.name: _world_rows(points, world.name) for world in plan.worlds},
         }
-    return {"policies": policies, "worlds": len(plan.worlds), "seeds": len(plan.seeds), "tables": table.tables}
+    return {
+        "policies": policies,
+        "worlds": len(plan.worlds),
+        "seeds": len(plan.seeds),
+        "tables": table.tables,
+        "confidence_auc": {world.name: confidence_auc(world) for world in plan.worlds if world.has_confidence},
+    }
 
 
 def _over(table: Table, name: str, points: list[tuple[str, int]], base: str | None = "price") -> list[float]:

@@ -73,6 +73,20 @@ def acceptance(
     return AcceptanceModel((0.0,) * k_max, (1.0,) * k_max, quantiles, request_share, 0.3, hidden, source="synthetic")
 
 
+def confidence_auc(world: WorldSpec, position: int = 0) -> float:
+    """Return the chance that a draft token that will be accepted has more confidence than one that will not."""
+    model = world.profile.acceptance
+    logits = np.array(model.quantiles[position])
+    ranks = np.linspace(0.0, 1.0, 4001)
+    confidence = np.interp(ranks, np.linspace(0.0, 1.0, len(logits)), logits)
+    sure = model.intercepts[position] + model.slopes[position] * confidence
+    residual = np.array([NormalDist().inv_cdf((i + 0.5) / 200) for i in range(200)])
+    hit = (1.0 / (1.0 + np.exp(-(sure[:, None] + model.hidden * residual)))).mean(axis=1)
+    miss = 1.0 - hit
+    below = miss.cumsum() - 0.5 * miss  # of equal confidence half counts
+    return float((hit * below).sum() / (hit.sum() * miss.sum()))
+
+
 def _profile(name: str, model: AcceptanceModel, **costs: float) -> EngineProfile:
     profile = synthetic_profile(
         name,

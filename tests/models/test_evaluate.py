@@ -19,10 +19,22 @@ from faser.controller.evaluate import decided
 from faser.env.engine_model import check
 from faser.env.simulated_record import Recorder
 from faser.env.state import EngineState
-from faser.models.evaluate import DRIFT, ORACLES, TABLE, Cell, Plan, Table, evaluate, interval, point, simulate, summary
+from faser.models.evaluate import (
+    DRIFT,
+    ORACLES,
+    TABLE,
+    Cell,
+    Plan,
+    Table,
+    evaluate,
+    interval,
+    point,
+    simulate,
+    summary,
+)
 from faser.models.policy import make_policy
 from faser.models.simulated import SimulatedEngine
-from faser.models.worlds import K_MAX, LOADS, WorldSpec, held_out, training
+from faser.models.worlds import K_MAX, LOADS, WorldSpec, confidence_auc, held_out, training
 
 WORLDS = {world.name: world for world in held_out()}
 NGRAM = WORLDS["gpu-ngram"]
@@ -114,7 +126,9 @@ def auc(world: WorldSpec, position: int = 0) -> float:
 
 
 def test_the_worlds_with_confidence_have_the_sharpness_they_say() -> None:
-    assert auc(WORLDS["gpu-8b-eagle"]) == pytest.approx(0.85, abs=0.03)
+    for name in ("gpu-8b-eagle", "cpu-weak-drafter"):
+        assert auc(WORLDS[name]) == pytest.approx(confidence_auc(WORLDS[name]), abs=0.02)
+    assert confidence_auc(WORLDS["gpu-8b-eagle"]) == pytest.approx(0.88, abs=0.01)
 
 
 # --- the summary, on figures made by hand ---
@@ -159,7 +173,7 @@ def test_the_gap_closed_counts_from_the_best_fixed_length_to_hindsight() -> None
 
 
 def test_a_plan_gives_every_cell_and_the_same_figures_twice() -> None:
-    plan = Plan(("price",), (NGRAM,), (2, DRIFT), (1, 2), 20, ("smartspec",))
+    plan = Plan(("price",), (NGRAM,), (2, DRIFT), (1, 2), 20, ("smartspec",), ORACLES)
     counted: list[tuple[int, int]] = []
     first = evaluate(plan, decided, progress=lambda done, total: counted.append((done, total)))
     assert first.scores == evaluate(plan, decided).scores

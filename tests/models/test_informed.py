@@ -1,0 +1,82 @@
+"""Upper bounds: what is known is true, what is paid is what the simulator charges, more knowledge is worth more."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from faser.controller.evaluate import decided
+from faser.env.acceptance import Ints
+from faser.env.scenario import Scenario
+from faser.env.simulator import Simulator
+from faser.env.simulator_state import LUCKY
+from faser.env.spaces import Lengths
+from faser.env.step_basis import DRAFT_BASIS, VERIFY_BASIS, fill_draft_basis, fill_verify_basis
+from faser.models.evaluate import BOUNDS, Cell, simulate
+from faser.models.informed import Informed, Knows
+from faser.models.true_cost import TrueCost
+from faser.models.worlds import K_MAX, acceptance, held_out
+
+WORLDS = {world.name: world for world in held_out()}
+
+
+@pytest.mark.parametrize("world", sorted(WORLDS))
+def test_costs_are_those_of_the_simulators_own_terms(world: str) -> None:
+    simulator = Simulator(WORLDS[world].closed(8), 1, seed=1)
+    simulator.reset()
+    simulator.state.coefficients[0] = np.linspace(1e-4, 9e-3, simulator.state.coefficients.shape[1])  # none is nothing
+    cost, coefficients = TrueCost(simulator), simulator.state.coefficients[0]
+    verify, draft = np.zeros(len(VERIFY_BASIS)), np.zeros(len(DRAFT_BASIS))
+    for drafts, requests, rounds in ((0, 0, 0), (1, 1, 1), (7, 5, 2), (48, 8, 6)):
+        fill_verify_basis(verify, 8, 8 + drafts, drafts, 0, 0, 8 + drafts, 0, 0, 0.0)
+        assert cost.verify_s(8, drafts) == pytest.approx(verify @ coefficients[: len(verify)])
+        fill_draft_basis(draft, requests, rounds, drafts, 1, 0, 0)
+        first_rows = coefficients[len(verify) + 3]  # the first pass's rows come whatever is drafted
+        charged = draft @ coefficients[len(verify) : len(verify) + len(draft)] - first_rows
+        assert cost.draft_s(requests, rounds, drafts) == pytest.approx(charged)
+
+
+def test_a_drafter_that_is_always_wrong_leaves_every_bound_at_no_speculation() -> None:
+    """The drafter's first pass comes whether or not it drafts: no bound may spare it."""
+    world = WORLDS["gpu-8b-eagle"]
+    profile = msgspec.structs.replace(world.profile, acceptance=acceptance(K_MAX, -12.0, 0.1, 0.1))
+    hopeless = type(world)("hopeless", "", profile)
+    for load in (1, 8):
+        plain = simulate(Cell("off", "hopeless", load, 1, 20), decided, (hopeless,)).tokens_per_s
+        for name in BOUNDS:
+            bound = simulate(Cell(name, "hopeless", load, 1, 20), decided, (hopeless,)).tokens_per_s
+            assert bound == pytest.approx(plain, rel=0.02), name
+
+
+class Watched(Informed):
+    """Counts the tokens it expects and those it gets."""
+
+    def __init__(self, scenario: Scenario, seed: int, knows: Knows) -> None:
+        super().__init__(scenario, seed, knows)
+        self.expected = self.got = self.tokens = self.seconds = 0.0
+
+    def choose(self, drafting: Ints, longest: Ints) -> tuple[Lengths, Lengths]:
+        kept, drawn = super().choose(drafting, longest)
+        assert np.all(kept <= drawn)
+        assert np.all(drawn <= longest)
+        self.got += np.minimum(self.simulator.state.ints[0, LUCKY, drafting], kept).sum()
+        return kept, drawn
+
+    def note(self, running: int, gained: float, kept: Lengths, drawn: Lengths) -> None:
+        super().note(running, gained, kept, drawn)
+        self.expected += gained
+        self.tokens, self.seconds = self._brought[running.bit_length()]
+
+
+def test_what_is_known_is_true_and_the_more_the_better() -> None:
+    rates = []
+    for knows in ("lengths", "rounds", "drafts"):
+        engine = Watched(WORLDS["gpu-small-knee"].closed(32), 3, knows)  # type: ignore[arg-type]
+        for _ in range(200):
+            engine.step()
+        assert engine.got > 2000.0
+        assert engine.expected == pytest.approx(engine.got, rel=0.04), knows
+        rates.append(engine.tokens / engine.seconds)
+    assert rates[1] > 1.02 * rates[0]
+    assert rates[2] > 1.005 * rates[1]
