@@ -21,10 +21,10 @@ from faser.engine_adapter.steering import BatchOutcome, Steering
 from faser.engine_adapter.steps import StepOrder
 
 SCRIPT = Path(__file__).with_name("random_sidecar.py")
-STEERED_STEPS = (8, 40)  # before a kill, at least and at most
+STEERED_STEPS = (4, 24)  # before a kill, at least and at most
 LOST_STEPS = (1, 10)  # on the engine's default, before the next life
 PATIENCE_S = 300.0  # its first start after an installation compiles
-# It is as slow as random decisions are, and what it did not hear while it was dead comes late.
+# Its guard shall mind neither how slow random decisions are nor how late what it did not hear while dead arrives.
 ENVIRONMENT = {"FASER_GUARD_ENVELOPE_MARGIN": "1", "FASER_GUARD_STALE_MS": "60000"}
 
 
@@ -69,7 +69,8 @@ class KilledSidecar:
     def _after_step(self, is_steered: bool) -> None:
         self._steps_left -= is_steered == self._is_alive
         if self._steps_left <= 0:
-            self._kill() if self._is_alive else self._start()
+            change = self._kill if self._is_alive else self._start
+            change()
 
     def _kill(self) -> None:
         self._sidecar.send(signal.SIGKILL)

@@ -257,7 +257,7 @@ TOGETHER = {
         "control": {"broken_cut": "naive"},
         "requests": 10_000,
     },
-    "eagle3": {"method": {"method": "eagle3"}, "control": {"control": "acceptance"}, "requests": 1_500},
+    "eagle3": {"method": {"method": "eagle3"}, "control": {"control": "acceptance"}, "requests": 800},
 }
 
 
@@ -277,7 +277,7 @@ def test_everything_on_together_leaves_the_distribution_alone(
     prompt, layers = ([504, 1042, 314, 253, 873], [1, 14, 28]) if is_embedded else (PROMPT, [1])
     given = scenario(target, chosen["method"] | {"model": str(drafter)}, controls=("", "", ""))
     given |= {"is_killed": True, "exits": {"layers": layers, "kind": "parity"}} | ({"process": {}} if is_ahead else {})
-    given["engine"]["max_num_seqs"] = 24 if is_embedded else 64  # many steps, so many lives
+    given["engine"]["max_num_seqs"] = 12 if is_embedded else 64  # many steps, so many lives
     for batch in given["batches"]:
         batch |= {"prompts": [prompt] * chosen["requests"], "rule": {"leased": True}}
         batch["sampling"]["max_tokens"] = EMITTED + 1
