@@ -23,6 +23,14 @@ RESULTS = ROOT / "benchmarks" / "results"
 END = "<!-- end of figures -->"
 OWN_REPORTS = ("docs/results.md", "docs/scale.md", "docs/overlap.md", "docs/pruning.md")
 SHOWN = ("price", "learned")  # policies whose worlds are told one by one
+KNOWN = {  # by what they know, most first
+    "oracle:request": "which tokens will be accepted",
+    "informed:drafts": "every token's chance before any is drafted, true costs",
+    "informed:rounds": "a token's chance once it is drafted, true costs",
+    "informed:lengths": "what a request is like, true costs",
+    "price": "what it has learnt, with confidence",
+    "price:history": "what it has learnt, without",
+}
 LOADS = ("1", "4", "16", "64", "drift")
 FIGURE = re.compile(
     r"\d(?: ?%| (?:us|ms|s|GiB|MiB|KiB)\b|(?: tokens| steps)/s)|\d\.\d+ ± |\(\d\.\d+ to \d\.\d+\)|\d\.\d{3}\b"
@@ -78,6 +86,25 @@ def policies_by_world() -> str:
             lines.append(f"| {world} | {name} | " + " | ".join(told) + " |")
         rivals = [found[SHOWN[0]]["worlds"][world][load]["best_rival"] for load in LOADS]
         lines.append("| | best rival | " + " | ".join(rivals) + " |")
+    return "\n".join(lines)
+
+
+def policies_bounds() -> str:
+    """Return how much of the gap to hindsight each stage of knowledge closes, by world."""
+    result = read("policies_bounds.json")
+    found, sharpness = result["policies"], result["confidence_auc"]
+    worlds = list(found["price"]["worlds"])
+    heads = [f"{world} ({sharpness[world]:.2f})" if world in sharpness else f"{world} (none)" for world in worlds]
+    lines = [
+        f"| knows | {' | '.join(heads)} | mean of those with confidence | all |",
+        "|---" * (len(worlds) + 3) + "|",
+    ]
+    for name, told in KNOWN.items():
+        shares = found[name]["gap_closed_by_world"]
+        cells = [shares[world] for world in worlds]
+        mean = sum(shares[world] for world in sharpness) / len(sharpness)
+        told = f"{told} (`{name}`)"
+        lines.append(f"| {told} | " + " | ".join(f"{x:+.2f}" for x in (*cells, mean, found[name]["gap_closed"])) + " |")
     return "\n".join(lines)
 
 
@@ -258,6 +285,7 @@ BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "closed loop"): closed_loop,
     ("docs/policies.md", "policies"): policies_overall,
     ("docs/policies.md", "policies by world"): policies_by_world,
+    ("docs/policies.md", "policies bounds"): policies_bounds,
     ("docs/drafter.md", "acceptance"): acceptance,
     ("docs/drafter.md", "confidence"): confidence,
     ("docs/drafter.md", "confidence offline"): confidence_offline,
