@@ -162,16 +162,14 @@ def scenario(
     }
 
 
-def assert_untouched(
-    run: Any, target: Path, temperature: float, prompt: list[int] = PROMPT, tested: int = TESTED
-) -> None:
+def assert_untouched(run: Any, target: Path, temperature: float) -> None:
     """Drafts were accepted and rejected, and the output's distribution is the target's."""
     verified = sum(sum(step.verified) for step in run.steps)
     accepted = sum(
         tokens - 1 for step in run.steps for tokens, k in zip(step.sampled, step.verified, strict=True) if tokens and k
     )  # a lower bound: a request's last step is cut to max_tokens
     assert 0.1 * verified < accepted < 0.9 * verified
-    assert p_value(run.tokens, exact(target, temperature, tested=tested, prompt=prompt)) > SIGNIFICANCE
+    assert p_value(run.tokens, exact(target, temperature)) > SIGNIFICANCE
 
 
 def test_greedy_drafts_leave_the_distribution_alone(engine: Callable[..., Any], folders: tuple[Path, Path]) -> None:
@@ -287,7 +285,7 @@ def test_everything_on_together_leaves_the_distribution_alone(
     assert seen.is_pruning
     for run, temperature in zip(seen.batches[:2], TEMPERATURES, strict=True):
         assert_everything_happened(run, is_ahead)
-        assert_untouched(run, target, temperature, prompt, EMITTED)
+        assert p_value(run.tokens, exact(target, temperature, tested=EMITTED, prompt=prompt)) > SIGNIFICANCE
     for control in seen.batches[2:]:
         expected = exact(target, TEMPERATURES[0], tested=EMITTED, prompt=prompt)
         assert p_value(control.tokens, expected) < 1e-6, "drafts that are taken unverified do not show"
@@ -307,6 +305,11 @@ def assert_everything_happened(run: Any, is_ahead: bool) -> None:
     assert stopped > 100
     hits, misses = (sum(step.frontiers[index] for step in steps) for index in (0, 1))
     assert min(hits, misses) > 100 if is_ahead else hits + misses == 0
+    # Where a cut draft was accepted to its end no other token follows, so this is fewer than were accepted.
+    accepted = sum(
+        tokens - 1 for step in steps for tokens, k in zip(step.sampled, step.verified, strict=True) if tokens and k
+    )
+    assert 10 < accepted < 0.9 * sum(sum(step.verified) for step in steps)
 
 
 def test_leases_that_depend_on_the_tokens_just_drawn_cannot_bias_the_output(
