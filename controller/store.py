@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 ENTRIES_PER_COMMIT: Final = 32
 PAUSE_RATIO: Final = 2.0
 UNHURRIED_ENTRIES: Final = 2048
+HURRIED_ENTRIES_PER_COMMIT: Final = 256  # ... then: each commit waits for the interpreter three times
 VARIABLES_PER_STATEMENT: Final = 32_000  # SQLite's own limit is 32,766
 ASIDE_LOOK_S: Final = 0.01  # how often it looks whether too much waits
 LOOK_S: Final = 10.0  # between two looks at the file's size while it is within its limits
@@ -204,7 +205,9 @@ class Store:
                 self._next_look_s = time.monotonic() + LOOK_S
 
     def _write_batch(self) -> None:
-        batch = [self._queue.popleft() for _ in range(min(len(self._queue), ENTRIES_PER_COMMIT))]
+        waiting = len(self._queue)
+        most = ENTRIES_PER_COMMIT if waiting < UNHURRIED_ENTRIES else HURRIED_ENTRIES_PER_COMMIT
+        batch = [self._queue.popleft() for _ in range(min(waiting, most))]
         try:
             self._commit(batch)
         except (OverflowError, ValueError, KeyError):  # a number no SQLite column holds: find it, keep the others
