@@ -24,11 +24,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import zmq
 from recorded_engine import RecordedEngine, Recording, record_steps
 from rich.progress import Progress
 from sidecar_process import start_sidecar
 
+from faser.controller.bench_machine import commit, machine_facts, versions
 from faser.controller.errors import FaserError
 from faser.controller.snapshot import Snapshot
 from faser.controller.status import ask
@@ -152,6 +154,7 @@ def soak(steps: int, engines: int, requests: int, folder: Path, out: Path | None
         watch, faults, done, unanswered = Watch(sidecar.pid), Faults(), 0, 0
         progress.update(task, description="soaking", total=steps)
         begun_s, look = time.monotonic(), max(steps // LOOKS, 1)
+        about = {"machine": msgspec.to_builtins(machine_facts()), "versions": versions(), "commit": commit()}
         next_look, found = look, dict[str, Any]()
         while done < steps and not unanswered:
             answered = fleet.play()
@@ -163,7 +166,7 @@ def soak(steps: int, engines: int, requests: int, folder: Path, out: Path | None
                 status = ask(link, timeout_s=10.0)
                 faults.note(status)
                 progress.update(task, completed=done)
-                found = {
+                found = about | {
                     "steps": done, "engines": engines, "boots": fleet.boots, "requests": requests,
                     "steps_per_s": round(done / (time.monotonic() - begun_s), 1),
                     "resident_mb": [round(watch.resident_mb[0], 1), round(watch.resident_mb[-1], 1)],

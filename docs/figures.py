@@ -276,6 +276,24 @@ def fleet_row() -> str:
     )
 
 
+def soak() -> str:
+    """Return what the longest soak saw."""
+    found = read("soak.json")
+    first_mb, last_mb = found["resident_mb"]
+    low, high = found["descriptors"]
+    nothing = ("lost_records", "late_records", "failures", "unanswered", "store_dropped")
+    rows = {
+        "steps": f"{found['steps']:,} of {found['requests']} requests, {found['steps_per_s']:,.0f} a second",
+        "engines": f"{found['engines']} at a time, {found['boots']:,} in all",
+        "resident memory": f"{first_mb:.0f} MB at the first look, {last_mb:.0f} at the last; "
+        f"the last fifth {found['growth']:+.2%} on the second (bar 1 %)",
+        "file descriptors": str(low) if low == high else f"{low} to {high}",
+        "gaps in the records": str(found["gaps"]),
+        "lost, late, failed, unanswered, dropped by the store": " / ".join(str(found[name]) for name in nothing),
+    }
+    return "\n".join(["| what | seen |", "|---|---|", *(f"| {name} | {told} |" for name, told in rows.items())])
+
+
 def _span(values: list[float]) -> str:
     low, high = f"{min(values):.0f}", f"{max(values):.0f}"
     return low if low == high else f"{low} to {high}"
@@ -291,6 +309,7 @@ BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/drafter.md", "confidence offline"): confidence_offline,
     ("docs/bench.md", "clients"): clients,
     ("docs/overlap.md", "drafting ahead"): drafting_ahead,
+    ("docs/reliability.md", "soak"): soak,
 }
 ADAPTER = {
     "back to back": "| adapter on the engine thread, 1 / 8 / 64 / 256 requests, p50, two runs, back to back",
