@@ -9,7 +9,9 @@ be noticed.
 from __future__ import annotations
 
 import logging
+import os
 import sqlite3
+import sys
 import threading
 import time
 from collections import deque
@@ -38,6 +40,7 @@ UNHURRIED_ENTRIES: Final = 2048
 HURRIED_ENTRIES_PER_COMMIT: Final = 256  # ... then: each commit waits for the interpreter three times
 VARIABLES_PER_STATEMENT: Final = 32_000  # SQLite's own limit is 32,766
 ASIDE_LOOK_S: Final = 0.01  # how often it looks whether too much waits
+LOWEST_PRIORITY: Final = 19  # of the thread that writes, once many engines wait
 LOOK_S: Final = 10.0  # between two looks at the file's size while it is within its limits
 BITES_PER_LOOK: Final = 8
 ENTRIES_PER_CHECKPOINT: Final = 2048  # a few MB of log
@@ -119,7 +122,7 @@ class Store:
         self._queue_entries = queue_entries
         self._flush_s = flush_s
         self._written = self._dropped = self._unwritable = self._in_log = 0
-        self._has_waited = False
+        self._has_waited = self._is_nice = False
         self._error = ""
         self._engine_keys: dict[str, int] = {}
         self._retention = retention or Retention()
@@ -187,8 +190,19 @@ class Store:
             rest_s = self._aside_until_s - time.monotonic()
             if rest_s <= 0.0:
                 return False
+            self._step_down()
             self._is_stopping.wait(min(rest_s, ASIDE_LOOK_S))
         return self._is_stopping.is_set()
+
+    def _step_down(self) -> None:
+        """Let answers go first for good: a thread may lower its priority and not raise it again.
+
+        Not from the start: on a processor that the engine fills, a writer of the lowest priority that holds the
+        interpreter would keep a single engine waiting.
+        """
+        if not self._is_nice and sys.platform == "linux":  # elsewhere this would be the whole process
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+        self._is_nice = True
 
     def retain(self, retention: Retention) -> None:
         """Take other limits from the next look on."""

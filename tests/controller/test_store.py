@@ -6,6 +6,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -144,10 +145,19 @@ def test_rows_are_inserted_many_at_a_time(path: Path) -> None:
     assert 2 <= len(inserts) <= 8
 
 
+def priorities() -> dict[str, int]:
+    return {
+        thread.name: os.getpriority(os.PRIO_PROCESS, thread.native_id or 0)
+        for thread in threading.enumerate()
+    }  # fmt: skip
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems know no priority of a thread")
 def test_it_stands_aside_while_others_are_behind_but_not_when_much_waits_or_it_ends(
     path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Any
 ) -> None:
     monkeypatch.setattr(module, "UNHURRIED_ENTRIES", 50)
+    before = priorities()["MainThread"]
     store = Store(path, RUN, flush_s=0.01)
     store.stand_aside(time.monotonic() + 60.0)
     store.put(EngineEntry(hello(), 10))
@@ -155,6 +165,8 @@ def test_it_stands_aside_while_others_are_behind_but_not_when_much_waits_or_it_e
         store.put(StepEntry(record(number), 11))
     time.sleep(0.2)
     assert store.health().written == 0
+    assert priorities()["faser-store"] == 19
+    assert priorities()["MainThread"] == before
     for number in range(40, 60):
         store.put(StepEntry(record(number), 11))
     eventually(lambda: store.health().written, "what is too much is written")
