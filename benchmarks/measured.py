@@ -1,7 +1,8 @@
-"""The README's costs in one file: `python benchmarks/measured.py`, some four minutes on an idle machine.
+"""The README's costs in one file: `python benchmarks/measured.py`, some five minutes on an idle machine.
 
-Runs the benchmarks of the adapter, the decision, the round trip, the store and the fleet, the two that vary most twice,
-and keeps what they print in benchmarks/results/measured.json; `python docs/figures.py` then writes the README's lines.
+Runs the benchmarks of the adapter, the decision, the round trip, the store, the simulator and the fleet, those that
+vary most twice, and keeps what they print in benchmarks/results/measured.json; `python docs/figures.py` then writes the
+README's lines.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ import msgspec
 from faser.controller.bench_machine import commit, machine_facts, versions
 
 FOLDER: Final = Path(__file__).resolve().parent
-RUNS: Final = {"adapter": 2, "decide": 1, "round_trip": 2, "store": 1, "fleet": 1}
+RUNS: Final = {"adapter": 2, "decide": 1, "round_trip": 2, "store": 1, "simulator": 2, "fleet": 1}
+MODULES: Final = {"simulator": "faser.env.bench"}  # the others are files of this folder
 OPTIONS: Final = {"store": ("--seconds", "10"), "fleet": ("--engines", "8", "16", "24", "32", "40", "48")}
 
 
 def measure(name: str) -> Any:
     """Return what a benchmark prints as JSON."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(FOLDER / f"{name}.py"), "--json", *OPTIONS.get(name, ())]
+    what = ["-m", MODULES[name]] if name in MODULES else [str(FOLDER / f"{name}.py")]
+    command = [sys.executable, *what, "--json", *OPTIONS.get(name, ())]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode and not done.stdout.startswith("{"):  # with figures it is a verdict, and stands in them
-        raise SystemExit(f"measured: {name}.py ended with code {done.returncode}: {done.stderr.strip()[-300:]}")
+    if done.returncode and not done.stdout.rstrip().endswith("}"):  # with figures it is a verdict, and stands in them
+        raise SystemExit(f"measured: {name} ended with code {done.returncode}: {done.stderr.strip()[-300:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
