@@ -3,11 +3,11 @@
     python benchmarks/soak.py [--steps 200000] [--engines 32] [--requests 16] [--out FILE] [--json]
 
 Engines with recorded steps send over real sockets, each one record behind the other: a record waits for the answer to
-the one before. After LIFE_STEPS steps an engine says goodbye and another one takes its place, so that the sidecar also
-meets and forgets engines throughout. It decides with the policy `price` and records within `store.max_mb`. Memory is
-compared between the last fifth and the second one: in the first, tables and buffers still fill. Exits with 1 if it grew
-by 1 % or more, descriptors grew, records were lost, late or dropped, or a decision failed. `--out` is written at every
-look, so that a run that is cut off leaves what it saw.
+the one before, and all pause while too many wait to be written. After LIFE_STEPS steps an engine says goodbye and
+another one takes its place, so that the sidecar also meets and forgets engines throughout. It decides with the policy
+`price` and records within `store.max_mb`. Memory is compared between the last fifth and the second one: in the first,
+tables and buffers still fill. Exits with 1 if it grew by 1 % or more, descriptors grew, records were lost, late or
+dropped, or a decision failed. `--out` is written at every look, so that a run that is cut off leaves what it saw.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from rich.progress import Progress
 from sidecar_process import start_sidecar
 
 from faser.controller.bench_machine import commit, machine_facts, versions
+from faser.controller.config import LinkConfig
 from faser.controller.errors import FaserError
 from faser.controller.snapshot import Snapshot
 from faser.controller.status import ask
@@ -39,6 +40,8 @@ from faser.models.worlds import held_out
 LOOKS = 200  # at memory and descriptors, over the run
 LIFE_STEPS = 2000
 ANSWER_S = 10.0
+BREATH_STEPS = 1000  # between two looks at what waits to be written
+QUEUED_MOST, QUEUED_LEAST = 8000, 2000  # records; the sidecar drops what comes when 20,000 wait
 SETTINGS = {
     "FASER_STORE_MAX_MB": "64",  # small, so that retention works throughout
     "FASER_GUARD_STALE_MS": "600000",  # the simulated clocks are not this machine's
@@ -155,11 +158,14 @@ def soak(steps: int, engines: int, requests: int, folder: Path, out: Path | None
         progress.update(task, description="soaking", total=steps)
         begun_s, look = time.monotonic(), max(steps // LOOKS, 1)
         about = {"machine": msgspec.to_builtins(machine_facts()), "versions": versions(), "commit": commit()}
-        next_look, found = look, dict[str, Any]()
+        next_look, next_breath, waited_s, found = look, BREATH_STEPS, 0.0, dict[str, Any]()
         while done < steps and not unanswered:
             answered = fleet.play()
             done += answered
             unanswered += not answered
+            if done >= next_breath:
+                next_breath += BREATH_STEPS
+                waited_s += _wait_for_store(link)
             if done >= next_look:
                 next_look += look
                 watch.look()
@@ -168,7 +174,7 @@ def soak(steps: int, engines: int, requests: int, folder: Path, out: Path | None
                 progress.update(task, completed=done)
                 found = about | {
                     "steps": done, "engines": engines, "boots": fleet.boots, "requests": requests,
-                    "steps_per_s": round(done / (time.monotonic() - begun_s), 1),
+                    "steps_per_s": round(done / (time.monotonic() - begun_s), 1), "waited_s": round(waited_s, 1),
                     "resident_mb": [round(watch.resident_mb[0], 1), round(watch.resident_mb[-1], 1)],
                     "growth": round(watch.growth(), 5), "descriptors": watch.spread(),
                     **{name: faults.total(name) for name in ("gaps", "lost_records", "late_records", "failures")},
@@ -178,6 +184,18 @@ def soak(steps: int, engines: int, requests: int, folder: Path, out: Path | None
                 if out is not None:
                     out.write_text(json.dumps(found, indent=1))
     return found | {"unanswered": unanswered}
+
+
+def _wait_for_store(link: LinkConfig) -> float:
+    """Pause until few records wait to be written where many do; return the seconds.
+
+    These engines send their next step as soon as they are answered, more than the sidecar's core can also write.
+    """
+    begun_s = time.monotonic()
+    if ask(link, timeout_s=10.0).store.queued > QUEUED_MOST:
+        while ask(link, timeout_s=10.0).store.queued > QUEUED_LEAST:
+            time.sleep(0.05)
+    return time.monotonic() - begun_s
 
 
 def is_sound(found: dict[str, Any], engines: int) -> bool:
