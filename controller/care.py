@@ -16,10 +16,11 @@ from rich.console import Console
 
 from .endpoint import FileLock
 from .errors import StoreError
-from .packing import unpack_draws, unpack_lengths, unpack_rows
+from .recorded import STEP_CELLS, RunSettings, read_step, whole_number
 from .schema import open_for_reading
 
 SHOWN: Final = 20
+NO_SETTINGS: Final = RunSettings("", 0, 0, 0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -44,36 +45,38 @@ def check(path: Path) -> Check:
                 database.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in ("engines", "events")
             )
             before: tuple[int, int, int] | None = None
-            query = (
-                "SELECT id, run, engine, counter, requests, emitted, rows, decision_sequence, decision_lengths,"
-                " decision_draws FROM steps ORDER BY run, engine, id"
-            )
-            for key, run, engine, counter, requests, emitted, rows, sequence, lengths, draws in database.execute(query):
+            names = ("id", "run", "engine", "received_ns", "requests", "emitted", *STEP_CELLS)
+            query = f"SELECT {', '.join(names)} FROM steps ORDER BY run, engine, id"
+            for cells in database.execute(query):
+                row = dict(zip(names, cells, strict=True))
                 found.steps += 1
-                found.decisions += sequence is not None
+                found.decisions += row["decision_sequence"] is not None
+                if fault := _fault(row):
+                    found.faults.append(fault)
+                run, engine, counter = row["run"], row["engine"], row["counter"]
+                if not isinstance(counter, int):
+                    continue
                 if before is not None and before[:2] == (run, engine):
                     found.gaps += counter > before[2] + 1
                     if counter <= before[2]:
-                        found.faults.append(f"step {key}: record {counter} stands behind record {before[2]}")
+                        found.faults.append(f"step {row['id']}: record {counter} stands behind record {before[2]}")
                 before = (run, engine, counter)
-                if fault := _blob_fault(requests, emitted, rows, lengths, draws):
-                    found.faults.append(f"step {key}: {fault}")
         except sqlite3.Error as error:
             found.faults.append(str(error))
     return found
 
 
-def _blob_fault(requests: int, emitted: int, rows: bytes, lengths: bytes | None, draws: bytes | None) -> str:
+def _fault(row: dict[str, object]) -> str:
+    """Return what is wrong with a step, empty if nothing is."""
     try:
-        unpacked = unpack_rows(rows)
-        if lengths is not None:
-            unpack_lengths(lengths)
-        if draws is not None:
-            unpack_draws(draws)
+        whole_number(row["received_ns"])
+        rows = read_step("", row, [], NO_SETTINGS).record.rows
     except StoreError as error:
-        return str(error)
-    is_same = (len(unpacked), sum(row.emitted for row in unpacked)) == (requests, emitted)
-    return "" if is_same else "its packed rows do not add up to its columns"
+        text = str(error)
+        return text if text.startswith("step ") else f"step {row['id']}: {text}"
+    if (len(rows), sum(each.emitted for each in rows)) == (row["requests"], row["emitted"]):
+        return ""
+    return f"step {row['id']}: its packed rows do not add up to its columns"
 
 
 def run_check(path: Path, is_json: bool) -> int:

@@ -15,14 +15,16 @@ from .errors import UsageError
 from .modes import EVERY, ModeBoard
 
 MAX_ORDER_BYTES = 1024
+MAX_TARGET = 700  # characters of an engine's name
+MAX_BY = 64
 
 
 class Switch(msgspec.Struct, tag="switch", frozen=True, forbid_unknown_fields=True):
     """Put an engine into a mode; mode None forgets what was switched before."""
 
-    target: Annotated[str, msgspec.Meta(min_length=1, max_length=700)]
+    target: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TARGET)]
     mode: Mode | None
-    by: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    by: Annotated[str, msgspec.Meta(max_length=MAX_BY)] = ""
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -35,10 +37,11 @@ _decoder = msgspec.json.Decoder(Switch)
 
 
 def encode_order(order: Switch) -> bytes:
-    """Return an order's frame; raise UsageError if it is too long for one."""
+    """Return an order's frame; raise UsageError if a sidecar would not take it for one."""
     frame = msgspec.json.encode(order)
-    if len(frame) > MAX_ORDER_BYTES:
-        raise UsageError(f"an engine name of {len(order.target)} characters", "a shorter one", "use the boot id")
+    if len(frame) > MAX_ORDER_BYTES or decode_order(frame) is None:
+        seen = f"an engine name of {len(order.target)} characters"
+        raise UsageError(seen, f"one of up to {MAX_TARGET}, or {EVERY}", "use the boot id")
     return frame
 
 

@@ -9,22 +9,33 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 from sqlite_utils import Database
 
-from ..engine_adapter.protocol import MAX_DRAFT_LENGTH, EventKind, Hello, Mode, RequestEvent, StepRecord
+from ..engine_adapter.protocol import (
+    MAX_DRAFT_LENGTH,
+    Count,
+    DraftLength,
+    EventKind,
+    Hello,
+    Mode,
+    RequestEvent,
+    StepRecord,
+)
 from .canary import Draws
 from .errors import StoreError
 from .packing import unpack_draws, unpack_lengths, unpack_rows
 from .schema import MOST, PLAIN_FIELDS
 
+T = TypeVar("T")
 EVENT_KINDS: Final = ("arrival", "first_token", "finish", "abort", "preempt")
 _DECISION: Final = (
     "decision_sequence", "decision_mode", "decision_policy", "decision_digest", "decision_draws",
     "decision_default_length", "decision_lengths",
 )  # fmt: skip
+STEP_CELLS: Final = (*PLAIN_FIELDS, "rows", *_DECISION)  # what `read_step` needs, besides the row's id
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +103,7 @@ def read_sessions(database: Database) -> Iterator[RecordedSession]:
         engines = database.execute("SELECT id, hello FROM engines ORDER BY id").fetchall()
         for run, epoch, config in runs:
             for engine, text in engines:
-                yield from _sessions(database, run, engine, epoch, _hello(text), config)
+                yield from _sessions(database, run, engine, whole_number(epoch), _hello(text), config)
     except sqlite3.Error as error:
         raise StoreError(
             f"the file cannot be read: {error}", remedy="faser store check names what is damaged"
@@ -105,15 +116,16 @@ def _sessions(
     starts, events, reloads = _events(database, run, engine)
     settings = _settings(config)
     rosters = [_roster(database, run, engine, start) for start in starts]
-    names = ("id", "received_ns", *PLAIN_FIELDS, "rows", *_DECISION)
+    names = ("id", "received_ns", *STEP_CELLS)
     query = f"SELECT {', '.join(names)} FROM steps WHERE run = ? AND engine = ? ORDER BY id"
     session: RecordedSession | None = None
     number = 0
     for cells in database.execute(query, [run, engine]):
         row = dict(zip(names, cells, strict=True))
-        while reloads and reloads[0][0] <= row["received_ns"]:
+        received_ns = whole_number(row["received_ns"])
+        while reloads and reloads[0][0] <= received_ns:
             settings = _settings(reloads.pop(0)[1])
-        while number < len(starts) and starts[number] <= row["received_ns"]:
+        while number < len(starts) and starts[number] <= received_ns:
             if session is not None and session.steps:
                 yield session
             whole = msgspec.structs.replace(hello, roster=rosters[number])
@@ -121,7 +133,7 @@ def _sessions(
             number += 1
         if session is None:  # its hello was deleted
             session = RecordedSession(epoch, hello, False, [])
-        session.steps.append(_recorded(hello.boot_id, row, events.get(row["counter"], []), settings))
+        session.steps.append(read_step(hello.boot_id, row, events.get(row["counter"], []), settings))
     if session is not None and session.steps:
         yield session
 
@@ -149,7 +161,8 @@ def _events(
     reloads = database.execute(
         "SELECT received_ns, detail FROM events WHERE run = ? AND engine IS NULL AND kind = 'reload' ORDER BY id", [run]
     ).fetchall()
-    return [row[0] for row in starts], events, reloads
+    changes = [(whole_number(received_ns), detail) for received_ns, detail in reloads]
+    return [whole_number(row[0]) for row in starts], events, changes
 
 
 def _roster(database: Database, run: int, engine: int, received_ns: int) -> list[RequestEvent]:
@@ -163,30 +176,57 @@ def _roster(database: Database, run: int, engine: int, received_ns: int) -> list
 def _event(
     kind: EventKind, handle: int, time_s: float, tokens: int, request_id: str | None, priority: int, detail: str | None
 ) -> RequestEvent:
-    most = (detail or "").removeprefix(MOST)
+    most = str(detail or "").removeprefix(MOST)
     limit = int(most) if most.isdecimal() else MAX_DRAFT_LENGTH
-    return RequestEvent(kind, handle, time_s, tokens, request_id or "", priority, limit)
+    cells = [kind, handle, time_s, tokens, request_id or "", priority, min(limit, MAX_DRAFT_LENGTH)]
+    return _checked("an event", cells, RequestEvent)
 
 
-def _recorded(boot_id: str, row: dict[str, object], events: list[RequestEvent], settings: RunSettings) -> Recorded:
+def read_step(boot_id: str, row: dict[str, object], events: list[RequestEvent], settings: RunSettings) -> Recorded:
+    """Return a row of the table steps as what it was written from; raise StoreError for what no sidecar writes."""
+    what = f"step {row['id']}"
     plain = {name: row[name] for name in PLAIN_FIELDS}
-    record = msgspec.convert({**plain, "boot_id": boot_id, "events": [], "rows": []}, _StepFields)
+    record = _checked(what, {**plain, "boot_id": boot_id, "events": [], "rows": []}, _StepFields)
     named = {name: getattr(record, name) for name in _StepFields.__struct_fields__}
     step = StepRecord(**{**named, "events": events, "rows": unpack_rows(row["rows"])})  # type: ignore[arg-type]
     if row["decision_sequence"] is None:
         return Recorded(step, settings)
-    lengths, draws = row["decision_lengths"], row["decision_draws"]
+    made = _checked(what, {name.removeprefix("decision_"): row[name] for name in _DECISION}, _DecisionCells)
     return Recorded(
         step,
         settings,
-        row["decision_sequence"],  # type: ignore[arg-type]
-        row["decision_mode"],  # type: ignore[arg-type]
-        str(row["decision_policy"] or settings.policy),
-        row["decision_digest"],  # type: ignore[arg-type]
-        unpack_draws(draws) if isinstance(draws, bytes) else None,
-        row["decision_default_length"],  # type: ignore[arg-type]
-        unpack_lengths(lengths) if isinstance(lengths, bytes) else {},
+        made.sequence,
+        made.mode,
+        made.policy or settings.policy,
+        made.digest,
+        unpack_draws(made.draws) if made.draws is not None else None,
+        made.default_length,
+        unpack_lengths(made.lengths) if made.lengths is not None else {},
     )
+
+
+def whole_number(cell: object) -> int:
+    """Return a cell that is a time or an epoch; raise StoreError where it is neither: SQLite keeps what it is given."""
+    return _checked("a time or an epoch", cell, int)
+
+
+def _checked(what: str, cells: object, kind: type[T]) -> T:
+    try:
+        return msgspec.convert(cells, kind)
+    except msgspec.ValidationError as error:
+        raise StoreError(f"{what} is damaged: {error}", remedy="faser store check lists the damaged steps") from None
+
+
+class _DecisionCells(msgspec.Struct, frozen=True):
+    """A row's decision; cells without a value are None."""
+
+    sequence: Count
+    mode: Mode
+    policy: str | None
+    digest: str | None
+    draws: bytes | None
+    default_length: DraftLength
+    lengths: bytes | None
 
 
 # StepRecord as a map, so that a row of the file is checked on the way back as a frame is.
@@ -202,14 +242,14 @@ def _hello(text: str) -> Hello:
         named = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         fields = [named[name] for name in Hello.__struct_fields__ if name in named]
         return msgspec.json.decode(msgspec.json.encode(["hello", *fields]), type=Hello)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, TypeError) as error:  # ... or no text at all
         raise StoreError(f"an engine's introduction cannot be read: {error}") from None
 
 
 def _settings(config: str) -> RunSettings:
     try:
         read = msgspec.json.decode(config, type=_Config)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, TypeError) as error:  # ... or no text at all
         raise StoreError(f"a run's configuration cannot be read: {error}") from None
     return RunSettings(
         read.policy.spec,

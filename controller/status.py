@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import getpass
+import os
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +18,7 @@ from rich.text import Text
 
 from ..engine_adapter.protocol import Mode
 from .config import LinkConfig
-from .control import Refusal, Switch, encode_order
+from .control import MAX_BY, Refusal, Switch, encode_order
 from .endpoint import IPC, status_address
 from .errors import NotRunningError, UsageError
 from .modes import EVERY
@@ -45,7 +46,10 @@ def exchange(link: LinkConfig, question: bytes, timeout_s: float = TIMEOUT_S) ->
     address = status_address(link.endpoint, link.status_endpoint)
     if address.startswith(IPC) and not Path(address.removeprefix(IPC)).exists():
         raise _not_running(address, "no socket there")
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    except zmq.ZMQError as error:  # no file descriptor is left
+        raise _not_running(address, str(error)) from None
     try:
         with context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
@@ -83,7 +87,7 @@ def run_mode(link: LinkConfig, mode: Mode | None, engine: str, is_forgotten: boo
     if mode is None and not is_forgotten:
         snapshot = ask(link)
     else:
-        snapshot = order(link, Switch(engine, mode, f"{getpass.getuser()}, faser mode"))
+        snapshot = order(link, Switch(engine, mode, f"faser mode, {_user()}"[:MAX_BY]))
     console = Console(soft_wrap=True, highlight=False)
     for target, switched in snapshot.modes.items():
         console.print(Text(f"{switched}: switched for {'every engine' if target == EVERY else target}"))
@@ -91,6 +95,14 @@ def run_mode(link: LinkConfig, mode: Mode | None, engine: str, is_forgotten: boo
     for status in snapshot.engines:
         console.print(Text(f"engine {status.boot_id} ({status.steering.name}): {_mode_line(status.steering)}"))
     return 0
+
+
+def _user() -> str:
+    """Return who orders; in a container the user may have a number only."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid {os.getuid()}"
 
 
 def _mode_line(steering: SteeringStatus) -> str:

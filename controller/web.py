@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Final
@@ -25,7 +26,7 @@ from aiohttp import web
 from .. import __version__
 from ..engine_adapter.protocol import Mode
 from .config import HttpConfig, LinkConfig
-from .control import Switch
+from .control import MAX_BY, Switch
 from .errors import ConfigError, EndpointError, FaserError, NotRunningError
 from .metrics import CONTENT_TYPE, exposition
 from .snapshot import Snapshot, encode_snapshot
@@ -37,6 +38,7 @@ ASK_S: Final = 1.0
 FRESH_S: Final = 0.1  # readers within this time share one question to the daemon
 EVENTS_PER_S: Final = 5.0
 MAX_STREAMS: Final = 32
+MAX_CONNECTIONS: Final = 2 * MAX_STREAMS  # each takes a file descriptor, which engines and the store need, too
 MIN_TOKEN: Final = 16
 START_S: Final = 10.0
 PAGE: Final = {"/": ("page.html", "text/html"), "/page.js": ("page.js", "text/javascript"),
@@ -115,6 +117,7 @@ class WebServer:
         self.port = 0
         self._newest: tuple[float, Snapshot] | None = None
         self._streams = 0
+        self._has_failed = False
         self._loop = asyncio.new_event_loop()
         self._is_up = threading.Event()
         self._error: OSError | None = None
@@ -153,14 +156,18 @@ class WebServer:
         application.router.add_post("/mode", self._mode)
         for path in PAGE:
             application.router.add_get(path, self._page)
-        runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
+        # What it would log is a traceback for each request that is none: anybody could fill the log.
+        runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0, logger=_silent())
         await runner.setup()
+        assert runner.server is not None
+        accept = partial(_accept, runner.server)
         try:
-            site = web.TCPSite(runner, self._listener.host, self._listener.port)
-            await site.start()
-            self.port = runner.addresses[0][1]
+            host, port = self._listener.host, self._listener.port
+            site = await self._loop.create_server(accept, host, port, backlog=MAX_CONNECTIONS, reuse_address=True)
+            self.port = site.sockets[0].getsockname()[1]
             self._is_up.set()
             await self._stop.wait()
+            site.close()
         except OSError as error:
             self._error = error
         finally:
@@ -177,6 +184,15 @@ class WebServer:
             return _problem(503, str(error))
         except FaserError as error:
             return _problem(409, str(error))
+        except (web.RequestPayloadError, ConnectionError):
+            return _problem(400, "the body cannot be read; expected JSON without a Content-Encoding")
+        except web.HTTPException:
+            raise  # aiohttp's way to say 404, 405, 413
+        except Exception:
+            if not self._has_failed:
+                logger.exception("an HTTP request failed; of further ones nothing is said")
+            self._has_failed = True
+            return _problem(500, "a bug: the sidecar's log has its traceback; deciding goes on")
 
     def _refusal(self, request: web.Request) -> web.Response | None:
         token = self._listener.token
@@ -187,7 +203,7 @@ class WebServer:
         if request.path in OPEN_PATHS:
             return None
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if hmac.compare_digest(given.encode(), token.encode()):
+        if hmac.compare_digest(given.encode(errors="surrogateescape"), token.encode()):
             return None
         refused = _problem(401, "the token of http.token_file is needed: Authorization: Bearer ...")
         refused.headers["WWW-Authenticate"] = "Bearer"
@@ -263,10 +279,24 @@ class WebServer:
             wanted = msgspec.json.decode(await request.read(), type=SwitchRequest)
         except msgspec.MsgspecError as error:
             return _problem(400, f'{error}; expected {{"mode": "advisory", "engine": "*"}}')
-        switch = Switch(wanted.engine, wanted.mode, f"http {request.remote}"[:64])
+        switch = Switch(wanted.engine, wanted.mode, f"http {request.remote}"[:MAX_BY])
         snapshot = await asyncio.to_thread(order, self._link, switch, ASK_S)
         self._newest = (time.monotonic(), snapshot)
         return _answer(encode_snapshot(snapshot), "application/json")
+
+
+def _accept(server: web.Server) -> web.RequestHandler:
+    """Return who serves a new connection; where there are too many, the oldest make room, so that a probe gets in."""
+    for oldest in server.connections[: 1 - MAX_CONNECTIONS]:
+        if oldest.transport is not None:
+            oldest.transport.abort()
+    return server()
+
+
+def _silent() -> logging.Logger:
+    quiet = logging.getLogger("aiohttp.server")
+    quiet.setLevel(logging.CRITICAL)
+    return quiet
 
 
 def _answer(content: bytes, kind: str, status: int = 200) -> web.Response:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from faser.controller import status
 from faser.controller.config import Config
 from faser.controller.control import Switch, decode_order, encode_order
 from faser.controller.errors import StoreError, UsageError
@@ -167,8 +168,10 @@ def test_what_is_no_order_is_none(frame: bytes) -> None:
 def test_an_order_is_read_as_it_was_written() -> None:
     switch = Switch("*", "canary", "somebody")
     assert decode_order(encode_order(switch)) == switch
-    with pytest.raises(UsageError, match="expected a shorter one"):
-        encode_order(Switch("x" * 2000, "off"))
+    assert decode_order(encode_order(Switch("x" * 700, "off"))) is not None
+    for target in ("", "x" * 701, "x" * 2000):
+        with pytest.raises(UsageError, match="expected one of up to 700"):
+            encode_order(Switch(target, "off"))
 
 
 def test_a_canary_steers_its_share_and_leaves_the_others_to_the_engines_own_length(
@@ -193,3 +196,17 @@ def test_an_advisory_sidecar_still_asks_an_unknown_engine_who_it_is(
     engine = make_engine()
     engine.step()
     assert isinstance(engine.receive(), HelloRequest)
+
+
+def test_a_user_without_a_name_can_switch(
+    start_daemon: Start, config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def nameless() -> str:
+        raise KeyError("getpwuid(): uid not found: 2000")
+
+    start_daemon()
+    monkeypatch.setattr(status.getpass, "getuser", nameless)
+    assert status.run_mode(config.link, "off", EVERY, is_forgotten=False) == 0
+    monkeypatch.setattr(status.getpass, "getuser", lambda: "a-user-of-a-very-long-name@" * 9)
+    assert status.run_mode(config.link, "advisory", EVERY, is_forgotten=False) == 0
+    assert "advisory: switched for every engine" in capsys.readouterr().out

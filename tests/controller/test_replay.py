@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import shutil
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
+from faser.controller.care import check
 from faser.controller.config import Config, PolicyConfig
 from faser.controller.control import Switch
 from faser.controller.daemon import Daemon
@@ -139,6 +141,29 @@ def test_a_record_that_was_changed_is_noticed(run: Any) -> None:
     assert report.differing == ["boot-1 record 100, decision 100"]
     assert not report.is_exact()
     assert report.identical == 298
+
+
+def test_whatever_stands_in_a_cell_a_damaged_file_is_refused_in_one_line(run: Any) -> None:
+    path = run("fixed:2", steps=20)
+    damage: list[tuple[str, str, object]] = [
+        ("steps", "counter", "many"), ("steps", "received_ns", b"\xff"), ("steps", "step_s", 1e308),
+        ("steps", "kv_usage", "x"), ("steps", "waiting", -1), ("steps", "rows", b"\xff" * 9),
+        ("steps", "decision_default_length", None), ("steps", "decision_mode", "loud"),
+        ("steps", "decision_lengths", "text"), ("events", "priority", "high"), ("events", "time_s", b""),
+        ("events", "received_ns", "now"), ("runs", "epoch", "x"), ("runs", "config", None), ("engines", "hello", None),
+    ]  # fmt: skip
+    for table, column, value in damage:
+        mutant = path.with_name("mutant.sqlite")
+        shutil.copy(path, mutant)
+        with closing(sqlite3.connect(mutant)) as raw:
+            raw.execute("PRAGMA ignore_check_constraints = ON")
+            raw.execute(f"UPDATE OR IGNORE {table} SET {column} = ?", [value])
+            raw.commit()
+        with pytest.raises(StoreError):
+            replay(mutant, "fixed:3")
+        if table == "steps":
+            assert len(check(mutant).faults) == 19, column
+    assert check(path).faults == []
 
 
 def test_what_retention_left_is_replayed_but_not_compared(run: Any) -> None:

@@ -305,7 +305,7 @@ def test_kill_9_of_the_writer_leaves_a_sound_file_with_a_prefix_of_the_steps(
 ) -> None:
     process = subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(Path(__file__).parent)], cwd="/")
     try:
-        eventually(lambda: path.exists() and _count(path) >= after_steps, "the file grows")
+        eventually(lambda: path.exists() and _count(path) >= after_steps, "the file grows", 60.0)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()

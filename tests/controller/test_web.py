@@ -5,10 +5,11 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import os
 import re
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import faser
+from faser.controller import web
 from faser.controller.config import Config, HttpConfig
 from faser.controller.errors import ConfigError, EndpointError
 from faser.controller.logs import JsonFormatter
 from faser.controller.metrics import METRICS, exposition
 from faser.controller.notify import Notifier
 from faser.controller.status import ask
-from faser.controller.web import Listener, WebServer
+from faser.controller.web import MAX_CONNECTIONS, Listener, WebServer
 
 Start = Callable[..., Any]
 TEMPLATES = Path(faser.__file__).parent / "controller" / "templates"
@@ -171,6 +173,53 @@ def test_with_a_token_only_its_bearers_see_and_switch(
         code, body, _ = fetch(server, "/mode", "POST", b'{"mode":"advisory","engine":"*"}', **authorised)
         assert (code, json.loads(body)["modes"]) == (200, {"*": "advisory"})
     assert ask(config.link).modes == {"*": "advisory"}
+
+
+def test_what_is_no_request_is_refused_in_one_line_and_the_log_stays_clean(
+    start_daemon: Start, config: Config, token_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start_daemon()
+    with served(config, token_file) as server:
+        for garbage in (b"\xff" * 99, b"GET /status\tHTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01"):
+            with socket.create_connection(("127.0.0.1", server.port)) as raw:
+                raw.sendall(garbage + b"\r\n\r\n")
+                assert b" 400 " in raw.recv(99)
+        assert fetch(server, "/status", Authorization="Bearer \xff\xfe")[0] == 401
+        authorised = {"Authorization": f"Bearer {TOKEN}"}
+        squeezed = authorised | {"Content-Encoding": "gzip"}
+        assert fetch(server, "/mode", "POST", b"no gzip at all", **squeezed)[0] == 400
+        for nameless in ("", "x" * 701):
+            body = json.dumps({"mode": "off", "engine": nameless}).encode()
+            code, body_, _ = fetch(server, "/mode", "POST", body, **authorised)
+            assert (code, "expected one of up to 700" in body_) == (409, True)
+        assert [fetch(server, path, **authorised)[0] for path in ("/nowhere", "/mode")] == [404, 405]
+    assert caplog.records == []
+
+
+def test_a_bug_in_an_answer_is_logged_once_and_answered(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(web, "exposition", lambda snapshot: 1 / 0)
+    for _ in range(3):
+        code, body, _ = fetch(server, "/metrics")
+        assert (code, "log has its traceback" in body) == (500, True)
+    (line,) = [record for record in caplog.records if record.exc_info]
+    assert "HTTP request failed" in line.message
+
+
+def test_a_crowd_that_says_nothing_neither_keeps_others_out_nor_takes_every_descriptor(server: WebServer) -> None:
+    with ExitStack() as crowd:
+        for _ in range(4 * MAX_CONNECTIONS):
+            crowd.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+        assert fetch(server, "/healthz")[0] == 200
+        held = [path for path in map(os.readlink, _descriptors()) if path.startswith("socket:")]
+        ours = 4 * MAX_CONNECTIONS  # the crowd's own ends are in this process, too
+        assert len(held) - ours < 2 * MAX_CONNECTIONS + 20
+    assert fetch(server, "/healthz")[0] == 200
+
+
+def _descriptors() -> list[Path]:
+    return [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
 
 
 def test_a_sidecar_that_is_gone_is_503(start_daemon: Start, config: Config) -> None:
