@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import faser
-from faser.controller.config import OTHER_VARIABLES, load, settings
+from faser.controller.config import OTHER_VARIABLES, default_file, load, settings
 from faser.controller.launch import SCHEDULER_CLASS, WORKER_CLASS
 from faser.controller.metrics import METRICS
 from faser.controller.web import OPEN_PATHS
@@ -94,6 +94,25 @@ def test_the_unit_notifies_reloads_and_is_confined() -> None:
     unit = (DEPLOY / "faser.service").read_text()
     for line in ("Type=notify", "WatchdogSec=10", "ExecReload=/bin/kill -HUP $MAINPID", "NoNewPrivileges=yes"):
         assert re.search(rf"^{re.escape(line)}$", unit, re.M)
+
+
+def test_the_unit_starts_on_a_fresh_host_and_the_walk_leads_to_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    unit = (DEPLOY / "faser.service").read_text()
+    environment = dict(re.findall(r"^Environment=(\w+)=(.*)$", unit, re.M))
+    monkeypatch.setenv("XDG_CONFIG_HOME", environment["XDG_CONFIG_HOME"])
+    assert default_file() == Path("/etc/faser/config.toml")
+    (command,) = re.findall(r"^ExecStart=(\S+) (.*)$", unit, re.M)
+    assert command == ("/opt/faser/bin/faser", "sidecar"), "a file named with --config has to exist"
+    walk = OPERATIONS.read_text()
+    assert f"FASER_RUNTIME_DIR={environment['FASER_RUNTIME_DIR']}" in walk
+    assert f"-m venv {Path(command[0]).parents[1]}" in walk
+    (content,) = re.findall(r"printf '(.*)' > /etc/faser/config.toml", walk)
+    (tmp_path / "config.toml").write_text(content.replace("\\n", "\n"))
+    config = load(tmp_path / "config.toml").config
+    assert config.mode.default == "advisory", "nothing steers before the operator says so"
+    assert f"curl -s http://{config.http.listen}/metrics" in walk
 
 
 def test_the_ray_file_names_the_two_classes_and_no_other_way_of_switching_on() -> None:
