@@ -21,6 +21,9 @@ DOCUMENT: Final = ROOT / "docs" / "pruning.md"
 TABLE_RESULT: Final = ROOT / "benchmarks" / "results" / "pruning.json"
 WANTED_SAVING: Final = 0.2  # of a step, at 60 % of the drafts rejected, behind the middle layer
 SHAPE_RESULT: Final = ROOT / "benchmarks" / "results" / "pruning_shape.json"
+STAGES_RESULT: Final = ROOT / "benchmarks" / "results" / "pruning_stages.json"
+WANTED_US: Final = 500.0  # compaction plus metadata
+SUM: Final = "compaction and metadata together"
 Result = dict[str, Any]
 
 
@@ -52,6 +55,23 @@ def shape_lines(result: Result) -> list[str]:
         "",
         shape_verdict(result),
     ]
+
+
+def stages_lines(result: Result) -> list[str]:
+    """Return the table of what happens between the two halves, and its sum beside the bar."""
+    options, spent = result["options"], result["stages_us"]
+    cells = [(stage, f"{value:.0f}") for stage, value in spent.items() if stage != SUM]
+    others = "from the verdict to the layer behind the cut, thread CPU time"
+    return [
+        f"Batch {options['batches'][0]}, k = {options['length']}, {options['rejected'][0]:.0%} of the drafts rejected, "
+        f"cut in the middle of {options['layers']} layers of width 4096; medians of {result['steps']} steps; "
+        f"{result['machine']['cpu']}.",
+        "",
+        *markdown(("stage", "us"), cells),
+        "",
+        f"Compaction and metadata, {others}: {spent[SUM] / 1e3:.2f} ms, "
+        f"{'within' if spent[SUM] <= WANTED_US else 'over'} the {WANTED_US / 1e3:g} ms that were asked for.",
+    ]  # fmt: skip
 
 
 def shape_verdict(result: Result) -> str:
@@ -147,6 +167,7 @@ def verdict(result: Result) -> str:
 PARTS: Final[tuple[tuple[str, Path, Callable[[Result], list[str]]], ...]] = (
     ("engine", TABLE_RESULT, engine_lines),
     ("shape", SHAPE_RESULT, shape_lines),
+    ("stages", STAGES_RESULT, stages_lines),
 )
 
 

@@ -55,7 +55,8 @@ class Imposed(TokenHeads):
 
         from faser.engine_adapter.exit_heads import FEATURES, ExitHeads, Head
 
-        self.runner, self.layers, self.kept, self.score_s = runner, layers, [0], 0.0
+        self.runner, self.layers, self.kept, self.is_scoring = runner, layers, [0], True
+        self.began_s = self.score_s = 0.0  # when the cut began; how long gathering the states and scoring them took
         lm_head = runner.get_model().lm_head.weight
         self.vocabulary, size = lm_head.shape
         shapes = ((size,), (HEAD_RANK, size), (size, HEAD_RANK), (size,), (size,))
@@ -64,16 +65,19 @@ class Imposed(TokenHeads):
 
     def passes(self, layer: int, threshold: float, checks: Any) -> Any:
         """Score every token, and answer what was imposed."""
-        import torch
-
-        started = time.perf_counter()
-        checks.candidates = (checks.tokens[:, None] + torch.arange(1, CANDIDATES + 1)).long() % self.vocabulary
-        checks.confidences = torch.full((len(checks.tokens),), 0.5)
-        self._scored.accepts(layer, checks)
-        self.score_s = time.perf_counter() - started
+        if self.is_scoring:
+            self._score(layer, checks)
+        self.score_s = time.perf_counter() - self.began_s
         drafts = self.runner.verified.num_draft_tokens
         kept = [self.kept[request_of(name)] for name in self.runner.input_batch.req_ids]
         return np.concatenate([np.arange(count) < most for count, most in zip(drafts, kept, strict=True)])
+
+    def _score(self, layer: int, checks: Any) -> None:
+        import torch
+
+        checks.candidates = (checks.tokens[:, None] + torch.arange(1, CANDIDATES + 1)).long() % self.vocabulary
+        checks.confidences = torch.full((len(checks.tokens),), 0.5)
+        self._scored.accepts(layer, checks)
 
 
 def request_of(name: str) -> int:
@@ -112,7 +116,11 @@ class Bench:
         self.pruning = Pruning(self.runner, self.heads)
         self.lengths = [0]  # of the drafts that are made now
         self.prune: Any = None
-        order, bench = Steering.order, self
+        order, cut_rows, bench = Steering.order, Pruning._cut_rows, self
+
+        def timed(pruning: Any, arguments: Any) -> Any:
+            bench.heads.began_s = time.perf_counter()
+            return cut_rows(pruning, arguments)
 
         def ordered(steering: Any, *rest: Any) -> Any:
             made = order(steering, *rest)
@@ -123,7 +131,7 @@ class Bench:
             chosen = [bench.lengths[request_of(name)] for name in bench.runner.input_batch.req_ids]
             return [[bench.random.randrange(16, bench.heads.vocabulary) for _ in range(each)] for each in chosen]
 
-        Steering.order = ordered  # type: ignore[method-assign]
+        Steering.order, Pruning._cut_rows = ordered, timed  # type: ignore[method-assign]
         self.runner.propose_draft_token_ids = drafted
         self.engine.engine_core.engine_core.scheduler.steering.default.length = options["length"]
 
@@ -196,9 +204,10 @@ def child(options: dict[str, Any]) -> None:
     Path(options["result"]).write_text(json.dumps(rows))
 
 
-def write_model(folder: Path, layers: int) -> None:
+def write_model(folder: Path, layers: int, intermediate_size: int = SHAPE["intermediate_size"]) -> None:
     """Write the configuration of a model that has no weights."""
     config = SHAPE | {
+        "intermediate_size": intermediate_size,
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16", "hidden_act": "silu",
         "num_hidden_layers": layers, "vocab_size": WHOLE_VOCABULARY * layers // WHOLE_LAYERS, "bos_token_id": 1,
         "eos_token_id": 2, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0,
@@ -207,20 +216,19 @@ def write_model(folder: Path, layers: int) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run the child in a process of its own."""
+def measure(options: dict[str, Any], script: str = __file__) -> Any:
+    """Run the script's child in a process of its own and return what it wrote."""
     with tempfile.TemporaryDirectory(prefix="faser-") as folder:
-        write_model(Path(folder), options["layers"])
+        write_model(Path(folder), options["layers"], options.get("intermediate_size", SHAPE["intermediate_size"]))
         options |= {"folder": folder, "result": f"{folder}/rows.json"}
         environment = os.environ | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1", "LD_PRELOAD": str(openmp_library() or ""), "FASER_ENDPOINT": f"ipc://{folder}/e.sock",
         }  # fmt: skip
-        command = [sys.executable, os.path.abspath(__file__), "--child", json.dumps(options)]
+        command = [sys.executable, os.path.abspath(script), "--child", json.dumps(options)]
         subprocess.run(command, env=environment, check=True, cwd="/", stdout=subprocess.DEVNULL)
-        rows: list[dict[str, Any]] = json.loads(Path(options["result"]).read_text())
-        return rows
+        return json.loads(Path(options["result"]).read_text())
 
 
 def main() -> None:

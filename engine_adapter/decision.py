@@ -10,28 +10,11 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from .cut import Bools, Cut, Ints, after_first_failure
-
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .cut import Batch, Bools, Cut
     from .pruning import Checks
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The step's shape, as far as the decision needs it.
-
-    :param drafts: (requests,) draft tokens under verification.
-    :param lengths: (requests,) rows of each request in the batch; those of its drafts and the one before are its last.
-    :param spared: (draft tokens,) which of them pass unseen: nothing is known of their request's drafter.
-    """
-
-    drafts: Ints
-    lengths: Ints
-    spared: Bools
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +39,5 @@ class TokenHeads(ABC):
         """Cut each request behind its first token that does not pass."""
         import torch
 
-        passing = self.passes(layer, threshold, checks) | batch.spared
-        cut = after_first_failure(batch.drafts, passing)
-        rows = np.ascontiguousarray(cut.batch_rows(batch.lengths), dtype=np.int64)
-        return Decision(cut, torch.from_numpy(rows).to(checks.states.device))
+        cut = batch.cut(self.passes(layer, threshold, checks))
+        return Decision(cut, torch.from_numpy(batch.rows(cut)).to(checks.states.device))

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from .decision import Batch, Decision, TokenHeads
+from .decision import Decision, TokenHeads
 from .exits import ExitError, check_model, read_facts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .cut import Bools
+    from .cut import Batch, Bools
     from .pruning import Checks
 
 FEATURES: Final = ("log_share", "margin", "rank", "entropy", "confidence_logit", "position", "probe")

@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 
 from .cut import Cut, Ints
-from .decision import Batch, Decision
+from .decision import Decision
 from .exit_heads import LEAST, NOWHERE, moved, normed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .cut import Batch
     from .exit_heads import Head
     from .pruning import Checks
 
@@ -65,10 +66,7 @@ def _on_device(batch: Batch, device: Any) -> _Shape:
     """Return the batch's shape as tensors, in one copy."""
     import torch
 
-    requests = np.arange(len(batch.drafts))
-    row_owner = np.repeat(requests, batch.lengths)
-    behind = np.repeat(np.cumsum(batch.lengths), batch.lengths) - np.arange(len(row_owner))
-    parts = (batch.drafts, np.repeat(requests, batch.drafts), row_owner, behind, batch.spared)
+    parts = (batch.drafts, batch.owner, batch.row_owner, batch.behind, batch.spared)
     flat = torch.from_numpy(np.concatenate(parts).astype(np.int32)).to(device, non_blocking=True)
     return _Shape(*flat.split([len(part) for part in parts]))
 

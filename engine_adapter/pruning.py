@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .cut import Bools, Cut, Ints
-from .decision import Batch
+from .cut import Batch, Cut, Ints
 from .patches.pruning import (
     attention_layer,
     cut_attention,
@@ -32,6 +31,7 @@ from .patches.pruning import (
     spread_logits,
     tracks_thinking,
 )
+from .row_buffer import RowBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,7 +75,11 @@ class Pruning:
         self.decide_s = 0.0  # wall time of the last decision: scoring, index arithmetic, metadata
         self._runner = runner
         self._model = runner.get_model()
-        self._decoder = decoder_of(self._model)
+        layers = list(decoder_of(self._model).layers)
+        names = [attention_layer(layer) for layer in layers]
+        self._decoder_layers = layers
+        self._behind = {layer: frozenset(names[layer:]) for layer in heads.layers}  # attention layers from there on
+        self._states, self._hidden, self._residual = RowBuffer(), RowBuffer(), RowBuffer()
         self._step: _Step | None = None
 
     def open(self, prune: Prune | None, metadata: Any, common: Any, notes: Notes | None) -> bool:
@@ -109,10 +113,9 @@ class Pruning:
     def attached(self) -> Iterator[None]:
         """Let the decoder's layers from L on see the rows that stay; whole again behind the block."""
         assert self._step is not None
-        layers = list(self._decoder.layers)
-        first = self._step.prune.layer
-        handles = [layers[first].register_forward_pre_hook(self._enter)]
-        handles += [layer.register_forward_pre_hook(self._pass_on) for layer in layers[first + 1 :]]
+        first, *later = self._decoder_layers[self._step.prune.layer :]
+        handles = [first.register_forward_pre_hook(self._enter)]
+        handles += [layer.register_forward_pre_hook(self._pass_on) for layer in later]
         try:
             yield
         finally:
@@ -134,20 +137,30 @@ class Pruning:
         step = self._step
         assert step is not None
         positions, hidden, residual, *rest = arguments
-        batch = Batch(step.drafts, step.lengths(), step.unknown())
-        decision = self.heads.decide(step.prune.layer, step.prune.threshold, step.checks(hidden, residual), batch)
-        self.layer = step.prune.layer
+        layer = step.prune.layer
+        decision = self.heads.decide(layer, step.prune.threshold, self._checks(step, hidden, residual), step.batch)
+        self.layer = layer
         cut, index = decision.cut, decision.rows
-        if not cut.removed.any():
+        removed = cut.removed
+        if not removed.any():
             return None
-        names = [attention_layer(layer) for layer in list(self._decoder.layers)[step.prune.layer :]]
-        common = cut_common(step.common, index, cut.removed)
-        cut_positions = positions[index]
-        cut_hidden, cut_residual = hidden[index], residual[index]
-        step.shorten(cut)
-        cut_attention(self._runner, common, set(names))  # builds first, replaces last
-        step.index, step.positions, self.cut = index, cut_positions, cut
-        return (cut_positions, cut_hidden, cut_residual, *rest)
+        kept = self._compacted(index, positions, hidden, residual)
+        common = cut_common(step.common, index, removed, kept[0])
+        short = shortened_speculation(step.metadata, step.batch, cut)
+        cut_attention(self._runner, common, self._behind[layer])  # builds first, replaces last
+        step.index, step.positions, step.short, self.cut = index, kept[0], short, cut
+        return (*kept, *rest)
+
+    def _checks(self, step: _Step, hidden: Tensor, residual: Tensor) -> Checks:
+        """Return what the heads may look at."""
+        states = self._states.picked(hidden, step.tested)
+        states += self._residual.picked(residual, step.tested)
+        return step.checks(states)
+
+    def _compacted(self, index: Tensor, positions: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        """Return the rows that stay. Layers may write to them: they are nobody else's."""
+        memory = (self._hidden, self._residual)
+        return positions.index_select(0, index), *(m.picked(s, index) for m, s in zip(memory, states, strict=True))
 
     def _pass_on(self, _layer: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self.cut is None:
@@ -200,59 +213,45 @@ class Pruning:
         """Return the rows that left the last forward pass, each as the share of the layers that it was spared."""
         if self.cut is None or self.layer is None:
             return 0.0
-        depth = len(self._decoder.layers)
+        depth = len(self._decoder_layers)
         return float(self.cut.removed.sum()) * (depth - self.layer) / depth
 
 
 class _Step:
-    """What one forward pass verifies."""
+    """What one forward pass verifies: everything about it that is known before it begins."""
 
     def __init__(self, prune: Prune, metadata: Any, common: Any, notes: Notes | None, request_ids: list[str]) -> None:
         self.prune, self.metadata, self.common, self._notes = prune, metadata, common, notes
-        self.drafts: Ints = np.asarray(metadata.num_draft_tokens, dtype=np.int64)
         self.index: Any = None
         self.positions: Any = None
         self.short: Any = None
-        rows = [-1 if notes is None else notes.row_of.get(name, -1) for name in request_ids]
-        self._note_rows: Ints = np.repeat(np.asarray(rows, dtype=np.int64), self.drafts)
-        starts = np.cumsum(self.drafts) - self.drafts
-        self._columns: Ints = np.arange(self.drafts.sum()) - np.repeat(starts, self.drafts)
+        drafts: Ints = np.asarray(metadata.num_draft_tokens, dtype=np.int64)
+        starts: Ints = common.query_start_loc_cpu[: len(drafts) + 1].numpy().astype(np.int64)
+        rows = np.asarray([-1 if notes is None else notes.row_of.get(name, -1) for name in request_ids], np.int64)
+        note_rows: Ints = np.repeat(rows, drafts)
+        # What the drafter's notes lack is left alone; without notes the heads judge by the states only.
+        self.batch = Batch(drafts, starts[1:] - starts[:-1], (note_rows < 0) & (notes is not None))
+        self.tested = metadata.logits_indices[metadata.target_logits_indices]  # rows that test a draft token
+        self._columns = _index(self.batch.place, self.tested)
+        self._note_rows = _index(np.maximum(note_rows, 0), self.tested)
 
-    def lengths(self) -> Ints:
-        """Return every request's rows in the batch."""
-        starts: Ints = self.common.query_start_loc_cpu[: len(self.drafts) + 1].numpy().astype(np.int64)
-        return np.diff(starts)
-
-    def unknown(self) -> Bools:
-        """Return for each draft token whether the drafter's notes lack its request, which is then left alone."""
-        return (self._note_rows < 0) & (self._notes is not None)
-
-    def checks(self, hidden: Tensor, residual: Tensor) -> Checks:
-        """Gather the states of the rows that test a draft token."""
-        tested = self.metadata.logits_indices[self.metadata.target_logits_indices]
+    def checks(self, states: Tensor) -> Checks:
+        """Return what is known of the draft tokens, with the states of the rows that test them."""
         candidates = confidences = None
-        columns = _index(self._columns, hidden)
         if self._notes is not None and self._notes.candidates is not None:
             assert self._notes.confidences is not None
-            at = _index(np.maximum(self._note_rows, 0), hidden), columns
+            at = self._note_rows, self._columns
             candidates, confidences = self._notes.candidates[at], self._notes.confidences[at]
-        states = hidden[tested] + residual[tested]
-        return Checks(states, self.metadata.draft_token_ids, candidates, confidences, columns + 1)
-
-    def shorten(self, cut: Cut) -> None:
-        """Build the speculation metadata of the shorter step."""
-        self.short = shortened_speculation(self.metadata, cut.tests, cut.tested_places())
+        return Checks(states, self.metadata.draft_token_ids, candidates, confidences, self._columns + 1)
 
 
 def _index(values: Ints, like: Tensor) -> Any:
     import torch
 
-    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(like.device)
+    return torch.from_numpy(values).to(like.device)
 
 
 def _spread(states: Tensor, index: Tensor, rows: int) -> Tensor:
     if states.shape[0] == rows:
         return states
-    whole = states.new_zeros((rows, *states.shape[1:]))
-    whole[index] = states
-    return whole
+    return states.new_zeros((rows, *states.shape[1:])).index_copy_(0, index, states)

@@ -12,7 +12,7 @@ from typing import Any
 
 from .exit_heads import load_heads
 from .exits import pruning_refusal
-from .patches.pruning import PruningHooks
+from .patches.pruning import PruningHooks, attention_refusal
 from .prune_gate import PruneGate
 from .pruning import Notes, Pruning
 from .settings import load_settings
@@ -43,6 +43,8 @@ class PruningRunner(PruningHooks):
         if not path:
             return
         if reason := pruning_refusal(self.vllm_config):  # type: ignore[attr-defined]
+            raise ValueError(reason)
+        if reason := attention_refusal(self):
             raise ValueError(reason)
         groups = len(self.kv_cache_config.kv_cache_groups)  # type: ignore[attr-defined]
         if groups != 1:

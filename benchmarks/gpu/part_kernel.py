@@ -11,7 +11,8 @@ import torch
 from machines import Machine, told
 
 from faser.engine_adapter import exit_kernel
-from faser.engine_adapter.decision import Batch, Decision, TokenHeads
+from faser.engine_adapter.cut import Batch
+from faser.engine_adapter.decision import Decision, TokenHeads
 from faser.engine_adapter.exit_heads import FEATURES, ExitHeads, Head
 
 LAYER = 0

@@ -10,8 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ..cut import Batch, Cut, Ints
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below "vllm", whose handler shows the operator INFO lines too
 
@@ -27,6 +31,8 @@ PRUNABLE_DECODERS: Final = frozenset(
         ("vllm.model_executor.models.qwen3", "Qwen3Model"),
     }
 )
+
+PRUNABLE_ATTENTION: Final = frozenset({"CPU_ATTN"})  # backends whose metadata can be built anew in a forward pass
 
 
 class PruningHooks:
@@ -71,43 +77,53 @@ def decoder_of(model: Any) -> Any:
     return decoder
 
 
+def attention_refusal(runner: Any) -> str | None:
+    """Return why the target's attention cannot be cut, None if it can."""
+    seen = {group.backend.get_name() for groups in runner.attn_groups for group in groups}
+    if unknown := sorted(seen - PRUNABLE_ATTENTION):
+        return f"attention backend {', '.join(unknown)}; expected {', '.join(sorted(PRUNABLE_ATTENTION))}"
+    return None
+
+
 def attention_layer(layer: Any) -> str:
     """Return the name under which vLLM keeps a decoder layer's attention."""
     name: str = layer.self_attn.attn.layer_name
     return name
 
 
-def cut_common(common: Any, index: Tensor, removed: Any) -> Any:
+def cut_common(common: Any, index: Tensor, removed: Ints, positions: Tensor) -> Any:
     """Return a copy of CommonAttentionMetadata for the rows `index`, without the last `removed[i]` of request i.
 
     `seq_lens` shrink too: behind the cut nothing writes the KV slots of the rows that left, so nothing may read them.
+
+    :param positions: of the rows that stay.
     """
     import torch
 
     count = len(removed)
-    gone = torch.from_numpy(removed)
-    starts = common.query_start_loc_cpu[: count + 1].clone()
-    starts[1:] -= gone.cumsum(0).to(starts.dtype)
-    lengths = starts[1:] - starts[:-1]
+    starts = common.query_start_loc_cpu[: count + 1].numpy().copy()
+    starts[1:] -= removed.cumsum()
+    cpu_starts = torch.from_numpy(starts)
+    gone = torch.from_numpy(removed.astype("int32"))
 
     def shorter(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values[:count] - gone.to(values)
+        return None if values is None else values[:count] - gone.to(values.device)
 
     return common.replace(
-        query_start_loc_cpu=starts,
-        query_start_loc=starts.to(common.query_start_loc.device),
+        query_start_loc_cpu=cpu_starts,
+        query_start_loc=cpu_starts.to(common.query_start_loc.device),
         seq_lens=shorter(common.seq_lens),
         seq_lens_cpu_upper_bound=shorter(common.seq_lens_cpu_upper_bound),
         num_actual_tokens=len(index),
-        max_query_len=int(lengths.max()),
-        slot_mapping=common.slot_mapping[index],
-        positions=None if common.positions is None else common.positions[index],
+        max_query_len=int((starts[1:] - starts[:-1]).max()),
+        slot_mapping=common.slot_mapping.index_select(0, index),
+        positions=None if common.positions is None else positions,
         _num_computed_tokens_cache=None,
         _token_to_req_indices_cache=None,
     )
 
 
-def cut_attention(runner: Any, common: Any, names: set[str]) -> None:
+def cut_attention(runner: Any, common: Any, names: frozenset[str]) -> None:
     """Let the attention layers `names` of the forward pass under way see `common`; the others keep what they have."""
     from vllm.forward_context import get_forward_context
 
@@ -141,27 +157,23 @@ def spread_logits(runner: Any, rows: Tensor, count: int) -> None:
     runner.execute_model_state = state._replace(logits=whole)
 
 
-def shortened_speculation(metadata: Any, tests: Any, places: Any) -> Any:
-    """Return SpecDecodeMetadata as if only `tests[i]` draft tokens of request i had been scheduled.
-
-    :param places: which of all draft tokens those are.
-    """
+def shortened_speculation(metadata: Any, batch: Batch, cut: Cut) -> Any:
+    """Return SpecDecodeMetadata as if only `cut.tests[i]` draft tokens of request i had been scheduled."""
     import torch
 
-    def tensor(values: Any) -> Tensor:
-        return torch.from_numpy(values.astype("int32")).to(metadata.cu_num_draft_tokens.device)
-
+    tested, tests = batch.tested(cut), cut.tests
     ends = (tests + 1).cumsum()
-    within_all = torch.ones(int(ends[-1]), dtype=torch.bool)
-    within_all[ends - 1] = False
-    device = metadata.target_logits_indices.device
+    targets = np.arange(len(tested)) + batch.owner[tested]  # each request before has a bonus row in between
+    flat = torch.from_numpy(np.concatenate([tests.cumsum(), ends, ends - 1, targets]).astype(np.int32))
+    count, device = len(tests), metadata.cu_num_draft_tokens.device
+    drafts, sampled, bonus, target = torch.split(flat.to(device), [count, count, count, len(tested)])
     return type(metadata)(
-        draft_token_ids=metadata.draft_token_ids[torch.from_numpy(places).to(device)],
+        draft_token_ids=metadata.draft_token_ids.index_select(0, torch.from_numpy(tested).to(device)),
         num_draft_tokens=tests.tolist(),
-        cu_num_draft_tokens=tensor(tests.cumsum()),
-        cu_num_sampled_tokens=tensor(ends),
-        target_logits_indices=within_all.nonzero()[:, 0].to(metadata.target_logits_indices),
-        bonus_logits_indices=tensor(ends - 1),
+        cu_num_draft_tokens=drafts,
+        cu_num_sampled_tokens=sampled,
+        bonus_logits_indices=bonus,
+        target_logits_indices=target,
         logits_indices=metadata.logits_indices[: int(ends[-1])],  # of the right length; the sampler does not read it
     )
 

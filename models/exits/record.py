@@ -85,11 +85,11 @@ class _Recorder(Pruning):
         from ...engine_adapter.pruning import _Step
 
         self._step = _Step(Prune(self._layers[0], 0.0), metadata, common, notes, list(self._runner.input_batch.req_ids))
-        return not bool(self._step.unknown().any())
+        return not bool(self._step.batch.spared.any())
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        layers = list(self._decoder.layers)
+        layers = self._decoder_layers
         handles = [layers[number].register_forward_pre_hook(self._copier(number)) for number in self._layers]
         self._started_s = time.perf_counter()
         try:
@@ -102,8 +102,8 @@ class _Recorder(Pruning):
     def _copier(self, number: int) -> Callable[..., None]:
         def copy(_layer: Any, arguments: tuple[Any, ...]) -> None:
             assert self._step is not None
-            checks = self._step.checks(arguments[1], arguments[2])
-            self.states[number].append(checks.states.to(torch.bfloat16))
+            checks = self._checks(self._step, arguments[1], arguments[2])
+            self.states[number].append(checks.states.to(torch.bfloat16, copy=True))  # else the next step writes to it
             if number == self._layers[0]:
                 assert checks.candidates is not None
                 assert checks.confidences is not None
@@ -113,7 +113,7 @@ class _Recorder(Pruning):
                         "candidates": checks.candidates.to(torch.int32),
                         "confidences": checks.confidences.clone(),
                         "positions": checks.positions,
-                        "drafts": torch.tensor([count for count in self._step.drafts.tolist() if count]),
+                        "drafts": torch.tensor([count for count in self._step.batch.drafts.tolist() if count]),
                     }
                 )
 
@@ -125,7 +125,7 @@ class _Recorder(Pruning):
             self.rows[-1]["is_accepted"] = best == metadata.draft_token_ids
         output = sample(logits, metadata)
         if self._step is not None and self.rows:
-            took = [int(self._step.lengths().sum()), self._forward_s, time.perf_counter() - self._started_s]
+            took = [int(self._step.batch.lengths.sum()), self._forward_s, time.perf_counter() - self._started_s]
             self.rows[-1]["steps"] = torch.tensor([took], dtype=torch.float64)
         return output
 

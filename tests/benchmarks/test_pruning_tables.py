@@ -6,8 +6,9 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ FOLDER = Path(faser.__file__).parent / "benchmarks"
 def modules() -> Iterator[dict[str, ModuleType]]:
     """Load the scripts as Python would, beside one another."""
     found = {}
-    for name in ("pruning_report", "pruning_shape", "pruning"):
+    for name in ("pruning_report", "pruning_shape", "pruning_stages", "pruning"):
         spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
         assert spec is not None
         assert spec.loader is not None
@@ -94,6 +95,60 @@ def test_cells_that_are_done_are_kept_unless_something_else_was_measured(
     assert begun(out, {"rounds": 2}) == [(4, 3)]
     assert begun(out, {"rounds": 3}) == []
     assert json.loads(out.read_text()) == {"settings": {"rounds": 3}, "cells": []}
+
+
+class KilledBench:
+    """An engine that dies in its second cell."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.done = 0
+
+    def cell(self, batch: int, length: int, rounds: int) -> dict[str, Any]:
+        """Return a cell, once."""
+        self.done += 1
+        if self.done == 2:
+            raise KeyboardInterrupt
+        return {"batch": batch, "length": length, "rows": []}
+
+
+def test_what_was_measured_before_a_kill_is_there_afterwards(
+    modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    benchmark, out, said = modules["pruning"], tmp_path / "pruning.json", {"rounds": 2}
+    monkeypatch.setattr(benchmark, "Bench", KilledBench)
+    wanted = [(8, 7), (4, 3), (4, 7)]
+    for done in (0, 1, 2):
+        missing = [cell for cell in wanted if cell not in benchmark.begun(out, said)]
+        assert len(missing) == len(wanted) - done
+        context = pytest.raises(KeyboardInterrupt) if len(missing) > 1 else nullcontext()
+        with context:
+            benchmark.child({"out": str(out), "cells": missing, "rounds": 2})
+    assert benchmark.begun(out, said) == [(4, 3), (4, 7), (8, 7)]
+
+
+def test_stages_are_told_beside_the_bar(modules: dict[str, ModuleType]) -> None:
+    report = modules["pruning_report"]
+    options = {"batches": [16], "length": 7, "rejected": [0.6], "layers": 4}
+    spent = {"compaction": 90.4, report.SUM: 480.0, "spreading the output": 30.0}
+    result = {"options": options, "machine": {"cpu": "a processor"}, "steps": 30, "stages_us": spent}
+    lines = report.stages_lines(result)
+    assert "| compaction | 90 |" in lines
+    assert "0.48 ms, within the 0.5 ms" in lines[-1]
+    assert "over the 0.5 ms" in report.stages_lines(result | {"stages_us": spent | {report.SUM: 501.0}})[-1]
+
+
+def test_a_stage_is_counted_without_the_stages_inside_it(
+    modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = modules["pruning_stages"].Stopwatch()
+    clock = iter(range(10))
+    monkeypatch.setattr(modules["pruning_stages"].time, "perf_counter", lambda: float(next(clock)))
+    work = SimpleNamespace(inner=lambda: None)
+    work.outer = lambda: (work.inner(), work.inner())
+    watch.wrap(work, "inner", "inner")
+    watch.wrap(work, "outer", "outer")
+    work.outer()  # from 0 to 5, inner ones from 1 to 2 and from 3 to 4
+    assert dict(watch.spent_s) == {"inner": 2.0, "outer": 3.0}
 
 
 @pytest.mark.parametrize("rejected", [0.0, 0.3, 0.6, 0.9, 1.0])

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from faser.engine_adapter.decision import Batch, Decision
+from faser.engine_adapter.cut import Batch
+from faser.engine_adapter.decision import Decision
 from faser.engine_adapter.exit_heads import FEATURES, ExitHeads, Head
 from faser.engine_adapter.pruning import Checks
 

@@ -107,6 +107,12 @@ def counts(records: list[wire.StepRecord]) -> dict[str, Any]:
         ),
         "told_wrongly_pruned": sum(record.wrongly_pruned for record in records),
         "saved_rows": sum(record.saved_rows for record in records),
+        "decided": sum(
+            row.verified > 0
+            for record, rows in zip(records, decoding, strict=True)
+            if record.prune_layer is not None
+            for row in rows
+        ),
         "looked": sum(record.prune_layer is not None and record.prune_s > 0.0 for record in records),
         "confident": sum(min(len(row.confidences), row.verified) for rows in decoding for row in rows),
         "stopped": sum(len(row.confidences) > row.verified for rows in decoding for row in rows),

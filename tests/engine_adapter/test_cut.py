@@ -10,16 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from faser.engine_adapter.cut import Cut, after_first_failure
+from faser.engine_adapter.cut import Batch, Cut, after_first_failure
 
-Batch = list[tuple[int, list[bool]]]  # per request: prompt rows before the tested ones, and its checks
+Requests = list[tuple[int, list[bool]]]  # per request: prompt rows before the tested ones, and its checks
 
 batches = st.lists(st.tuples(st.integers(0, 3), st.lists(st.booleans(), max_size=5)), min_size=1, max_size=6)
 
 
-def cut_of(batch: Batch) -> Cut:
-    drafts = np.array([len(checks) for _, checks in batch], dtype=np.int64)
-    return after_first_failure(drafts, np.array([check for _, checks in batch for check in checks], dtype=bool))
+def shape_of(batch: Requests) -> Batch:
+    drafts = np.array([len(checks) for _, checks in batch])
+    lengths = np.array([before + len(checks) + 1 for before, checks in batch])
+    return Batch(drafts, lengths, np.zeros(drafts.sum(), dtype=bool))
+
+
+def cut_of(batch: Requests) -> Cut:
+    return shape_of(batch).cut(np.array([check for _, checks in batch for check in checks], dtype=bool))
 
 
 def kept_rows(checks: list[bool]) -> int:
@@ -30,7 +35,7 @@ def kept_rows(checks: list[bool]) -> int:
 
 
 @given(batches)
-def test_rows_behind_the_first_failing_one_leave(batch: Batch) -> None:
+def test_rows_behind_the_first_failing_one_leave(batch: Requests) -> None:
     cut = cut_of(batch)
     kept = [kept_rows(checks) for _, checks in batch]
     assert cut.kept.tolist() == kept
@@ -43,13 +48,19 @@ def test_rows_behind_the_first_failing_one_leave(batch: Batch) -> None:
         logits += range(logit, logit + k)
         tested += range(draft, draft + min(k, len(checks)))
         start, logit, draft = start + before + len(checks) + 1, logit + len(checks) + 1, draft + len(checks)
-    assert cut.batch_rows(np.array([before + len(checks) + 1 for before, checks in batch])).tolist() == rows
+    assert shape_of(batch).rows(cut).tolist() == rows
     assert cut.logit_rows().tolist() == logits
-    assert cut.tested_places().tolist() == tested
+    assert shape_of(batch).tested(cut).tolist() == tested
+
+
+def test_spared_tokens_pass_unseen() -> None:
+    spared = np.array([False, False, True, True, True])
+    batch = Batch(np.array([2, 3]), np.array([3, 4]), spared)
+    assert batch.cut(np.array([True, False, False, False, False])).kept.tolist() == [2, 4]
 
 
 @given(batches)
-def test_the_sampler_gets_a_row_per_test_and_one_more(batch: Batch) -> None:
+def test_the_sampler_gets_a_row_per_test_and_one_more(batch: Requests) -> None:
     cut = cut_of(batch)
     expected, start = [], 0
     for _, checks in batch:

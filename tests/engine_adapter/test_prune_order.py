@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from faser.engine_adapter import exits
 from faser.engine_adapter import protocol as wire
 from faser.engine_adapter.lease import Lease
+from faser.engine_adapter.runner_pruning import PruningRunner
 from faser.engine_adapter.steering import Default, Steering
 
 
@@ -101,3 +106,96 @@ def test_the_embedded_engine_is_not_refused() -> None:
 
 def test_without_a_file_nothing_is_said() -> None:
     assert exits.usable_exits("", config(method=None)) == (None, None)
+
+
+# --- at the engine's start: whatever cannot be used is one line in the log, and speculation goes on ---
+
+
+class Engine:
+    """As much of vLLM's runner as pruning looks at when it starts."""
+
+    def __init__(self, backend: str, groups: int, decoder: str, **changed: Any) -> None:
+        self.vllm_config = config(**changed)
+        name = staticmethod(lambda: backend)
+        self.attn_groups = [[SimpleNamespace(backend=type("Backend", (), {"get_name": name}))]]
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[None] * groups)
+        self.drafter = SimpleNamespace(candidates=0)
+        self.decoder, self.started = decoder, 0
+
+    def initialize_kv_cache(self) -> None:
+        """Count it."""
+        self.started += 1
+
+    def get_model(self) -> Any:
+        """Return a model of four layers whose LM head is all zeros."""
+        import torch
+
+        shape = SimpleNamespace(num_hidden_layers=4, hidden_size=8, vocab_size=16)
+        head = SimpleNamespace(weight=torch.zeros(16, 8))
+        decoder = type(self.decoder, (), {"__module__": "vllm.model_executor.models.llama", "layers": ()})()
+        return SimpleNamespace(config=shape, lm_head=head, model=decoder)
+
+
+class PruningEngine(PruningRunner, Engine):
+    """FASER's mixin in front."""
+
+
+def heads_file(folder: Path, target_layers: int = 4, layer: int = 2, fingerprint: float = 0.0) -> str:
+    parts = {"scale": (8,), "down": (2, 8), "up": (8, 2), "bias": (8,), "probe": (8,), "weights": (8,)}
+    tensors = {f"{layer}.{name}": np.zeros(shape, np.float32) for name, shape in parts.items()}
+    said = {"format": exits.FORMAT, "layers": f"{layer}", "target_layers": f"{target_layers}", "hidden_size": "8"}
+    said |= {"vocabulary": "16", "candidates": "4"}
+    file = folder / "exits.safetensors"
+    save_file(tensors | {"fingerprint": np.full((2, 2), fingerprint, np.float32)}, file, said)
+    return str(file)
+
+
+def start(
+    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, **given: Any
+) -> tuple[Any, str]:
+    """Return the engine that was started, and what it logged."""
+    monkeypatch.setenv("FASER_EXIT_HEADS", path)
+    engine = PruningEngine(**({"backend": "CPU_ATTN", "groups": 1, "decoder": "LlamaModel"} | given))
+    logger = logging.getLogger("vllm.faser.engine_adapter.runner_pruning")
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(logger, "propagate", False)
+    with caplog.at_level(logging.INFO, logger.name):
+        engine.initialize_kv_cache()
+    return engine, "\n".join(caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("file", "given", "said"),
+    [
+        ({"target_layers": 5}, {}, "is for a model of 5 layers, hidden size 8 and vocabulary 16; this one has 4"),
+        ({"layer": 4}, {}, "has heads behind layers (4,), expected 1 to 3"),
+        ({"fingerprint": 1.0}, {}, "was trained on another model of the same shape; train its own"),
+        (None, {}, "expected exit heads, as `faser exits train` writes them"),
+        ({}, {"architecture": "MambaForCausalLM"}, "architecture MambaForCausalLM; expected one of LlamaForCausalLM"),
+        ({}, {"decoder": "OtherModel"}, "with OtherModel cannot be pruned; known are LlamaModel"),
+        ({}, {"backend": "FLASH_ATTN"}, "attention backend FLASH_ATTN; expected CPU_ATTN"),
+        ({}, {"groups": 2}, "the KV cache has 2 groups, expected one"),
+        ({}, {"mode": 3}, "a compiled target; start with --enforce-eager"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_one_line_at_start_and_the_engine_goes_on(
+    file: dict[str, Any] | None, given: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    path = str(tmp_path / "none") if file is None else heads_file(tmp_path, **file)
+    engine, told = start(path, monkeypatch, caplog, **given)
+    assert told.startswith("FASER does not prune: ")
+    assert said in told
+    assert "\n" not in told
+    assert engine.started == 1
+    assert engine.pruning is None
+    assert engine.prune_forward(lambda: "every row") == "every row"
+
+
+def test_what_fits_is_said_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, told = start(heads_file(tmp_path), monkeypatch, caplog)
+    assert told == "FASER may prune behind layers 2"
+    assert engine.pruning is not None
+    assert engine.drafter.candidates == 4
