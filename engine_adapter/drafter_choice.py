@@ -10,13 +10,16 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from .drafter_llama import llama_refusal
+from .drafter_attention import shape_refusal
+from .drafter_eagle import eagle_refusal, states_width
 from .partition import PartitionError, Sizes
 from .partition_cpu import CpuPartition
 from .settings import ANYWHERE, core_numbers
 
+METHODS = ("draft_model", "eagle3")
+
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 
 def chosen_drafter(cores: str, config: VllmConfig) -> tuple[list[str], str | None]:
@@ -27,17 +30,35 @@ def chosen_drafter(cores: str, config: VllmConfig) -> tuple[list[str], str | Non
     drafting = config.speculative_config
     if reason is not None or drafting is None:
         return [], reason
-    dtype = str(drafting.draft_model_config.dtype).removeprefix("torch.")
-    return [sys.executable, "-m", "faser.engine_adapter.drafter_llama", str(drafting.model), dtype], None
+    dtype = _dtype(drafting.draft_model_config)
+    start = [sys.executable, "-m"]
+    if drafting.method == "draft_model":
+        return [*start, "faser.engine_adapter.drafter_llama", str(drafting.model), dtype], None
+    target = config.model_config
+    return [
+        *start, "faser.engine_adapter.drafter_eagle", str(drafting.model), str(target.model), dtype, _dtype(target)
+    ], None  # fmt: skip
+
+
+def states_of_target(config: VllmConfig) -> tuple[int, str] | None:
+    """Return width and type of the target's states that the drafter's process reads; None: it reads none."""
+    drafting = config.speculative_config
+    if drafting is None or drafting.method != "eagle3":
+        return None
+    return states_width(str(drafting.model)), _dtype(config.model_config)
+
+
+def _dtype(model: ModelConfig) -> str:
+    return str(model.dtype).removeprefix("torch.")
 
 
 def _refusal(config: VllmConfig) -> str | None:
     from vllm.platforms import current_platform
 
     drafting, parallel = config.speculative_config, config.parallel_config
-    if drafting is None or drafting.method != "draft_model":
+    if drafting is None or drafting.method not in METHODS:
         method = "none" if drafting is None else drafting.method
-        return f"method {method}: only a draft model can go on without the target's states; expected draft_model"
+        return f"method {method}: it has no drafter that could run in a process; expected {' or '.join(METHODS)}"
     if not current_platform.is_cpu() or config.use_v2_model_runner:
         return "a drafter process is for the CPU with vLLM's V1 runner"
     if config.scheduler_config.async_scheduling:
@@ -51,7 +72,11 @@ def _refusal(config: VllmConfig) -> str | None:
         return f"the draft model is quantized ({drafter.quantization}); expected plain weights"
     if drafter.get_vocab_size() != config.model_config.get_vocab_size():
         return "the draft model has another vocabulary than the target"
-    return llama_refusal(str(drafting.model))
+    if drafting.parallel_drafting:
+        return "parallel drafting: the process draws one token after the other"
+    if drafting.method == "eagle3":
+        return eagle_refusal(str(drafting.model), str(config.model_config.model))
+    return shape_refusal(str(drafting.model))
 
 
 def drafter_cores(text: str, threads: int) -> CpuPartition | None:

@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from .mailbox import READY, Ask, Job, Mailbox, MailboxError, Reply, Tokens, fitting
+from .mailbox import NO_STATES, READY, Ask, Job, Mailbox, MailboxError, Reply, StateRows, Tokens, fitting
 from .partition import PartitionError
 from .partition_cpu import CpuPartition
 
@@ -38,6 +38,7 @@ class Wish:
     sampled: tuple[int, ...]  # in this step
     chunk: tuple[int, ...] = ()  # handed to verification behind them: may turn out to be wrong
     count: int = 1
+    states: StateRows = NO_STATES
 
 
 @dataclass(slots=True)
@@ -50,13 +51,18 @@ class _Life:
     """One process, from start to end."""
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], cores: CpuPartition | None, now_s: float
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        cores: CpuPartition | None,
+        shared: Sequence[int],
+        now_s: float,
     ) -> None:
         self.mailbox, memory, bell = Mailbox.pair()
         try:
             self.process = subprocess.Popen(
                 [*command, str(memory), str(bell.fileno())],
-                pass_fds=(memory, bell.fileno()),
+                pass_fds=(memory, bell.fileno(), *shared),
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is for the engine, which ends this process
@@ -92,6 +98,7 @@ class DrafterProcess:
 
     :param command: what to run; it gets two more arguments, the descriptors of memory and bell.
     :param cores: what the process is confined to; None: it may run wherever this one may.
+    :param shared: further descriptors that it keeps.
     """
 
     def __init__(
@@ -100,11 +107,13 @@ class DrafterProcess:
         cores: CpuPartition | None = None,
         environment: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        shared: Sequence[int] = (),
     ) -> None:
         shares = {} if cores is None else cores.environment("draft")
         self._command, self._cores = list(command), cores
         self._environment = {**(os.environ if environment is None else environment), **shares}
         self._clock = clock
+        self._shared = tuple(shared)
         self._life: _Life | None = None
         self._pause_s, self._start_at_s = FIRST_PAUSE_S, clock()
         self.deaths = 0
@@ -139,7 +148,7 @@ class DrafterProcess:
 
     def _start(self) -> None:
         try:
-            self._life = _Life(self._command, self._environment, self._cores, self._clock())
+            self._life = _Life(self._command, self._environment, self._cores, self._shared, self._clock())
         except (OSError, PartitionError) as error:
             self._died(str(error))
 
@@ -177,7 +186,7 @@ class DrafterProcess:
             life.next_key += 1
         start = min(told.tokens, len(wish.tokens))
         assumed = np.array(wish.sampled + wish.chunk, dtype=np.int32)
-        return Ask(told.key, start, wish.tokens[start:], assumed, wish.count)
+        return Ask(told.key, start, wish.tokens[start:], assumed, wish.count, wish.states)
 
     @staticmethod
     def _note(life: _Life, asks: Sequence[Ask], wishes: Sequence[Wish]) -> None:

@@ -16,7 +16,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from .frontier import Drafted
-from .mailbox import READY, Ask, Job, Mailbox, MailboxError, Reply, Tokens
+from .mailbox import READY, Ask, Job, Mailbox, MailboxError, Reply, StateRows, Tokens
 
 NEAR_TOKENS: Final = 32  # up to here a sequence is caught up with before the answer; more is read when nobody waits
 PORTION_TOKENS: Final = 64  # read between two looks at the bell
@@ -34,6 +34,9 @@ class Task:
 
 class Drafter(Protocol):
     """Draws tokens; keeps what it has computed by key."""
+
+    def learn(self, key: int, sequence: Tokens, states: StateRows) -> bool:
+        """Take in what the engine says of a sequence, while it says so; False if nobody can go on from that."""
 
     def behind(self, key: int, sequence: Tokens) -> int:
         """Return how many tokens of the sequence it has not computed."""
@@ -87,6 +90,8 @@ class Server:
         certain = np.concatenate((known[: ask.start], ask.tokens))
         self._known[ask.key] = certain
         sequence = np.concatenate((certain, ask.assumed))
+        if not self._drafter.learn(ask.key, sequence, ask.states):
+            return None
         if self._drafter.behind(ask.key, sequence) > NEAR_TOKENS:
             if ask.key not in self._unread:
                 self._unread.append(ask.key)

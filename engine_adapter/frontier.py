@@ -50,6 +50,20 @@ class Outcomes:
 
 
 @dataclass(slots=True)
+class Tally:
+    """Tokens handed to verification, and how many of them the target accepted."""
+
+    handed: int = 0
+    accepted: int = 0
+
+    def note(self, chunk: Sequence[int], sampled: Sequence[int]) -> None:
+        """Take in what became of a chunk."""
+        self.handed += len(chunk)
+        differ = (place for place, pair in enumerate(zip(chunk, sampled, strict=False)) if pair[0] != pair[1])
+        self.accepted += next(differ, min(len(chunk), len(sampled)))
+
+
+@dataclass(slots=True)
 class _Chain:
     chunk: tuple[int, ...]  # handed to verification
     ahead: Drafted | None = None  # guess first; None: not there yet

@@ -26,6 +26,7 @@ Tokens = NDArray[np.int32]
 HEAD_WORDS = 8  # int32: [cancelled job, unused, 2 x float64 of the reply's times]
 JOB_WORDS = 1 << 21  # int32; pages that were never written cost nothing
 REPLY_WORDS = 1 << 19
+ASK_WORDS = 8  # of each ask, before its tokens
 TOTAL_BYTES = 4 * (HEAD_WORDS + JOB_WORDS + REPLY_WORDS)
 _BELL = struct.Struct("<q")
 READY = 0  # the drafter's first ring; jobs count from 1
@@ -33,6 +34,18 @@ READY = 0  # the drafter's first ring; jobs count from 1
 
 class MailboxError(RuntimeError):
     """The other side is gone, or speaks another language."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """Where the target's states of a sequence's first `count` tokens are (target_states.py)."""
+
+    count: int
+    writes: int  # of the states, when this was said
+    blocks: Tokens  # of the KV cache
+
+
+NO_STATES = StateRows(0, 0, np.empty(0, dtype=np.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +60,12 @@ class Ask:
     tokens: Tokens
     assumed: Tokens
     count: int
+    states: StateRows = NO_STATES
 
     @property
     def words(self) -> int:
         """Words that it takes in a job."""
-        return 5 + len(self.tokens) + len(self.assumed)
+        return ASK_WORDS + len(self.tokens) + len(self.assumed) + len(self.states.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +150,14 @@ class Mailbox:
         self._job[: 2 + len(job.forget)] = [len(job.forget), len(job.asks), *job.forget]
         at = 2 + len(job.forget)
         for ask in job.asks:
-            certain, assumed = len(ask.tokens), len(ask.assumed)
-            self._job[at : at + 5] = (ask.key, ask.start, certain, assumed, ask.count)
-            at += 5
-            self._job[at : at + certain] = ask.tokens
-            self._job[at + certain : at + certain + assumed] = ask.assumed
-            at += certain + assumed
+            arrays = ask.tokens, ask.assumed, ask.states.blocks
+            self._job[at : at + ASK_WORDS] = (
+                ask.key, ask.start, ask.count, ask.states.count, ask.states.writes, *map(len, arrays)
+            )  # fmt: skip
+            at += ASK_WORDS
+            for array in arrays:
+                self._job[at : at + len(array)] = array
+                at += len(array)
         self.ring(job.number)
 
     def read_job(self, number: int) -> Job:
@@ -150,10 +166,12 @@ class Mailbox:
         at = 2 + forgotten
         found = []
         for _ in range(asks):
-            key, start, certain, assumed, count = map(int, self._job[at : at + 5])
-            tokens = self._job[at + 5 : at + 5 + certain + assumed].copy()
-            found.append(Ask(key, start, tokens[:certain], tokens[certain:], count))
-            at += 5 + certain + assumed
+            key, start, count, rows, writes, *sizes = map(int, self._job[at : at + ASK_WORDS])
+            at += ASK_WORDS
+            copied = self._job[at : at + sum(sizes)].copy()
+            tokens, assumed, blocks = np.split(copied, np.cumsum(sizes[:2]))
+            found.append(Ask(key, start, tokens, assumed, count, StateRows(rows, writes, blocks)))
+            at += sum(sizes)
         return Job(number, self._job[2 : 2 + forgotten].tolist(), found)
 
     def answer(self, reply: Reply) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from .frontier import Drafted, Frontiers
+from .frontier import Drafted, Frontiers, Tally
 
 if TYPE_CHECKING:
     from .drafter_process import DrafterProcess, Wish
@@ -33,6 +33,10 @@ class RemoteDrafting:
         self.rounds: tuple[int, ...] = ()  # rows of each pass of the process in this step
         self.turns: dict[int, Wish] = {}  # by batch row, of this step: who drafts, and behind what
         self.drafted: dict[int, Drafted] = {}  # by batch row, of this step: what the process drafted
+        # Behind its own states an EAGLE head is right less often than behind the target's.
+        self.in_turn, self.ahead = Tally(), Tally()
+        self._tallies: dict[str, Tally] = {}  # by request, of what the process drafted in this step
+        self._handed: dict[str, tuple[tuple[int, ...], Tally]] = {}  # chunks under verification
         self._ahead_s: float | None = None  # when the newest job was sent, if it was to draft ahead
 
     def begin_step(self) -> None:
@@ -53,6 +57,12 @@ class RemoteDrafting:
         found = {name: self.frontiers.take(name, tokens, lengths[name]) for name, tokens in sampled.items()}
         self.hits, self.misses = outcomes.hits - before[0], outcomes.misses - before[1]
         self.frontiers.clear()
+        for name, tokens in sampled.items():
+            if name in self._handed:
+                chunk, tally = self._handed[name]
+                tally.note(chunk, tokens)
+        self._handed = {}
+        self._tallies = {name: self.ahead for name, drafted in found.items() if drafted is not None}
         return {name: drafted for name, drafted in found.items() if drafted is not None}
 
     def _fill(self, limit_s: float) -> None:
@@ -89,13 +99,18 @@ class RemoteDrafting:
             return {}
         self._learn(time.monotonic() - began_s)
         self._count(reply, began_s)
-        return {name: reply.drafted[key] for name, key in self.process.requests_of(reply).items()}
+        found = {name: reply.drafted[key] for name, key in self.process.requests_of(reply).items()}
+        self._tallies |= dict.fromkeys(found, self.in_turn)
+        return found
 
     def _learn(self, took_s: float) -> None:
         self.serial_s += SMOOTHING * (took_s - self.serial_s)
 
     def go_on(self, wishes: Sequence[Wish]) -> None:
         """Let the process draft ahead of the chunks that the target is about to verify."""
+        self._handed = {
+            wish.request: (wish.chunk, self._tallies[wish.request]) for wish in wishes if wish.request in self._tallies
+        }
         wanted = [wish for wish in wishes if self.frontiers.is_wanted(wish.request, self.serial_s, self.delay_s)]
         sent_s = time.monotonic()
         if wanted and self.process.send(wanted):

@@ -13,13 +13,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .drafter_choice import chosen_drafter, drafter_cores
+from .drafter_choice import chosen_drafter, drafter_cores, states_of_target
 from .drafter_process import DrafterProcess, Wish
+from .mailbox import NO_STATES, StateRows
+from .patches.v1 import shared_cache, target_rows
 from .remote_drafting import RemoteDrafting
 from .settings import load_settings
 from .stop_rule import kept_tokens
+from .target_states import TargetStates
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from .frontier import Drafted
@@ -34,6 +38,9 @@ class FrontierRunner:
 
     remote: RemoteDrafting | None = None
     _order: StepOrder | None = None  # of the step under way
+    _states: TargetStates | None = None  # None: the process needs none
+    _blocks: NDArray[Any] | None = None  # of this step, (requests, blocks): where its states are
+    _owes_states = False  # the target ran and nobody has kept its states yet
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Let vLLM set up its KV cache; then start the drafter's process, which loads while vLLM warms up."""
@@ -41,6 +48,7 @@ class FrontierRunner:
         try:
             self._start_drafter()
         except Exception as error:  # no cores, an unknown model, an unreadable file
+            self._end_remote()
             logger.warning("FASER drafts nothing ahead: %s", error)
 
     def _start_drafter(self) -> None:
@@ -52,23 +60,46 @@ class FrontierRunner:
             raise ValueError(reason)
         if not command or self.remote is not None:
             return
+        self._states = self._shared_states()
         partition = drafter_cores(cores, torch.get_num_threads())
         if partition is not None:
             partition.confine("verify")
             logger.info("FASER: the drafter's process gets its own cores, %s", partition)
-        self.remote = RemoteDrafting(DrafterProcess(command, partition))
+        shared = [] if self._states is None else [self._states.descriptor]
+        process = DrafterProcess([*command, *map(str, shared)], partition, shared=shared)
+        self.remote = RemoteDrafting(process)
+
+    def _shared_states(self) -> TargetStates | None:
+        """Return memory for the target's states, for a process that needs them."""
+        needed = states_of_target(self.vllm_config)  # type: ignore[attr-defined]
+        if needed is None:
+            return None
+        shape = shared_cache(self)
+        if shape is None:
+            raise ValueError("target and drafter do not share one KV cache group that keeps every token")
+        return TargetStates.create(*shape, *needed)
 
     def shutdown(self) -> None:
         """End the drafter's process."""
+        self._end_remote()
+        super().shutdown()  # type: ignore[misc]
+
+    def _end_remote(self) -> None:
         if self.remote is not None:
             self.remote.process.close()
             self.remote = None
-        super().shutdown()  # type: ignore[misc]
+        if self._states is not None:
+            self._states.close()
+            self._states = None
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the target for one step."""
         self._order = getattr(scheduler_output, "faser", None)
         self._remotely(lambda remote: remote.forget(scheduler_output.finished_req_ids))
+        if self._states is not None:
+            if self._owes_states:  # vLLM drafts nothing where a request is too long for its drafter
+                self._states.clear()
+            self._owes_states = scheduler_output.total_num_scheduled_tokens > 0
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def _remotely(self, action: Callable[[RemoteDrafting], None]) -> None:
@@ -77,9 +108,24 @@ class FrontierRunner:
         try:
             action(self.remote)
         except Exception:
-            self.remote.process.close()
-            self.remote = None
+            self._end_remote()
             logger.exception("FASER drafts nothing ahead any more after a failure; vLLM's own drafter goes on")
+
+    def keep_states(self, scheduled: Any, step: tuple[Any, ...]) -> None:
+        """Keep the target's states of this step for the process, whether or not it is asked.
+
+        :param step: what vLLM gives to `propose_draft_token_ids`.
+        """
+
+        def keep(remote: RemoteDrafting) -> None:
+            assert self._states is not None
+            rows = target_rows(scheduled, step)
+            self._states.keep(rows.slots, rows.parts)
+            self._blocks = rows.block_table.numpy()
+            self._owes_states = False
+
+        if self._states is not None:
+            self._remotely(keep)
 
     def draft_remotely(self, sampled: Tensor | list[list[int]], lengths: list[int] | None) -> None:
         """Draft what the process can; the rows that are served get length 0 for vLLM's drafter."""
@@ -113,8 +159,15 @@ class FrontierRunner:
             tokens = tuple(token for token in rows[row] if token >= 0) if length else ()
             if tokens:
                 end = int(batch.num_tokens_no_spec[row]) - (len(tokens) if is_booked else 0)
-                found[row] = Wish(batch.req_ids[row], batch.token_ids_cpu[row, :end], tokens, count=length)
+                known, states = batch.token_ids_cpu[row, :end], self._states_of(row, end + len(tokens) - 1)
+                found[row] = Wish(batch.req_ids[row], known, tokens, count=length, states=states)
         return found
+
+    def _states_of(self, row: int, count: int) -> StateRows:
+        """Return where the states of a request's first tokens are."""
+        if self._states is None or self._blocks is None:
+            return NO_STATES
+        return StateRows(count, self._states.writes, self._blocks[row, : self._states.blocks_of(count)])
 
     def hand_over(self, drafts: Tensor | list[list[int]], drafted: list[int]) -> Tensor | list[list[int]]:
         """Return vLLM's drafts with the process's among them, and let the process go on behind all of them.

@@ -128,6 +128,7 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, FrontierRunner):
         drafter.stop = None if self.order is None else self.order.stop
         try:
             with self._timed("draft"):
+                self.keep_states(scheduler_output, args)
                 self.draft_remotely(args[0], lengths)
                 drafts = self._sit_out(scheduler_output, args)
                 if drafts is None:

@@ -110,6 +110,23 @@ def undrafted_step(runner: Any, scheduled: Any, step: tuple[Any, ...]) -> Undraf
     return UndraftedStep(runner.input_ids.gpu[:rows], metadata.slot_mapping[:rows].long(), states[:rows], metadata)
 
 
+@dataclass(frozen=True, slots=True)
+class TargetRows:
+    """The target's auxiliary states of one step, and where its requests' KV is."""
+
+    slots: Tensor  # (rows,) int64
+    parts: list[Tensor]  # (rows, hidden) of each layer that an EAGLE-3 head reads
+    block_table: Tensor  # (requests, blocks)
+
+
+def target_rows(scheduled: Any, step: tuple[Any, ...]) -> TargetRows:
+    """Return the states out of what vLLM gives to `propose_draft_token_ids`, verified drafts among them."""
+    _, _, _, _, auxiliary, _, metadata, _ = step
+    rows = scheduled.total_num_scheduled_tokens
+    slots = metadata.slot_mapping[:rows].long()
+    return TargetRows(slots, [part[:rows] for part in auxiliary], metadata.block_table_tensor)
+
+
 def inner_output(output: Any) -> Any:
     """Return the ModelRunnerOutput that will reach the scheduler, also out of an asynchronous wrapper."""
     return getattr(output, "_model_runner_output", output)

@@ -23,6 +23,7 @@ from faser.engine_adapter.catch_up import CatchUp
 from faser.engine_adapter.protocol import ActionSet, Prune, StopRule
 from faser.engine_adapter.steering import BatchOutcome, Steering
 from faser.engine_adapter.steps import StepOrder
+from faser.engine_adapter.target_states import TargetStates
 
 Log = list[dict[str, Any]]
 SEQUENCE = itertools.count(1)  # of the late leases, over all batches
@@ -175,6 +176,7 @@ def spoiled(control: str, runner: Any) -> Iterator[None]:
         "failure": (ragged, "advance_positions", _fail),
         "rows": (ragged._Store, "put", _shifted(ragged._Store.put)),
         "probabilities": (ragged, "keep_draft_probabilities", _roll(ragged.keep_draft_probabilities)),
+        "shifted target": (TargetStates, "keep", _keep_target_shifted(TargetStates.keep)),
         "acceptance": (rejection_sampler, "rejection_sample", _accept_all(rejection_sampler.rejection_sample)),
     }[control]
     whole = getattr(owner, name)
@@ -262,6 +264,10 @@ def _keep_shifted(keep: Any) -> Any:
     return lambda catch_up, slots, tokens, hidden: keep(catch_up, slots, tokens, hidden.roll(1, 0))
 
 
+def _keep_target_shifted(keep: Any) -> Any:
+    return lambda states, slots, parts: keep(states, slots, [part.roll(1, 0) for part in parts])
+
+
 def _accept_all(sample: Any) -> Any:
     def accept(drafts: Any, counts: Any, *rest: Any, **named: Any) -> Any:
         output, start = sample(drafts, counts, *rest, **named), 0
@@ -319,7 +325,8 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
                 coins.mend(whole)
             log = driver.log
         tokens = [[list(output.token_ids) for output in request.outputs] for request in done]
-        batches.append({"tokens": tokens, "steps": log})
+        compared = list(import_module("remote_faults").COMPARED) if "process" in scenario else []
+        batches.append({"tokens": tokens, "steps": log, "compared": compared})
     drafter = getattr(runner, "drafter", None)
     return {
         "batches": batches,

@@ -15,7 +15,7 @@ from typing import Any
 
 from faser.engine_adapter.drafter_server import Task, serve
 from faser.engine_adapter.frontier import Drafted
-from faser.engine_adapter.mailbox import Tokens
+from faser.engine_adapter.mailbox import StateRows, Tokens
 
 
 class KnownDrafter:
@@ -25,6 +25,10 @@ class KnownDrafter:
         self.texts: list[list[int]] = given["texts"]
         self.wrong: float = given["wrong"]
         self.fault: str = given.get("fault", "")
+
+    def learn(self, key: int, sequence: Tokens, states: StateRows) -> bool:
+        """Tokens are all that it needs."""
+        return True
 
     def behind(self, key: int, sequence: Tokens) -> int:
         """Nothing is ever behind."""

@@ -15,6 +15,7 @@ from faser.engine_adapter.drafter_process import DrafterProcess
 
 KNOWN = Path(__file__).with_name("known_drafter.py")
 LIMIT_S = 60.0
+COMPARED: list[dict[str, Any]] = []  # of the newest batch: what the process and vLLM's own drafter drafted for a row
 
 
 def install(given: dict[str, Any]) -> None:
@@ -31,9 +32,16 @@ def install(given: dict[str, Any]) -> None:
 def begin(runner: Any, batch: dict[str, Any], done: list[dict[str, Any]]) -> None:
     """Wait until the process can take jobs, and arrange for what shall happen to it in this batch.
 
-    `known`: a new known_drafter.py, which knows what was said in the first batch, and has this fault.
+    `known`: a new known_drafter.py, which knows what was said in the first batch, and has this fault. `both`: vLLM's
+    own drafter drafts too, wherever the process does, and nothing is drafted ahead.
     """
     remote = runner.remote
+    COMPARED.clear()
+    for name in ("draft_remotely", "hand_over"):
+        vars(runner).pop(name, None)
+    vars(remote).pop("go_on", None)
+    if batch.get("both"):
+        _draft_twice(runner, remote)
     if "known" in batch:
         file = Path(remote.process._command[-1])
         texts = [prompt + said[0] for prompt, said in zip(batch["prompts"], done[0]["tokens"], strict=True)]
@@ -54,6 +62,26 @@ def begin(runner: Any, batch: dict[str, Any], done: list[dict[str, Any]]) -> Non
         type(remote).begin_step(remote)
 
     remote.begin_step = begin_step
+
+
+def _draft_twice(runner: Any, remote: Any) -> None:
+    whole = type(runner)
+
+    def draft_remotely(sampled: Any, lengths: list[int] | None) -> None:
+        asked = list(lengths or [])
+        whole.draft_remotely(runner, sampled, lengths)
+        if lengths is not None:
+            lengths[:] = asked
+
+    def hand_over(drafts: Any, drafted: list[int]) -> Any:
+        for row, found in remote.drafted.items():
+            own = drafts[row][: drafted[row]].tolist()
+            if own:  # else vLLM's drafter is still catching up
+                COMPARED.append({"process": list(found.tokens), "vllm": own})
+        return whole.hand_over(runner, drafts, drafted)
+
+    runner.draft_remotely, runner.hand_over = draft_remotely, hand_over
+    remote.go_on = lambda wishes: None
 
 
 def _wait(process: DrafterProcess) -> None:

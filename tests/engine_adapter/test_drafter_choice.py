@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from faser.engine_adapter.drafter_choice import chosen_drafter, drafter_cores
+from faser.engine_adapter import drafter_choice
+from faser.engine_adapter.drafter_choice import chosen_drafter, drafter_cores, states_of_target
 from faser.engine_adapter.partition import PartitionError
 
 MINE = sorted(os.sched_getaffinity(0))
@@ -27,11 +28,15 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     drafter = SimpleNamespace(dtype="torch.bfloat16", quantization=None, get_vocab_size=lambda: 64)
     return SimpleNamespace(
         speculative_config=SimpleNamespace(
-            method="draft_model", model=str(tmp_path), draft_sample_method="greedy", draft_model_config=drafter
+            method="draft_model",
+            model=str(tmp_path),
+            draft_sample_method="greedy",
+            draft_model_config=drafter,
+            parallel_drafting=False,
         ),
         parallel_config=SimpleNamespace(world_size=1),
         scheduler_config=SimpleNamespace(async_scheduling=False),
-        model_config=SimpleNamespace(get_vocab_size=lambda: 64),
+        model_config=SimpleNamespace(get_vocab_size=lambda: 64, model="/target", dtype="torch.float32"),
         use_v2_model_runner=False,
     )
 
@@ -40,6 +45,19 @@ def test_a_plain_draft_model_on_a_cpu_gets_its_process(config: Any, tmp_path: Pa
     command, reason = chosen_drafter("all", config)
     assert reason is None
     assert command == [sys.executable, "-m", "faser.engine_adapter.drafter_llama", str(tmp_path), "bfloat16"]
+
+
+def test_an_eagle3_head_gets_its_process_and_the_targets_states(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafter_choice, "eagle_refusal", lambda head, target: None)
+    monkeypatch.setattr(drafter_choice, "states_width", lambda head: 12)
+    assert states_of_target(config) is None
+    config.speculative_config.method = "eagle3"
+    command, reason = chosen_drafter("all", config)
+    assert reason is None
+    assert command[2:] == ["faser.engine_adapter.drafter_eagle", str(tmp_path), "/target", "bfloat16", "float32"]
+    assert states_of_target(config) == (12, "float32")
 
 
 def test_nothing_is_said_where_none_is_asked_for(config: Any) -> None:
@@ -51,7 +69,8 @@ def test_nothing_is_said_where_none_is_asked_for(config: Any) -> None:
     ("part", "name", "value", "seen"),
     [
         ("", "speculative_config", None, "method none"),
-        ("speculative_config", "method", "eagle3", "method eagle3"),
+        ("speculative_config", "method", "eagle", "method eagle:"),
+        ("speculative_config", "parallel_drafting", True, "parallel drafting"),
         ("speculative_config", "draft_sample_method", "probabilistic", "'probabilistic'"),
         ("parallel_config", "world_size", 2, "2 ranks"),
         ("scheduler_config", "async_scheduling", True, "async scheduling"),

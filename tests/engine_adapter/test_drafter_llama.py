@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from faser.engine_adapter.drafter_llama import Llama, LlamaDrafter, llama_refusal
+from faser.engine_adapter.drafter_attention import shape_refusal
+from faser.engine_adapter.drafter_llama import Llama, LlamaDrafter
 from faser.engine_adapter.drafter_server import Task
 from faser.engine_adapter.mailbox import Tokens
 
@@ -144,8 +145,8 @@ def test_a_cancelled_draft_is_answered_as_far_as_it_is(model: Llama) -> None:
 
 
 def test_a_cache_grows_and_old_ones_make_room(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("faser.engine_adapter.drafter_llama.FIRST_TOKENS", 4)
-    monkeypatch.setattr("faser.engine_adapter.drafter_llama.CACHE_LIMIT_BYTES", model.cache_bytes(40))
+    monkeypatch.setattr("faser.engine_adapter.drafter_attention.FIRST_TOKENS", 4)
+    monkeypatch.setattr("faser.engine_adapter.drafter_attention.CACHE_LIMIT_BYTES", model.attention.cache_bytes(40))
     drafter = LlamaDrafter(model)
     for key in (1, 2, 3):
         drafter.draft([task(key, list(range(15)), 6)], lambda: False)
@@ -165,15 +166,15 @@ def test_a_cache_grows_and_old_ones_make_room(model: Llama, monkeypatch: pytest.
 def test_a_model_it_does_not_know_is_refused_in_one_line(changes: dict[str, Any], seen: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    assert llama_refusal(str(tmp_path)) is None
+    assert shape_refusal(str(tmp_path)) is None
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | changes))
-    refusal = llama_refusal(str(tmp_path))
+    refusal = shape_refusal(str(tmp_path))
     assert refusal is not None
     assert seen in refusal
     assert "\n" not in refusal
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    assert "config.json" in (llama_refusal(str(tmp_path)) or "")
+    assert "config.json" in (shape_refusal(str(tmp_path)) or "")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    assert "safetensors" in (llama_refusal(str(tmp_path)) or "")
+    assert "safetensors" in (shape_refusal(str(tmp_path)) or "")

@@ -10,7 +10,7 @@ import pytest
 
 from faser.engine_adapter.drafter_server import NEAR_TOKENS, PORTION_TOKENS, Server, Task
 from faser.engine_adapter.frontier import Drafted
-from faser.engine_adapter.mailbox import READY, Ask, Job, Mailbox, Reply, Tokens
+from faser.engine_adapter.mailbox import READY, Ask, Job, Mailbox, Reply, StateRows, Tokens
 
 LIMIT_S = 60.0
 LONG = np.arange(1000, 1000 + NEAR_TOKENS + 2 * PORTION_TOKENS, dtype=np.int32)
@@ -23,6 +23,9 @@ class Counting:
         self.known: dict[int, int] = {}
         self.portions: list[int] = []
         self.has_read_all = threading.Event()
+
+    def learn(self, key: int, sequence: Tokens, states: StateRows) -> bool:
+        return True
 
     def behind(self, key: int, sequence: Tokens) -> int:
         return max(len(sequence) - self.known.get(key, 0), 0)

@@ -179,18 +179,22 @@ def test_outputs_equal_those_without_speculation(
 
 
 @pytest.mark.slow  # `make proof`; test_frontier_engine.py has the short version
-def test_drafting_ahead_changes_nothing(target: Path, short_folder: Path, reference: dict[str, Any]) -> None:
-    """The target as its own drafter in a process, which starts while requests are running already."""
-    drafter = speculation("draft_model itself", target, target)
+@pytest.mark.parametrize("method", ["draft_model itself", "eagle3"])
+def test_drafting_ahead_changes_nothing(
+    method: str, target: Path, short_folder: Path, reference: dict[str, Any]
+) -> None:
+    """In a process, which starts while requests are running already."""
+    drafter = speculation(method, target, target)
     result = run_gauntlet(short_folder, target, drafter, frontier=K_MAX)
     counts = result["counts"]
     assert different(result, reference) == []
     assert result["faults"] == {}
-    assert counts["frontier_hits"] > 50
+    is_itself = method == "draft_model itself"
+    assert counts["frontier_hits"] > (50 if is_itself else 10)
     assert counts["events"]["preempt"] >= 1
     assert counts["events"]["abort"] == 3
     assert counts["excess"] == 0
-    assert counts["accepted"] > 0.9 * counts["verified"]
+    assert counts["accepted"] > (0.9 if is_itself else 0.2) * counts["verified"]
     assert counts["confident"] == counts["verified"]
 
 
@@ -230,22 +234,24 @@ def test_random_pruning_changes_nothing(
 @pytest.mark.slow  # `make proof`; test_sampling.py has the same at T > 0
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("method", "frontier", "control"),
-    [("draft_model itself", K_MAX, ""), ("draft_model truncated", K_MAX, ""), ("eagle3", 0, ""),
-     ("draft_model truncated", K_MAX, "accept-all")],
-)  # fmt: skip
+    ("method", "control"),
+    [
+        ("draft_model itself", ""),
+        ("draft_model truncated", ""),
+        ("eagle3", ""),
+        ("draft_model truncated", "accept-all"),
+    ],
+)
 def test_everything_on_together_changes_nothing(
-    method: str, frontier: int, control: str, target: Path, truncated: Path, short_folder: Path,
-    reference: dict[str, Any],
-) -> None:  # fmt: skip
+    method: str, control: str, target: Path, truncated: Path, short_folder: Path, reference: dict[str, Any]
+) -> None:
     """Lengths, stop rules, cuts and drafting ahead at random, by a real sidecar that is killed again and again.
 
-    Everything that one engine can have at once: an EAGLE-3 head cannot draft ahead, because the drafter's process does
-    not get the target's states; HELLO of such an engine offers none, so what the sidecar asks for is left out.
+    Everything that one engine can have at once.
     """
     result = run_gauntlet(
         short_folder, target, speculation(method, target, truncated), control, exit_layers=(1, 5, 14, 20, 28),
-        frontier=frontier, is_killed=True,
+        frontier=K_MAX, is_killed=True,
     )  # fmt: skip
     if control:
         assert len(different(result, reference)) > 5
@@ -264,11 +270,8 @@ def test_everything_on_together_changes_nothing(
     assert counts["stopped"] > 10
     assert counts["pruned_row_steps"] > 20
     assert counts["ended_without_bonus"] > 5
-    if frontier:
-        assert counts["frontier_misses"] > 10
-        assert counts["frontier_hits"] > 10 or method != "draft_model itself", "the other drafter is rarely right"
-    else:
-        assert counts["frontier_hits"] + counts["frontier_misses"] == 0
+    assert counts["frontier_misses"] > 10
+    assert counts["frontier_hits"] > 10 or method != "draft_model itself", "the other drafters are less often right"
     assert counts["chunked"] > 10
     assert counts["events"]["preempt"] >= 1
     assert counts["events"]["abort"] == 3

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from faser.models.embedded import ensure_embedded_target
+from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -90,10 +90,9 @@ def test_control_the_comparison_fails_without_verification(done: dict[str, Any])
     assert done["accept all"].tokens != done["no drafts"].tokens
 
 
-def test_some_requests_were_preempted(done: dict[str, Any]) -> None:
-    again = sum(
+def preemptions(run: Any) -> int:
+    return sum(
         scheduled > verified + 1
-        for run in done.values()
         for number, step in enumerate(run.steps)
         for handle, scheduled, verified in zip(step.handles, step.scheduled, step.verified, strict=True)
         if any(
@@ -101,7 +100,10 @@ def test_some_requests_were_preempted(done: dict[str, Any]) -> None:
             for earlier in run.steps[:number]
         )
     )
-    assert again >= 1
+
+
+def test_some_requests_were_preempted(done: dict[str, Any]) -> None:
+    assert sum(preemptions(run) for run in done.values()) >= 1
 
 
 def test_frontiers_that_hold_are_used_chunk_after_chunk(done: dict[str, Any]) -> None:
@@ -134,6 +136,53 @@ def test_control_a_frontier_of_another_request_is_seen(done: dict[str, Any]) -> 
     assert verified > 60
     assert accepted < verified / 2
     assert frontiers(done["of another request"])[0] < 10
+
+
+HEAD_SHORT = {
+    "prompts": [PROMPTS[0], PROMPTS[2][:110], *PROMPTS[2:]],
+    "sampling": {"temperature": 0.0, "max_tokens": 30},
+}
+HEAD_BATCHES = {
+    "no drafts": batch(rule={"cycle": [0]}, frontier=0, **HEAD_SHORT),
+    "in turn": batch(both=True, **HEAD_SHORT),
+    "ahead": batch(kill_at=[10], is_back_at=14, **HEAD_SHORT),
+    "wrong states": batch(control="shifted target", both=True, **HEAD_SHORT),
+}
+
+
+@pytest.fixture(scope="module")
+def head(engine: Callable[..., Any]) -> dict[str, Any]:
+    """Every batch on one engine with the shipped EAGLE-3 head; from the second on prompts are in the prefix cache."""
+    method = {"method": "eagle3", "model": str(ensure_embedded_drafter())}
+    run = engine(scenario({}, *HEAD_BATCHES.values(), **method))
+    assert run.faults == {}
+    return dict(zip(HEAD_BATCHES, run.batches, strict=True))
+
+
+def test_a_heads_drafts_in_the_process_are_vllms_own(head: dict[str, Any]) -> None:
+    compared = head["in turn"].compared
+    assert len(compared) > 30
+    assert sum(len(both["vllm"]) for both in compared) > 90
+    assert [both for both in compared if both["process"] != both["vllm"]] == []
+
+
+def test_control_states_of_the_row_before_draft_something_else(head: dict[str, Any]) -> None:
+    compared = head["wrong states"].compared
+    assert sum(both["process"] != both["vllm"] for both in compared) > len(compared) / 2
+
+
+@pytest.mark.parametrize("name", [name for name in HEAD_BATCHES if name != "no drafts"])
+def test_outputs_with_a_head_are_those_without_speculation(name: str, head: dict[str, Any]) -> None:
+    assert head[name].tokens == head["no drafts"].tokens
+
+
+def test_a_head_drafts_ahead_from_its_own_states(head: dict[str, Any]) -> None:
+    hits, misses = frontiers(head["ahead"])
+    accepted, verified = head["ahead"].acceptance()
+    assert preemptions(head["ahead"]) >= 1
+    assert hits > 4
+    assert misses > 10
+    assert accepted > 0.3 * verified > 20
 
 
 @pytest.mark.slow  # `make proof`: two more engines

@@ -1,0 +1,226 @@
+"""What drafting ahead wins for the embedded pair: `python benchmarks/overlap_pair.py [--json FILE]`.
+
+SmolLM2-135M-Instruct and its EAGLE-3 head on vLLM (V1, CPU, greedy), held-out prompts of five kinds, 1 to 16 requests
+at once. Four arms in turns, prompt set by prompt set. With one core for the target and one for the drafter's process:
+`own` (vLLM's own drafter on the target's core), `in turn` (the process drafts after verification), `ahead` (and goes
+on while the target verifies). `unsplit` is a second engine with both cores for both phases and no process. Prints JSON:
+tokens per second of each arm with median and spread, ratios of pairs of runs, how often frontiers were of use, and how
+many tokens were accepted of those drafted in turn and ahead. About 25 minutes on two quiet cores; --quick is a dry run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from remote import Remote, serve
+
+ARMS = ("own", "in turn", "ahead", "unsplit")
+PAIRS = (("ahead", "in turn"), ("ahead", "own"), ("ahead", "unsplit"), ("own", "unsplit"))
+READY_S = 60.0
+MAX_MODEL_LEN = 1024
+MAX_PROMPT_TOKENS = 300
+Run = dict[str, Any]
+
+
+class Engine:
+    """In the child: answers `run`."""
+
+    def __init__(self, length: int, requests: int, dtype: str) -> None:
+        from vllm import LLM
+
+        from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
+
+        classes: dict[str, Any] = {
+            "scheduler_cls": "faser.engine_adapter.scheduler.FaserScheduler",
+            "worker_cls": "faser.engine_adapter.worker.FaserWorker",
+            "speculative_config": {
+                "method": "eagle3", "model": str(ensure_embedded_drafter()), "num_speculative_tokens": length,
+            },
+        }  # fmt: skip
+        self._llm = LLM(
+            str(ensure_embedded_target()), dtype=dtype, enforce_eager=True, max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=requests, **classes,
+        )  # fmt: skip
+        core: Any = self._llm.llm_engine.engine_core
+        executor: Any = self._llm.llm_engine.model_executor
+        self._steering = core.engine_core.scheduler.steering
+        self._remote = executor.driver_worker.worker.model_runner.remote
+        self._length = length
+        self._runs = 0
+        if self._remote is not None:
+            self._go_on = self._remote.go_on
+            self._wait_for_process()
+
+    def _wait_for_process(self) -> None:
+        ends_s = time.monotonic() + READY_S
+        while not self._remote.process.is_ready and time.monotonic() < ends_s:
+            self._remote.process.collect(1.0)
+
+    def run(self, texts: list[str], tokens: int, arm: str) -> Run:
+        """Answer prompts at once; return tokens per second of decoding, and what the process did."""
+        default, remote = self._steering.default, self._remote
+        default.length, default.frontier = self._length, 0 if arm in ("own", "unsplit") else self._length
+        if remote is not None:
+            remote.go_on = self._go_on if arm == "ahead" else lambda wishes: self._go_on([])
+        before = self._counts()
+        found = self._generate(texts, tokens)
+        return found | {name: after - before[name] for name, after in self._counts().items()}
+
+    def _counts(self) -> dict[str, int]:
+        if self._remote is None:
+            return {}
+        outcomes, in_turn, ahead = self._remote.frontiers.outcomes, self._remote.in_turn, self._remote.ahead
+        return {
+            "hits": outcomes.hits, "rejected": outcomes.rejected, "other_bonus": outcomes.other_bonus,
+            "late": outcomes.late, "handed_in_turn": in_turn.handed, "accepted_in_turn": in_turn.accepted,
+            "handed_ahead": ahead.handed, "accepted_ahead": ahead.accepted,
+        }  # fmt: skip
+
+    def _generate(self, texts: list[str], tokens: int) -> Run:
+        from vllm import SamplingParams
+
+        engine: Any = self._llm.llm_engine
+        tokenizer: Any = self._llm.get_tokenizer()
+        limits = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        said: dict[str, int] = {}
+        for text in texts:
+            self._runs += 1
+            said[str(self._runs)] = 0
+            engine.add_request(str(self._runs), {"prompt_token_ids": tokenizer.encode(text)}, limits)
+        began_s, first, steps = 0.0, 0, 0
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                said[output.request_id] = len(output.outputs[0].token_ids)
+            steps += 1
+            if not first and all(said.values()):  # every prompt is read: from here on it is decoding
+                began_s, first, steps = time.monotonic(), sum(said.values()), 0
+        took_s = time.monotonic() - began_s
+        decoded = sum(said.values()) - first
+        return {"rate": decoded / took_s, "tokens": decoded, "step_ms": 1e3 * took_s / max(steps, 1)}
+
+
+def start(options: argparse.Namespace, folder: str, is_split: bool) -> Remote:
+    """Return an engine's process that is ready."""
+    target, drafter = options.cores
+    cores = str(target) if is_split else f"{target},{drafter}"
+    environment = {
+        "FASER_DRAFTER_CORES": str(drafter) if is_split else "",
+        "FASER_ENDPOINT": f"ipc://{folder}/{'split' if is_split else 'unsplit'}.sock",  # where nobody listens
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "KMP_BLOCKTIME": "0",
+    }
+    arguments = [str(options.length), str(max(options.requests)), options.dtype]
+    engine = Remote(__file__, arguments, folder, 1 if is_split else 2, environment)
+    engine.wait_ready()
+    return engine
+
+
+def prompt_sets(options: argparse.Namespace, requests: int) -> list[list[str]]:
+    """Return the prompts of each round, the kinds in turn; another round has others."""
+    from faser.env.prompt import KINDS, held_out_prompts
+
+    kinds = [[each.text for each in held_out_prompts([kind]) if each.tokens <= MAX_PROMPT_TOKENS] for kind in KINDS]
+    found = []
+    for round_ in range(options.rounds):
+        numbers = range(round_ * requests, (round_ + 1) * requests)
+        found.append([(of := kinds[number % len(kinds)])[number // len(kinds) % len(of)] for number in numbers])
+    return found
+
+
+def measure(engines: dict[str, Remote], options: argparse.Namespace, requests: int) -> dict[str, Any]:
+    """Return all arms at one load; every round has the same prompts for each, in another order."""
+    runs: dict[str, list[Run]] = {arm: [] for arm in ARMS}
+    sets = prompt_sets(options, requests)
+    for arm in ARMS:  # warm
+        engines[arm].ask("run", sets[0], options.tokens, arm)
+    for round_, texts in enumerate(sets):
+        turn = round_ % len(ARMS)
+        for arm in ARMS[turn:] + ARMS[:turn]:
+            runs[arm].append(engines[arm].ask("run", texts, options.tokens, arm))
+    return summary(runs)
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Return median, least and most."""
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+
+
+def summary(runs: dict[str, list[Run]]) -> dict[str, Any]:
+    """Return one load's report."""
+    rates = {arm: [run["rate"] for run in runs[arm]] for arm in ARMS}
+    return {
+        "tokens_per_s": {arm: spread(rates[arm]) for arm in ARMS},
+        "step_ms": {arm: spread([run["step_ms"] for run in runs[arm]]) for arm in ARMS},
+        "ratios": {
+            f"{one} / {other}": spread([a / b for a, b in zip(rates[one], rates[other], strict=True)])
+            for one, other in PAIRS
+        },
+        "ahead": {
+            name: sum(run[name] for run in runs["ahead"])
+            for name in ("hits", "rejected", "other_bonus", "late", "handed_in_turn", "accepted_in_turn",
+                         "handed_ahead", "accepted_ahead")
+        },
+        "runs": runs,
+    }  # fmt: skip
+
+
+def read_options() -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="loads")
+    parser.add_argument("--length", type=int, default=4, help="tokens of a chunk and of a frontier")
+    parser.add_argument("--tokens", type=int, default=96, help="of each answer")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--cores", type=int, nargs=2, default=sorted(os.sched_getaffinity(0))[:2])
+    parser.add_argument("--quick", action="store_true", help="two loads, one round, few tokens: no measurement")
+    parser.add_argument("--json", type=Path, help="write the report here as well")
+    options = parser.parse_args()
+    if len(set(options.cores)) < 2:
+        parser.error(f"cores {options.cores}; expected two, one for the target and one for the drafter")
+    if options.quick:
+        options.requests, options.rounds, options.tokens = [1, 2], 1, 12
+    return options
+
+
+def main() -> None:
+    """Measure and print."""
+    from faser.controller.bench_machine import commit, machine_facts, versions
+
+    options = read_options()
+    with tempfile.TemporaryDirectory(prefix="faser-") as folder:
+        split = start(options, folder, is_split=True)
+        try:
+            unsplit = start(options, folder, is_split=False)
+            try:
+                engines = dict.fromkeys(ARMS, split) | {"unsplit": unsplit}
+                loads = {str(requests): measure(engines, options, requests) for requests in options.requests}
+            finally:
+                unsplit.end()
+        finally:
+            split.end()
+    report = {
+        "machine": msgspec.to_builtins(machine_facts()), "versions": versions(), "commit": commit(),
+        "length": options.length, "dtype": options.dtype, "cores": options.cores, "tokens": options.tokens,
+        "rounds": options.rounds, "loads": loads,
+    }  # fmt: skip
+    text = json.dumps(report, indent=1)
+    print(text)
+    if options.json:
+        options.json.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    if "--child" in sys.argv:
+        serve(Engine(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))
+    else:
+        main()
