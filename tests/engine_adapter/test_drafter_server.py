@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from faser.engine_adapter.frontier import Drafted
 from faser.engine_adapter.mailbox import READY, Ask, Job, Mailbox, Reply, StateRows, Tokens
 
 LIMIT_S = 60.0
+UNKNOWN = 99
 LONG = np.arange(1000, 1000 + NEAR_TOKENS + 2 * PORTION_TOKENS, dtype=np.int32)
 
 
@@ -23,9 +25,11 @@ class Counting:
         self.known: dict[int, int] = {}
         self.portions: list[int] = []
         self.has_read_all = threading.Event()
+        self.told: StateRows | None = None
 
     def learn(self, key: int, sequence: Tokens, states: StateRows) -> bool:
-        return True
+        self.told = states
+        return sequence[0] != UNKNOWN
 
     def behind(self, key: int, sequence: Tokens) -> int:
         return max(len(sequence) - self.known.get(key, 0), 0)
@@ -84,6 +88,16 @@ def test_only_what_is_new_has_to_be_sent(engine: Engine) -> None:
     # What was assumed is gone: the sequence goes on behind the three tokens that were certain.
     assert engine.ask(ask(1, 3, LONG[3:5], [])).drafted == {1: Drafted((1005, 1006), (0.5, 0.5))}
     assert engine.ask(ask(1, 5, LONG[:0], [70, 80])).drafted == {1: Drafted((81, 82), (0.5, 0.5))}
+
+
+def test_what_the_target_knows_arrives_with_the_tokens(engine: Engine) -> None:
+    states = StateRows(2, 7, np.array([5, 3], dtype=np.int32))
+    engine.ask(replace(ask(1, 0, LONG[:3], [50]), states=states), ask(2, 0, LONG[:3], []))
+    engine.ask(replace(ask(1, 3, LONG[:0], []), states=states))
+    told = engine.drafter.told
+    assert told is not None
+    assert (told.count, told.writes, told.blocks.tolist()) == (2, 7, [5, 3])
+    assert engine.ask(ask(3, 0, np.array([UNKNOWN], dtype=np.int32), [])).drafted == {}, "it cannot go on from that"
 
 
 def test_a_long_prompt_is_read_when_nobody_waits_and_answered_then(engine: Engine) -> None:
