@@ -64,38 +64,47 @@ class Canary:
         return self._chances.get(handle, 1.0) < self.share
 
     def draw(self, action: Action, state: EngineState) -> tuple[Action, Draws | None]:
-        """Return the action of a canary; no draws where the engine could not run what was drawn."""
+        """Return the action of a canary; no draws where not all that could be drawn would fit the batch.
+
+        Whether it fits is asked before anything is drawn: leaving out draws that turned out too long would make the
+        others likelier than their logged probability.
+        """
         capabilities = state.capabilities
         handles: list[int] = state.requests.column("handle").tolist()
         members = [index for index, handle in enumerate(handles) if self.has(handle)]
+        names = [handles[index] for index in members]
+        longest = np.minimum(state.requests.column("most")[members], capabilities.k_max).tolist()
+        preferred = action.lengths[members].tolist()
         alone = default_length(capabilities, state.load.running)
         lengths = np.full(len(handles), alone, np.int64)
-        preferred = action.lengths[members].tolist()
-        drawn = [self._drawn(state, handles[index], length) for index, length in zip(members, preferred, strict=True)]
-        lengths[members] = drawn
-        fitting = fit_rows(lengths, capabilities.max_batched_tokens)
+        lengths[members] = longest
+        draws = None
+        if fit_rows(lengths, capabilities.max_batched_tokens) is lengths:
+            drawn = [self._drawn(state, *each) for each in zip(names, preferred, longest, strict=True)]
+            chances = [self.propensity(*each) for each in zip(drawn, preferred, longest, strict=True)]
+            draws = Draws(names, drawn, preferred, chances)
+        lengths[members] = draws.lengths if draws is not None else preferred
         reason = f"canary, {len(members)} of {len(handles)} requests: {action.reason}"
-        result = replace(action, lengths=fitting, default_length=alone, stop=None, prune=None, reason=reason)
-        if not np.array_equal(fitting, lengths):
-            return result, None
-        names = [handles[index] for index in members]
-        chances = [self.propensity(k, base, capabilities) for k, base in zip(drawn, preferred, strict=True)]
-        return result, Draws(names, drawn, preferred, chances)
+        result = replace(
+            action, lengths=fit_rows(lengths, capabilities.max_batched_tokens), default_length=alone,
+            split=None, frontier=None, stop=None, prune=None, reason=reason,
+        )  # fmt: skip
+        return result, draws
 
-    def propensity(self, length: int, preferred: int, capabilities: Capabilities) -> float:
-        """Return the probability with which `length` is drawn where the policy prefers `preferred`."""
-        even = self.epsilon / (capabilities.k_max + 1)
+    def propensity(self, length: int, preferred: int, longest: int) -> float:
+        """Return the chance that `length`, of 0 to `longest`, is drawn where the policy wants `preferred`."""
+        even = self.epsilon / (longest + 1)
         return even + (1.0 - self.epsilon if length == preferred else 0.0)
 
     def _drop(self, handle: int) -> None:
         self._ids.pop(handle, None)
         self._chances.pop(handle, None)
 
-    def _drawn(self, state: EngineState, handle: int, preferred: int) -> int:
+    def _drawn(self, state: EngineState, handle: int, preferred: int, longest: int) -> int:
         fate = chance(f"{state.boot_id}/{state.counter}/{handle}".encode())
         if fate >= self.epsilon:
             return preferred
-        return min(int(fate / self.epsilon * (state.capabilities.k_max + 1)), state.capabilities.k_max)
+        return min(int(fate / self.epsilon * (longest + 1)), longest)
 
 
 def chance(name: bytes) -> float:

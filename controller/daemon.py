@@ -37,6 +37,7 @@ from .notify import Notifier
 from .packing import pack_rows
 from .reload import Prepared, prepare
 from .retention import Retention
+from .rising_clock import RisingClock
 from .session import Session, check_policy
 from .snapshot import QUESTION, SNAPSHOT_VERSION, LinkStatus, Snapshot, StoreStatus, encode_snapshot
 from .store import EngineEntry, Entry, NoticeEntry, RunEntry, StepEntry, Store
@@ -71,6 +72,7 @@ class Daemon:
         # Time since the host booted: engines take rising epochs only, and this clock cannot be set back.
         self.epoch = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         self._config = config
+        self._clock = RisingClock()
         self._started_s = time.monotonic()
         self._is_stopping = threading.Event()
         self._read_config = reload
@@ -106,7 +108,7 @@ class Daemon:
         store = self._config.store
         if not store.enabled:
             return None
-        run = RunEntry(self.epoch, time.time_ns(), __version__, _effective(self._config))
+        run = RunEntry(self.epoch, self._clock.now_ns(), __version__, _effective(self._config))
         return Store(store.path, run, store.queue_records, store.flush_s, Retention.of(store))
 
     def _open_audit(self) -> AuditFile | None:
@@ -163,7 +165,7 @@ class Daemon:
         changed = ", ".join(prepared.changed) or "nothing"
         logger.info("configuration read again: %s changed", changed)
         audit_event("reload", is_taken=True, detail=changed)
-        self._record(NoticeEntry("", "reload", _effective(config), time.time_ns()))
+        self._record(NoticeEntry("", "reload", _effective(config), self._clock.now_ns()))
 
     def close(self) -> None:
         """Give every lease back, write what waits and free all that is owned."""
@@ -237,7 +239,7 @@ class Daemon:
         session = Session(hello, config.policy.spec, config.lease, self.epoch, now_s)
         session.governor = Governor(hello, session.governor.terms, self._board, config.mode, config.guard)
         self._sessions[identity] = session
-        self._record(EngineEntry(hello, time.time_ns()))
+        self._record(EngineEntry(hello, self._clock.now_ns()))
         logger.info(
             "engine %s: %s with %s (%s), k_max %d, vLLM %s on %s, pid %d",
             *(hello.boot_id, hello.model, hello.drafter, hello.method, hello.k_max),
@@ -248,7 +250,7 @@ class Daemon:
         """Decide on the newest record and send; figures and telemetry come after, off the engine's critical path."""
         session, newest = batch.session, batch.records[-1]
         watch = Stopwatch()
-        received_ns = watch.started_ns
+        received_ns = self._clock.now_ns()
         for record in batch.records[:-1]:
             session.observe(record)
         watch.lap("observe")
@@ -320,7 +322,7 @@ class Daemon:
     def _note(self, session: Session, kind: str, detail: str) -> None:
         level = logging.WARNING if kind in ("silent", "gone") else logging.INFO
         logger.log(level, "engine %s: %s (%s)", session.hello.boot_id, kind, detail)
-        self._record(NoticeEntry(session.hello.boot_id, kind, detail, time.time_ns()))
+        self._record(NoticeEntry(session.hello.boot_id, kind, detail, self._clock.now_ns()))
         audit_event("engine", session.hello.boot_id, kind=kind, detail=detail)
 
     def _record_step(self, entry: StepEntry) -> None:

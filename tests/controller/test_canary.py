@@ -58,7 +58,7 @@ def test_lengths_are_drawn_as_often_as_their_logged_probability_says() -> None:
 def test_the_probabilities_of_all_lengths_add_up_to_one() -> None:
     canary = Canary(1.0, 0.17)
     for preferred in range(5):
-        assert sum(canary.propensity(k, preferred, CAPABILITIES) for k in range(5)) == pytest.approx(1.0)
+        assert sum(canary.propensity(k, preferred, 4) for k in range(5)) == pytest.approx(1.0)
 
 
 def test_the_same_record_draws_the_same_again() -> None:
@@ -67,11 +67,41 @@ def test_the_same_record_draws_the_same_again() -> None:
     assert canary_of(64, 0.5, 0.9).draw(wanted(64), state_of(64, counter=8))[1] != first[1]
 
 
-def test_draws_that_do_not_fit_the_batch_are_cut_and_not_logged() -> None:
-    tight = replace(CAPABILITIES, max_batched_tokens=70)
-    action, draws = canary_of(64).draw(wanted(64), state_of(64, tight))
-    assert draws is None
-    assert action.lengths.sum() + 64 <= 70
+@pytest.mark.parametrize(("rows", "is_drawn"), [(5 * 64, True), (5 * 64 - 1, False), (70, False)])
+def test_nothing_is_drawn_where_not_every_draw_would_fit_the_batch(rows: int, is_drawn: bool) -> None:
+    tight = replace(CAPABILITIES, max_batched_tokens=rows)
+    for counter in range(1, 20):
+        action, draws = canary_of(64, epsilon=0.5).draw(wanted(64), state_of(64, tight, counter))
+        assert (draws is not None) == is_drawn, "never by what was drawn"
+        assert action.lengths.sum() + 64 <= rows
+        assert is_drawn or set(action.lengths.tolist()) <= {0, 3}
+
+
+def test_what_a_client_allows_at_most_is_the_longest_that_is_drawn() -> None:
+    state = state_of(60)
+    most = state.requests.column("most")
+    most[:30] = 1
+    counts: Counter[tuple[int, int]] = Counter()
+    said: dict[tuple[int, int], float] = {}
+    asked = wanted(60)
+    asked.lengths[:30] = 1
+    for counter in range(1, 101):
+        state.counter = counter
+        _, draws = canary_of(60, epsilon=0.5).draw(asked, state)
+        assert draws is not None
+        for handle, length, propensity in zip(draws.handles, draws.lengths, draws.propensities, strict=True):
+            kind = (4 if handle > 30 else 1, length)
+            counts[kind] += 1
+            said[kind] = propensity
+    assert said == pytest.approx({(1, 0): 0.25, (1, 1): 0.75, **{(4, k): 0.1 for k in (0, 1, 2, 4)}, (4, 3): 0.6})
+    for kind, propensity in said.items():
+        assert abs(counts[kind] - 3000 * propensity) < 4 * (3000 * propensity * (1 - propensity)) ** 0.5
+
+
+def test_a_canary_asks_for_nothing_that_the_whole_batch_would_feel() -> None:
+    whole = Action(np.full(4, 3, np.int64), 3, split=1, frontier=2)
+    action, _ = canary_of(4).draw(whole, state_of(4))
+    assert (action.split, action.frontier, action.stop, action.prune) == (None, None, None, None)
 
 
 def test_who_left_is_forgotten() -> None:

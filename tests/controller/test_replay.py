@@ -7,6 +7,7 @@ import re
 import shutil
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -26,6 +27,7 @@ from faser.controller.offpolicy import Sample, estimate
 from faser.controller.recorded import _event, read_sessions
 from faser.controller.replay import replay
 from faser.controller.replay_command import ReplayOptions, run_replay
+from faser.controller.retention import NS_PER_HOUR
 from faser.controller.schema import event_row, open_for_reading
 from faser.controller.status import ask, order
 from faser.engine_adapter.protocol import MAX_DRAFT_LENGTH, ActionSet, RequestEvent, RequestRow, StepRecord
@@ -130,6 +132,37 @@ def test_a_run_that_was_reloaded_is_replayed_with_what_was_in_force(
     with closing(open_for_reading(config.store.path)) as database:
         (session,) = read_sessions(database)
     assert [step.settings.lease_steps for step in session.steps[:1] + session.steps[-1:]] == [32, 7]
+
+
+def test_a_clock_that_is_set_back_and_forth_changes_nothing(
+    make_record: Any, make_engine: Any, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = replace(config, policy=PolicyConfig("fixed:4"), lease=replace(config.lease, steps=7))
+    daemon = Daemon(config, lambda: changed)
+    apart_h = [0]
+    monkeypatch.setattr(daemon._clock, "_read_ns", lambda: time.time_ns() + apart_h[0] * NS_PER_HOUR)
+    loop = threading.Thread(target=daemon.run)
+    loop.start()
+    fake = make_engine()
+    fake.hello()
+    while not ask(config.link).engines:
+        pass
+    apart_h[0] = -1
+    engine = Engine(fake, make_record)
+    engine.run(range(1, 20))
+    daemon.reload()
+    while ask(config.link).policy != "fixed:4":
+        pass
+    apart_h[0] = -2
+    engine.run(range(20, 40))
+    apart_h[0] = 24
+    engine.run(range(40, 60))
+    daemon.stop()
+    loop.join()
+    daemon.close()
+    report = replay(config.store.path)
+    assert (report.sessions, report.partial_sessions) == (1, 0)
+    assert (report.identical, report.decisions, report.differing) == (59, 59, [])
 
 
 def test_a_record_that_was_changed_is_noticed(run: Any) -> None:
