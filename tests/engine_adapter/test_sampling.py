@@ -246,8 +246,9 @@ def test_stopping_by_confidence_leaves_the_distribution_alone(
 
 
 # What one engine can have at once. Drafts that are drawn at random are never drafted ahead (a frontier is one token per
-# position), and an EAGLE-3 head drafts nothing ahead: HELLO offers none, so what the sidecar asks for is left out. The
-# naive cut is no control here: few of these drafts are cut, so it shows too little; test_pruning.py has it alone.
+# position); the EAGLE-3 head has no process here (test_exactness.py lets it draft ahead), so HELLO offers none and what
+# the sidecar asks for is left out. The naive cut is no control here: few of these drafts are cut, so it shows too
+# little; test_pruning.py has it alone.
 TOGETHER = {
     "ahead": {"method": {"method": "draft_model"}, "control": "acceptance", "requests": 10_000},
     "drawn": {"method": {"method": "draft_model", "draft_sample_method": "probabilistic"}, "requests": 10_000},
