@@ -50,7 +50,7 @@ class Batch:
 
     def tested(self, cut: Cut) -> Ints:
         """Return which of all draft tokens are tested."""
-        return np.flatnonzero(self.place < cut.kept[self.owner])
+        return np.flatnonzero(self.place < cut.tests[self.owner])
 
 
 @dataclass(frozen=True, slots=True)
