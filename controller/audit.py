@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from ..engine_adapter.protocol import ActionSet, StepRecord, encode
 
@@ -65,6 +66,8 @@ class DecisionNote:
 
 def digest(message: StepRecord | ActionSet) -> str:
     """Return 16 hexadecimal digits that stand for a message's exact bytes."""
+    if isinstance(message, StepRecord) and not isinstance(message.rows, list):  # as the daemon decodes them
+        message = replace(message, rows=list(message.rows))
     return hashlib.blake2b(encode(message), digest_size=8).hexdigest()
 
 
@@ -133,7 +136,7 @@ class AuditFile:
                 stream.write(content)
             self.written += len(notes)
             self.error = ""
-        except OSError as error:
+        except Exception as error:  # mostly OSError; whatever it is, the thread goes on and says so
             self.dropped += len(notes)
             if not self.error:
                 logger.error("ALARM the audit file is not written, deciding goes on: %s: %s", self._path, error)
