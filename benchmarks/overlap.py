@@ -1,10 +1,11 @@
-"""What drafting ahead wins on a real engine: `python benchmarks/overlap.py [--json FILE] [--trace FILE]`.
+"""What drafting ahead and ping-pong groups win: `python benchmarks/overlap.py [--json FILE] [--trace FILE]`.
 
 One request at a time on vLLM (V1, CPU, float32, greedy), an oracle in the drafter's process: it knows a recorded run
 and errs at a stated rate, but computes for each token, so that a frontier takes about as long as a verification. Two
 arms in turns, in one engine, with the same two pinned cores: the drafter works after the target, or beside it. Prints
 JSON: medians, spread, bound, how much of the drafting was hidden, and the phases of a few steps; --trace is for
-chrome://tracing or Perfetto. Takes under four minutes on two quiet cores; --quick is a dry run.
+chrome://tracing or Perfetto. Then --requests at once, in turn and in two groups (overlap_groups.py), with an oracle
+that takes --balance of a verification. Takes under ten minutes on two quiet cores; --quick is a dry run.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import overlap_groups
 from remote import Remote
 
 from faser.controller.bench_machine import commit, machine_facts, versions
@@ -43,12 +45,14 @@ class Benchmark:
         target, drafter = options.cores
         environment = {
             "FASER_DRAFTER_CORES": str(drafter),
+            "FASER_PING_PONG": "always",
             "FASER_ENDPOINT": f"ipc://{folder}/engine.sock",  # where nobody listens
             "VLLM_CPU_OMP_THREADS_BIND": str(target),
             "KMP_BLOCKTIME": "0",
         }
         script = str(Path(__file__).with_name("overlap_engine.py"))
-        self.engine = Remote(script, [str(options.length)], folder, environment=environment)
+        sizes = [str(options.length), str(options.requests)]
+        self.engine = Remote(script, sizes, folder, environment=environment)
         self.engine.wait_ready()
 
     def prepare(self) -> None:
@@ -64,6 +68,11 @@ class Benchmark:
         ask("equip", texts, 1.0 - options.acceptance, self.pass_s)
         for arm in ARMS:  # warm
             self.run(arm, 0)
+
+    def ping_pong(self) -> dict[str, Any]:
+        """Return what two groups were worth."""
+        asked = [f"{index}. {PROMPTS[index % len(PROMPTS)]}" for index in range(self.options.requests)]
+        return overlap_groups.measure(self.engine, [self.engine.ask("tokenize", text) for text in asked], self.options)
 
     def run(self, arm: str, prompt: int) -> dict[str, Any]:
         """Return one run; its output must be the target's own."""
@@ -193,6 +202,8 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=160, help="per run")
     parser.add_argument("--prompts", type=int, default=len(PROMPTS))
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=8, help="at once, for ping-pong groups; an even number")
+    parser.add_argument("--balance", type=float, default=0.9, help="the oracle's time as a share of a verification")
     parser.add_argument("--cores", type=int, nargs=2, default=sorted(os.sched_getaffinity(0))[:2])
     parser.add_argument("--quick", action="store_true", help="one prompt, one round, few tokens: no measurement")
     parser.add_argument("--json", type=Path, help="write the report here as well")
@@ -201,8 +212,11 @@ def read_options() -> argparse.Namespace:
     options = parser.parse_args()
     if len(set(options.cores)) < 2:
         parser.error(f"cores {options.cores}; expected two, one for the target and one for the drafter")
+    if options.requests < 2 or options.requests % 2:
+        parser.error(f"--requests {options.requests}; expected an even number of at least 2")
     if options.quick:
         options.prompts, options.rounds, options.tokens = 1, 1, 32
+        options.requests = min(options.requests, 4)
     return options
 
 
@@ -214,6 +228,7 @@ def main() -> None:
         try:
             benchmark.prepare()
             report = measure(benchmark)
+            report["ping_pong"] = benchmark.ping_pong()
         finally:
             benchmark.engine.end()
     text = json.dumps(report, indent=1)

@@ -1,6 +1,6 @@
-"""The engine of overlap.py in a process of its own: one request at a time, drafted in turn or ahead by the oracle.
+"""The engine of overlap.py in a process of its own: requests drafted in turn, ahead or in two groups by the oracle.
 
-Both arms run in this one engine and with this one drafter process, each on its own core: in turn only means that the
+All arms run in this one engine and with this one drafter process, each on its own core: in turn only means that the
 drafter is not asked before the target has verified. Every step leaves the times of its phases on both cores.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from remote import serve
 
-from faser.engine_adapter import engine_facts, runner_frontier
+from faser.engine_adapter import engine_facts, ping_pong, runner_frontier
 from faser.engine_adapter.drafter_process import DrafterProcess, Wish
 from faser.models.embedded import ensure_embedded_target
 
@@ -26,14 +26,16 @@ MAX_MODEL_LEN = 512
 
 
 class Engine:
-    """In the child: answers `record`, `equip` and `run`."""
+    """In the child: answers `record`, `equip`, `run` and `run_all`."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, requests: int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="faser-overlap-")
         self._file = Path(self._folder.name) / "oracle.json"
         self._command = [sys.executable, str(ORACLE), str(self._file)]
         self._write([], 0.0, 0.0)
-        self._engine, self._runner, self._steering = self._open(length)
+        self._engine, self._runner, self._scheduler = self._open(length, requests)
+        self._steering, self._groups = self._scheduler.steering, self._scheduler.ping_pong
+        self._scheduler.ping_pong = None
         self._remote = self._runner.remote
         if self._remote is None:
             raise RuntimeError("the drafter's process is missing; the engine's log says why")
@@ -43,11 +45,11 @@ class Engine:
         self._steps: list[dict[str, Any]] = []
         self._watch()
 
-    def _open(self, length: int) -> tuple[Any, Any, Any]:
+    def _open(self, length: int, requests: int) -> tuple[Any, Any, Any]:
         def chosen(cores: str, config: Any) -> tuple[list[str], None]:
             return self._command, None
 
-        engine_facts.chosen_drafter = runner_frontier.chosen_drafter = chosen
+        engine_facts.chosen_drafter = runner_frontier.chosen_drafter = ping_pong.chosen_drafter = chosen
         from vllm import LLM
 
         classes: dict[str, Any] = {
@@ -60,12 +62,12 @@ class Engine:
         }  # fmt: skip
         llm = LLM(
             str(ensure_embedded_target()), dtype="float32", enforce_eager=True, max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=4, **classes,
+            max_num_seqs=requests, **classes,
         )  # fmt: skip
         core: Any = llm.llm_engine.engine_core
         executor: Any = llm.llm_engine.model_executor
         self._llm = llm
-        return llm.llm_engine, executor.driver_worker.worker.model_runner, core.engine_core.scheduler.steering
+        return llm.llm_engine, executor.driver_worker.worker.model_runner, core.engine_core.scheduler
 
     def _write(self, texts: list[list[int]], wrong: float, pass_s: float) -> None:
         self._file.write_text(json.dumps({"texts": texts, "wrong": wrong, "pass_s": pass_s}))
@@ -101,7 +103,7 @@ class Engine:
     def record(self, prompt: list[int], tokens: int) -> list[int]:
         """Return what the target says without speculation."""
         self._steering.default.length = self._steering.default.frontier = 0
-        return self._generate(prompt, tokens)
+        return self._generate([prompt], tokens)[0]
 
     def equip(self, texts: list[list[int]], wrong: float, pass_s: float) -> None:
         """Start the drafter's process again, with these texts and this much work per token."""
@@ -136,7 +138,7 @@ class Engine:
         self._remote.go_on = self._go_on if is_ahead else not_ahead
         before = self._remote.frontiers.outcomes
         counts = before.hits, before.misses
-        said = self._generate(prompt, tokens)
+        said = self._generate([prompt], tokens)[0]
         return {
             "tokens": said,
             "steps": self._steps,
@@ -144,20 +146,35 @@ class Engine:
             "misses": before.misses - counts[1],
         }
 
-    def _generate(self, prompt: list[int], tokens: int) -> list[int]:
+    def run_all(self, prompts: list[list[int]], tokens: int, is_ping_pong: bool) -> dict[str, Any]:
+        """Return what was said to all prompts at once, and every step's phases; nothing is drafted ahead."""
+        self._steering.default.length, self._steering.default.frontier = self._length, 0
+        self._scheduler.ping_pong = self._groups if is_ping_pong else None
+        said = self._generate(prompts, tokens)
+        self._scheduler.ping_pong = None
+        return {"tokens": said, "steps": self._steps}
+
+    def _generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
         from vllm import SamplingParams
 
-        self._requests += 1
         self._steps = []
-        given: Any = {"prompt_token_ids": prompt}
         limits = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        self._engine.add_request(str(self._requests), given, limits)
-        said: list[int] = []
+        said: dict[str, list[int]] = {}
+        for prompt in prompts:
+            self._requests += 1
+            said[str(self._requests)] = []
+            given: Any = {"prompt_token_ids": prompt}
+            self._engine.add_request(str(self._requests), given, limits)
         while self._engine.has_unfinished_requests():
+            before = sum(map(len, said.values()))
             for output in self._engine.step():
-                said = list(output.outputs[0].token_ids)
-        return said
+                said[output.request_id] = list(output.outputs[0].token_ids)
+            lengths = [len(found) for found in said.values()]
+            # Neither a prompt is read nor has anybody ended.
+            self._steps[-1]["is_steady"] = before >= 2 * len(prompts) and max(lengths) < tokens
+            self._steps[-1]["emitted"] = sum(lengths) - before
+        return list(said.values())
 
 
 if __name__ == "__main__" and "--child" in sys.argv:
-    serve(Engine(int(sys.argv[2])))
+    serve(Engine(*map(int, sys.argv[2:4])))

@@ -1,8 +1,8 @@
 """The oracle drafter of overlap.py, run as a process: `overlap_oracle.py FILE MEMORY BELL`.
 
 It knows what the target will say and errs as often as it is told, but it computes as a drafter does: for every token
-matrices are read from memory and multiplied, as many as take `pass_s` on its core when nothing else runs. FILE is
-JSON: texts, wrong (share of wrong tokens), pass_s.
+matrices are read from memory and multiplied, as many as take `pass_s` on its core when nothing else runs, for each
+request anew: half a batch takes half as long. FILE is JSON: texts, wrong (share of wrong tokens), pass_s.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class Oracle:
         """Nothing to forget."""
 
     def draft(self, tasks: list[Task], is_cancelled: Callable[[], bool]) -> dict[int, Drafted]:
-        """Draft token after token, all requests in one pass, as a model would."""
+        """Draft token after token, all requests in one pass."""
         found: dict[int, list[int]] = {task.key: [] for task in tasks}
         for depth in range(max(task.count for task in tasks)):
             if depth and is_cancelled():
                 break
-            self._compute(self.matrices)
+            self._compute(self.matrices * sum(depth < task.count for task in tasks))
             for task in tasks:
                 if depth < task.count:
                     found[task.key].append(self._token(task.sequence.tolist(), found[task.key]))

@@ -31,6 +31,8 @@ SCHEDULER_ATTRIBUTES: Final = (
     *((_REQUEST, "Request", name) for name in ("request_id", "status", "spec_token_ids", "num_computed_tokens")),
     *((_REQUEST, "Request", name) for name in ("max_tokens", "priority", "is_prefill_chunk", "num_prompt_tokens")),
     (_REQUEST, "Request", "num_output_tokens"),
+    *((_SCHEDULER, "Scheduler", name) for name in ("running", "current_step")),  # ping-pong groups, as the next one
+    (_REQUEST, "Request", "next_decode_eligible_step"),
     *(("vllm.v1.outputs", "DraftTokenIds", name) for name in ("req_ids", "draft_token_ids")),
     *(("vllm.v1.outputs", "ModelRunnerOutput", name) for name in ("req_ids", "req_id_to_index", "sampled_token_ids")),
 )

@@ -7,7 +7,7 @@ while the engine thread is in the next forward pass. Neither knows vLLM. What vL
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from .protocol import LARGEST_PRIORITY, MAX_DRAFT_LENGTH, MAX_REQUESTS, RequestEvent, RequestRow, StepRecord
@@ -72,6 +72,7 @@ class StepTrace:
     running: int
     waiting: int
     kv_usage: float
+    apart: list[tuple[Entry, tuple[float, ...]]] = field(default_factory=list)  # drafts of requests not in the step
 
 
 class Counters(Protocol):
@@ -179,6 +180,8 @@ class RecordBuilder:
                 )
             )
             entry.confidences = confidences[row] if confidences else ()
+        for entry, told in trace.apart:
+            entry.confidences = told
         return rows[:MAX_REQUESTS], prefill, decode, drafts
 
 

@@ -6,7 +6,7 @@ Owned by the runner's part (runner_frontier.py), one per engine. It knows reques
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from .frontier import Drafted, Frontiers, Tally
@@ -14,6 +14,7 @@ from .frontier import Drafted, Frontiers, Tally
 if TYPE_CHECKING:
     from .drafter_process import DrafterProcess, Wish
     from .mailbox import Reply
+    from .protocol import StopRule
 
 FIRST_GUESS_S: Final = 0.05  # what drafting in turn takes, before the first was timed
 PATIENCE: Final = 4.0  # times what drafting in turn usually takes, before vLLM's own drafter does it
@@ -33,19 +34,66 @@ class RemoteDrafting:
         self.rounds: tuple[int, ...] = ()  # rows of each pass of the process in this step
         self.turns: dict[int, Wish] = {}  # by batch row, of this step: who drafts, and behind what
         self.drafted: dict[int, Drafted] = {}  # by batch row, of this step: what the process drafted
+        self.met: dict[str, Drafted] = {}  # by request, of this step: what an earlier step asked for
+        self.met_stop: StopRule | None = None  # ends them, as of that step
         # Behind its own states an EAGLE head is right less often than behind the target's.
         self.in_turn, self.ahead = Tally(), Tally()
         self._tallies: dict[str, Tally] = {}  # by request, of what the process drafted in this step
         self._handed: dict[str, tuple[tuple[int, ...], Tally]] = {}  # chunks under verification
-        self._ahead_s: float | None = None  # when the newest job was sent, if it was to draft ahead
+        self._ahead_s: float | None = None  # when the newest job was sent, if nobody waits for it
+        self._parted: set[str] = set()  # whose drafts that job is to bring, whenever they are met
+        self._parted_stop: StopRule | None = None
 
     def begin_step(self) -> None:
-        """Look at the process, and forget what the last step did."""
+        """Look at the process, forget what the last step did, and take the drafts that it left behind."""
         self.process.look()
         if self._ahead_s is None and (late := self.process.collect(0.0)) is not None:
             self._learn(late.ended_s - late.began_s)  # else a drafter that got slower would never be waited for again
         self.overlap_s, self.rounds, self.turns, self.drafted = 0.0, (), {}, {}
         self.hits = self.misses = 0
+        self.met = self._meet()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the process takes a job, or is at one that it was to do meanwhile."""
+        return self.process.is_ready or self._ahead_s is not None
+
+    @property
+    def is_parted(self) -> bool:
+        """Whether nobody waits for the drafts of this step."""
+        return bool(self._parted)
+
+    def part(self, wishes: Sequence[Wish], stop: StopRule | None) -> bool:
+        """Let the process draft without waiting: a later step meets the drafts. False if it cannot take the job."""
+        self._leave()
+        self.frontiers.clear()
+        self._handed = {}
+        sent_s = time.monotonic()
+        if not wishes or not self.process.send(wishes):
+            return False
+        self._ahead_s, self._parted_stop = sent_s, stop
+        self._parted = {wish.request for wish in wishes}
+        return True
+
+    def drop(self, requests: Iterable[str]) -> None:
+        """Refuse the drafts of requests that go on without them."""
+        self._parted.difference_update(requests)
+
+    def _meet(self) -> dict[str, Drafted]:
+        """Return the drafts of the job that nobody waited for, and wait for them now."""
+        parted, self._parted = self._parted, set()
+        self.met_stop = self._parted_stop
+        if not parted:
+            return {}
+        asked_s = time.monotonic()
+        reply = self.process.collect(PATIENCE * self.serial_s)
+        if reply is None:
+            self.process.cancel()
+            self._ahead_s = None
+            return {}
+        self._learn(reply.ended_s - reply.began_s)
+        self._count(reply, asked_s)
+        return {name: reply.drafted[key] for name, key in self.process.requests_of(reply).items() if name in parted}
 
     def take(self, sampled: dict[str, list[int]], lengths: dict[str, int]) -> dict[str, Drafted]:
         """Return the frontiers that are of use behind what was sampled; the other chains end as well."""
@@ -84,13 +132,7 @@ class RemoteDrafting:
     def draft(self, wishes: Sequence[Wish]) -> dict[str, Drafted]:
         """Return drafts in turn, of those requests that the process has an answer for in time."""
         began_s = time.monotonic()
-        if self._ahead_s is not None:  # nobody wants it any more
-            self.process.cancel()
-            reply = self.process.collect(self.serial_s)
-            if reply is not None:
-                self.delay_s += SMOOTHING * (time.monotonic() - began_s - self.delay_s)
-                self._count(reply, began_s)
-            self._ahead_s = None
+        self._leave()
         if not self.process.send(wishes):
             return {}
         reply = self.process.collect(PATIENCE * self.serial_s)
@@ -102,6 +144,18 @@ class RemoteDrafting:
         found = {name: reply.drafted[key] for name, key in self.process.requests_of(reply).items()}
         self._tallies |= dict.fromkeys(found, self.in_turn)
         return found
+
+    def _leave(self) -> None:
+        """Let the process leave a job that nobody wants any more."""
+        if self._ahead_s is None:
+            return
+        began_s = time.monotonic()
+        self.process.cancel()
+        reply = self.process.collect(self.serial_s)
+        if reply is not None:
+            self.delay_s += SMOOTHING * (time.monotonic() - began_s - self.delay_s)
+            self._count(reply, began_s)
+        self._ahead_s = None
 
     def _learn(self, took_s: float) -> None:
         self.serial_s += SMOOTHING * (took_s - self.serial_s)

@@ -37,6 +37,7 @@ class FrontierRunner:
     """Mixin in front of CPUModelRunner; `remote` is None while no process drafts."""
 
     remote: RemoteDrafting | None = None
+    is_paired = False  # the process also drafts in turn where nothing is drafted ahead, between ping-pong groups
     _order: StepOrder | None = None  # of the step under way
     _states: TargetStates | None = None  # None: the process needs none
     _blocks: NDArray[Any] | None = None  # of this step, (requests, blocks): where its states are
@@ -134,9 +135,14 @@ class FrontierRunner:
 
         def draft(remote: RemoteDrafting) -> None:
             remote.begin_step()
-            if self._order is None or not self._order.frontier:
+            order = self._order
+            if order is None or not (order.frontier or self.is_paired):
                 return
             turns = self._turns(sampled, lengths)
+            if order.is_apart and remote.part(list(turns.values()), order.stop):
+                for row in turns:
+                    lengths[row] = 0
+                return
             wanted = {turn.request: lengths[row] for row, turn in turns.items()}
             drafted = remote.take({turn.request: list(turn.sampled) for turn in turns.values()}, wanted)
             wishes = [turn for turn in turns.values() if turn.request not in drafted]
@@ -181,11 +187,12 @@ class FrontierRunner:
         def join(remote: RemoteDrafting) -> None:
             nonlocal joined
             stop = None if self._order is None else self._order.stop
-            kept = {row: _kept(found, stop) for row, found in remote.drafted.items()}
+            kept = {row: kept_of(found, stop) for row, found in remote.drafted.items()}
             joined = _joined(drafts, kept)
             for row, tokens in kept.items():
                 drafted[row] = len(tokens)
-            remote.go_on(self._behind(remote.turns, joined, drafted))
+            if self._order is not None and self._order.frontier:
+                remote.go_on(self._behind(remote.turns, joined, drafted))
 
         self._remotely(join)
         return joined
@@ -218,7 +225,8 @@ class FrontierRunner:
         return found
 
 
-def _kept(found: Drafted, stop: StopRule | None) -> tuple[int, ...]:
+def kept_of(found: Drafted, stop: StopRule | None) -> tuple[int, ...]:
+    """Return the tokens of a draft that are handed to verification."""
     return found.tokens if stop is None else found.tokens[: kept_tokens(stop, found.confidences)]
 
 

@@ -16,7 +16,7 @@ from .catch_up import CacheShape, CatchUp, Limits
 from .patches.v1 import RunnerHooks, inner_output, shared_cache, undrafted_step
 from .phases import DevicePhases, HostPhases, Phases
 from .ragged import RaggedModelDrafter, adopt
-from .runner_frontier import FrontierRunner
+from .runner_groups import GroupsRunner
 from .runner_pruning import PruningRunner
 from .settings import load_settings
 from .steps import StepOrder, StepReport
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 REPORT_LIMIT = 1  # log lines per failing hook; further failures are only counted
 
 
-class FaserRunnerV1(RunnerHooks, PruningRunner, FrontierRunner):
+class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
     """Mixin in front of CPUModelRunner or the V1 GPUModelRunner."""
 
     phases: Phases | None = None  # None while nothing is timed: before the first step and during graph capture
@@ -143,7 +143,7 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, FrontierRunner):
         if self.drafted is None:
             return drafts
         drafts = self.hand_over(drafts, self.drafted)
-        if self.remote is not None and self.remote.drafted:
+        if self.remote is not None and (self.remote.drafted or self.remote.is_parted):
             self._notes = None  # the process notes no candidates: exit heads leave its drafts alone
         self._handed = dict(zip(self.input_batch.req_ids, self.drafted, strict=True))  # type: ignore[attr-defined]
         return drafts
@@ -201,7 +201,10 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, FrontierRunner):
         self._handed = dict(zip(self.input_batch.req_ids, self.drafted, strict=True))  # type: ignore[attr-defined]
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Return the drafts on the host, row i cut to its request's length; None where nobody has any."""
+        """Return the drafts on the host, each cut to its request's length; None where nobody has any."""
+        return self.with_met(self._take_this_steps())
+
+    def _take_this_steps(self) -> DraftTokenIds | None:
         # A request that was scheduled holds no drafts any more (0.32 scheduler.py:876): there is nothing to replace.
         if self._handed is not None and not any(self._handed.values()):
             return None

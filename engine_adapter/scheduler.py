@@ -17,6 +17,7 @@ from .keys import engine_keys
 from .lease import Lease
 from .link import EngineLink
 from .patches.scheduler import SchedulerHooks
+from .ping_pong import PingPong, chosen_groups
 from .settings import SettingError, ensure_private_folder, load_settings
 from .steering import BatchOutcome, Default, Steering
 from .versions import unsupported_reason, vllm_version
@@ -47,6 +48,8 @@ def FaserScheduler(vllm_config: VllmConfig, **arguments: Any) -> Any:
     scheduler = steered(base, is_async)(vllm_config=vllm_config, **arguments)
     try:
         scheduler.steering = start_steering(vllm_config, scheduler)
+        if scheduler.steering is not None:
+            scheduler.ping_pong = chosen_groups(load_settings(), vllm_config)
     except (SettingError, OSError, ValueError) as error:
         logger.warning("FASER is off: %s", error)
     return scheduler
@@ -116,18 +119,30 @@ class SteeredScheduler(SchedulerHooks):
 
     steering: Steering | None = None
     _started_s = 0.0
+    ping_pong: PingPong | None = None  # None: all requests are verified in every step
     _latched: dict[str, int] | None = None
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Time vLLM's own scheduling."""
         self._started_s = time.monotonic()
+        self.deal_groups()
         return super().schedule(*args, **kwargs)  # type: ignore[misc,no-any-return]
+
+    @harmless
+    def deal_groups(self, steering: Steering) -> None:
+        """Leave those out of the next step whose turn it is not."""
+        if self.ping_pong is not None:
+            self.ping_pong.deal(self.running, self.current_step + 1)  # type: ignore[attr-defined]
 
     @harmless
     def before_latch(self, steering: Steering, output: SchedulerOutput) -> None:
         """Fix the lengths of the drafting in this step, which are those of the next verification."""
         order = steering.order(output.num_scheduled_tokens, self._started_s)
         self._latched = order.lengths
+        if self.ping_pong is not None:
+            self._latched = self.ping_pong.latch(order.lengths)
+            # A draft that waits for its turn was drawn before the prune order of the step that verifies it.
+            order.is_apart, order.prune = self.ping_pong.is_apart, None
         output.num_spec_tokens_to_schedule = max(order.lengths.values(), default=0)
         output.faser = order  # type: ignore[attr-defined]
 
@@ -168,6 +183,9 @@ class SteeredScheduler(SchedulerHooks):
             kv_usage=self.get_kv_cache_usage(),  # type: ignore[attr-defined]
             report=getattr(output, "faser", None),
         )
+        if self.ping_pong is not None:
+            emitted = sum(map(len, output.sampled_token_ids))
+            self.ping_pong.note(outcome.scheduled, emitted, time.monotonic() - self._started_s, outcome.report)
         steering.record(order, outcome)
 
     def add_request(self, request: Request) -> None:
@@ -188,11 +206,17 @@ class SteeredScheduler(SchedulerHooks):
         from vllm.v1.request import RequestStatus
 
         steering.leave(request.request_id, request.status == RequestStatus.FINISHED_ABORTED)
+        self._drop_draft(request)
 
     @harmless
     def on_preempt(self, steering: Steering, request: Request) -> None:
         """Note the preemption."""
         steering.preempt(request.request_id)
+        self._drop_draft(request)
+
+    def _drop_draft(self, request: Request) -> None:
+        if self.ping_pong is not None:
+            self.ping_pong.drop(request.request_id)
 
     def shutdown(self) -> None:
         """Say goodbye to the sidecar."""

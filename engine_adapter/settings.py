@@ -17,6 +17,7 @@ from typing import Final
 from .protocol import MAX_DRAFT_LENGTH
 
 ANYWHERE: Final = "all"  # cores: wherever the engine may run
+NEVER, AUTO, ALWAYS = "never", "auto", "always"  # ping-pong groups
 MAX_CORES: Final = 4096
 IPC_PATH_LIMIT: Final = 107  # sun_path of Linux, without the trailing zero
 
@@ -49,6 +50,7 @@ class Settings:
     exit_heads: str
     drafter_cores: str = ""
     frontier: int = 0
+    ping_pong: str = NEVER
     server_key: str = ""
     engine_key: str = ""
 
@@ -70,6 +72,17 @@ def _switch(name: str, text: str) -> bool:
     if text not in ("0", "1"):
         raise SettingError(f"{name}={text!r}: expected 0 or 1; correct or unset it")
     return text == "1"
+
+
+def _choice(*values: str) -> Callable[[str, str], str]:
+    def parse(name: str, text: str) -> str:
+        if text not in values:
+            raise SettingError(
+                f"{name}={text!r}: expected {', '.join(values[:-1])} or {values[-1]}; correct or unset it"
+            )
+        return text
+
+    return parse
 
 
 def core_numbers(text: str) -> list[int]:
@@ -151,6 +164,13 @@ SETTINGS: Final = {
         "0",
         "Tokens to draft ahead per request where no lease says so; needs FASER_DRAFTER_CORES.",
         _integer(0, MAX_DRAFT_LENGTH),
+    ),
+    "ping_pong": Setting(
+        "FASER_PING_PONG",
+        NEVER,
+        "Two groups, one drafting while the other is verified: never, auto (where that was measured to be faster) or "
+        "always; needs FASER_DRAFTER_CORES.",
+        _choice(NEVER, AUTO, ALWAYS),
     ),
     "server_key": Setting(
         "FASER_SERVER_KEY",

@@ -206,6 +206,7 @@ class Steering:
             entries = [known[request_id] for request_id in scheduled]
         requests = [entry.request for entry in entries]
         self.records += 1
+        apart = {} if outcome.report is None else outcome.report.apart
         trace = StepTrace(
             order,
             outcome.report or _NO_REPORT,
@@ -228,6 +229,7 @@ class Steering:
             outcome.running,
             outcome.waiting,
             outcome.kv_usage,
+            [(known[name], told) for name, told in apart.items() if name in known],
         )
         self._last_end_s = now_s
         self.cost_s = 0.0

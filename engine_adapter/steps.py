@@ -24,6 +24,7 @@ class StepOrder:
     stop: StopRule | None = None  # ends drafts on confidence, within `lengths`
     prune: Prune | None = None  # for the verification in this step: ordered before its drafts were drawn
     frontier: int = 0  # tokens to draft ahead of each chunk that this step hands over; 0: nothing is drafted ahead
+    is_apart: bool = False  # this step's requests sit out the next one: nobody waits for their drafts
 
 
 @dataclass(slots=True)
@@ -46,3 +47,6 @@ class StepReport:
     frontier_hits: int = 0  # requests whose draft had been drafted ahead
     frontier_misses: int = 0  # requests whose frontier was of no use, or late
     rounds: tuple[int, ...] | None = None  # rows that drafted in each pass of the drafter; None: not told
+    is_drafter_ready: bool = False  # its process takes jobs, or is at one that an earlier step asked for
+    # By request that is not in the step: confidences of the draft that came for it, and of a dropped token.
+    apart: dict[str, tuple[float, ...]] = field(default_factory=dict)

@@ -77,6 +77,35 @@ def test_the_trace_has_both_cores_of_both_arms(overlap: ModuleType, report: dict
     assert (tmp_path / "steps.svg").stat().st_size > 1000
 
 
+def group_run(verify_s: float, wait_s: float, emitted: int) -> dict[str, Any]:
+    """Return a run whose first step reads prompts and whose last one somebody ends in."""
+    found = [step | {"emitted": emitted, "is_steady": True} for step in steps(wait_s, 10)]
+    for step in found:
+        step["began_s"] *= (verify_s + wait_s) / (VERIFY_S + wait_s)
+    found[0]["is_steady"] = found[-1]["is_steady"] = False
+    return {"steps": found}
+
+
+def test_two_groups_that_hide_all_drafting_are_at_their_bound(load_script: Callable[[str], ModuleType]) -> None:
+    groups = load_script("overlap_groups")
+    runs = {
+        "in turn": [group_run(0.10, 0.10, 40)] * 3,
+        "half in turn": [group_run(0.06, 0.05, 20)] * 3,
+        "ping-pong": [group_run(0.06, 0.0, 20)] * 3,
+    }
+    found = groups.summary(runs, 8, 0.01)
+    assert found["draft_ms"] == {"all": pytest.approx(100), "half": pytest.approx(50)}
+    assert found["verify_ms"] == {"all": pytest.approx(100), "half": pytest.approx(60)}
+    assert found["bound"] == pytest.approx(0.2 / 0.12)
+    assert found["speedup"]["median"] == pytest.approx(found["bound"])
+    assert found["of_bound"] == pytest.approx(1.0)
+    assert found["hidden_share"]["median"] == pytest.approx(1.0)
+    assert all(found["holds"].values())
+    late = groups.summary(runs | {"ping-pong": [group_run(0.06, 0.05, 20)] * 3}, 8, 0.01)
+    assert late["hidden_share"]["median"] == pytest.approx(0.0)
+    assert not late["holds"]["hidden >= 0.7"]
+
+
 @pytest.mark.slow  # `make proof`: starts an engine
 @pytest.mark.engine
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each phase")
@@ -87,4 +116,5 @@ def test_a_dry_run_reports_both_arms(tmp_path: Path) -> None:
     report = json.loads(file.read_text())
     assert report["hits"] > 0
     assert report["step_ms"].keys() == {"in turn", "ahead"}
+    assert report["ping_pong"]["speedup"]["median"] > 0
     assert json.loads(trace.read_text())["traceEvents"]

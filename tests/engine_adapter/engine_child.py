@@ -314,12 +314,15 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
             driver.rule, driver.log, driver.runner = rule_of(batch["rule"]), [], runner
             driver.stop, driver.prune = stop_of(batch.get("stop")), prune_of(batch.get("prune"))
             driver.frontier, driver.is_leased = batch.get("frontier", 0), "leased" in batch["rule"]
+            aborted: Any = nullcontext()
             if "process" in scenario:
-                import_module("remote_faults").begin(runner, batch, batches)
+                faults = import_module("remote_faults")
+                faults.begin(runner, batch, batches)
+                aborted = faults.aborted(llm, batch.get("abort_at", {}))
             whole = [] if coins is None else coins.spoil(batch.get("broken_cut", ""))
             if coins is not None:
                 llm.reset_prefix_cache()  # a broken cut leaves broken blocks
-            with spoiled(batch.get("control", ""), runner), late_leases(batch["rule"]):
+            with spoiled(batch.get("control", ""), runner), late_leases(batch["rule"]), aborted:
                 done = llm.generate(prompts, params, use_tqdm=False)
             if coins is not None:
                 coins.mend(whole)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from faser.engine_adapter import drafter_process, remote_drafting, runner_frontier
+from faser.engine_adapter import drafter_process, ping_pong, remote_drafting, runner_frontier
 from faser.engine_adapter.drafter_process import DrafterProcess
 
 KNOWN = Path(__file__).with_name("known_drafter.py")
@@ -26,7 +29,7 @@ def install(given: dict[str, Any]) -> None:
     remote_drafting.SMOOTHING, remote_drafting.FIRST_GUESS_S = 0.0, LIMIT_S  # type: ignore[misc]
     if "texts" in given:
         command = [sys.executable, str(KNOWN), given["texts"]]
-        runner_frontier.chosen_drafter = lambda cores, config: (command, None)
+        runner_frontier.chosen_drafter = ping_pong.chosen_drafter = lambda cores, config: (command, None)
 
 
 def begin(runner: Any, batch: dict[str, Any], done: list[dict[str, Any]]) -> None:
@@ -62,6 +65,23 @@ def begin(runner: Any, batch: dict[str, Any], done: list[dict[str, Any]]) -> Non
         type(remote).begin_step(remote)
 
     remote.begin_step = begin_step
+
+
+@contextmanager
+def aborted(llm: Any, at: dict[str, list[int]]) -> Iterator[None]:
+    """Abort requests in front of engine steps: `at` has the numbers of the live requests, oldest first, by step."""
+    engine, steps = llm.llm_engine, itertools.count(1)
+
+    def step() -> Any:
+        live = sorted(engine.output_processor.external_req_ids, key=int)
+        engine.abort_request([live[index] for index in at.get(str(next(steps)), [])])
+        return type(engine).step(engine)
+
+    engine.step = step
+    try:
+        yield
+    finally:
+        del engine.step
 
 
 def _draft_twice(runner: Any, remote: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 from faser.engine_adapter.drafter_process import Wish
 from faser.engine_adapter.frontier import Drafted
 from faser.engine_adapter.mailbox import Reply
+from faser.engine_adapter.protocol import StopRule
 from faser.engine_adapter.remote_drafting import FIRST_GUESS_S, PATIENCE, RemoteDrafting
 
 TOKENS = np.arange(5, dtype=np.int32)
@@ -25,6 +26,10 @@ class Pretender:
         self.cancelled = 0
         self.answer: dict[str, Drafted] | None = None  # to the next look; None: not there yet
         self.is_busy = False
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.is_busy
 
     def look(self) -> None:
         """Nothing changes by itself."""
@@ -149,3 +154,74 @@ def test_only_the_time_before_the_engine_looked_counts_as_overlap(remote: Remote
     assert remote.overlap_s == 1.5
     remote._count(reply, 11.5)
     assert remote.overlap_s == 1.5, "drafting in turn hides nothing"
+
+
+DRAFTED = Drafted((8, 9, 10), (0.9, 0.9, 0.9))
+
+
+def test_what_nobody_waits_for_is_met_in_the_next_step(remote: RemoteDrafting, process: Pretender) -> None:
+    assert remote.part([wish("a"), wish("b")], stop=None)
+    assert process.waited == []
+    assert remote.is_parted
+    assert remote.is_ready
+    process.answer = {"a": DRAFTED}
+    remote.begin_step()
+    assert remote.met == {"a": DRAFTED}
+    assert process.waited == [PATIENCE * FIRST_GUESS_S]
+    assert remote.rounds == (1, 1, 1)
+    assert not remote.is_parted
+    remote.begin_step()
+    assert remote.met == {}
+
+
+def test_the_stop_rule_of_the_step_that_asked_ends_what_is_met(remote: RemoteDrafting, process: Pretender) -> None:
+    rule = StopRule([1.0], [0.0], [0.3], [0.0])
+    remote.part([wish("a")], rule)
+    process.answer = {"a": DRAFTED}
+    remote.begin_step()
+    assert remote.met_stop is rule
+
+
+def test_who_goes_on_without_its_draft_never_gets_it(remote: RemoteDrafting, process: Pretender) -> None:
+    remote.part([wish("a"), wish("b")], stop=None)
+    remote.drop({"a"})
+    process.answer = {"a": DRAFTED, "b": DRAFTED}
+    remote.begin_step()
+    assert remote.met == {"b": DRAFTED}
+
+
+def test_a_job_that_nobody_wants_any_more_is_left_for_the_next(remote: RemoteDrafting, process: Pretender) -> None:
+    remote.part([wish("a")], stop=None)
+    remote.drop({"a"})
+    remote.begin_step()
+    assert process.waited == []
+    process.answer = {"a": DRAFTED}
+    assert remote.part([wish("b")], stop=None)
+    assert process.cancelled == 1
+    assert [[each.request for each in sent] for sent in process.sent] == [["a"], ["b"]]
+
+
+def test_an_answer_that_does_not_come_is_given_up_and_the_process_not_ready(
+    remote: RemoteDrafting, process: Pretender
+) -> None:
+    remote.part([wish("a")], stop=None)
+    remote.begin_step()
+    assert remote.met == {}
+    assert process.cancelled == 1
+    assert not remote.part([wish("b")], stop=None)
+    assert not remote.is_ready
+    process.answer = {"a": DRAFTED}
+    remote.begin_step()
+    assert remote.met == {}, "too late"
+    assert remote.is_ready
+
+
+def test_parting_ends_frontiers(remote: RemoteDrafting, process: Pretender) -> None:
+    remote.go_on([wish("a", (6, 7))])
+    process.answer = {"a": DRAFTED}
+    remote.begin_step()
+    remote.part([wish("a")], stop=None)
+    assert process.cancelled == 1
+    process.answer = {"a": DRAFTED}
+    remote.begin_step()
+    assert remote.take({"a": [6, 7, 8]}, {"a": 5}) == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from faser.engine_adapter.frontier import Drafted
 from faser.engine_adapter.mailbox import Reply
+from faser.engine_adapter.phases import HostPhases
 from faser.engine_adapter.protocol import StopRule
 from faser.engine_adapter.remote_drafting import RemoteDrafting
 from faser.engine_adapter.runner_v1 import FaserRunnerV1
@@ -28,11 +30,14 @@ class Process:
     """Answers every job for request a only."""
 
     pid: int | None = 7
+    is_ready = True
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
 
     def look(self) -> None: ...
+
+    def forget(self, requests: Any) -> None: ...
 
     def cancel(self) -> None: ...
 
@@ -54,6 +59,8 @@ class Vllm:
 
     drafter = SimpleNamespace(ends=None)
 
+    def execute_model(self, *args: Any) -> None: ...
+
     def propose_draft_token_ids(self, *args: Any) -> Any:
         lengths = self.drafter.lengths
         if self.is_list:  # type: ignore[attr-defined]
@@ -69,6 +76,7 @@ class Runner(FaserRunnerV1, Vllm):
         given: Any = self.process
         self.remote = RemoteDrafting(given)
         self._notes = object()  # type: ignore[assignment]
+        self._late, self._stopwatch = {}, HostPhases()
         tokens = np.arange(300, dtype=np.int32).reshape(3, 100)
         booked = [3, 1, 1] if is_list else [0, 0, 0]  # vLLM has written what it sampled
         self.input_batch = SimpleNamespace(
@@ -133,3 +141,97 @@ def test_a_failure_is_vllms_own_drafting_from_then_on(broken: str) -> None:
     assert runner.propose() == [[40, 41, 42], [40, 41], []]
     assert runner.remote is None
     assert runner.propose() == [[40, 41, 42], [40, 41], []]
+
+
+@pytest.fixture
+def outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in for vLLM's module, whose import warns."""
+    made = SimpleNamespace(DraftTokenIds=lambda names, tokens: SimpleNamespace(req_ids=names, draft_token_ids=tokens))
+    monkeypatch.setitem(sys.modules, "vllm.v1.outputs", made)  # type: ignore[arg-type]
+
+
+def apart(lengths: dict[str, int], stop: StopRule | None = None) -> Runner:
+    runner = Runner(False, lengths, stop)
+    assert runner._order is not None
+    runner._order.is_apart, runner._order.frontier, runner.is_paired = True, 0, True
+    return runner
+
+
+def scheduled(*names: str, finished: tuple[str, ...] = ()) -> Any:
+    return SimpleNamespace(
+        faser=StepOrder({}, is_apart=True), num_scheduled_tokens=dict.fromkeys(names, 1),
+        finished_req_ids=set(finished), total_num_scheduled_tokens=len(names),
+    )  # fmt: skip
+
+
+def next_step(runner: Runner, *names: str, finished: tuple[str, ...] = ()) -> Any:
+    """Let a step pass that has these requests, none of which drafts; return what is handed to the scheduler."""
+    runner.execute_model(scheduled(*names, finished=finished))
+    runner.draft_remotely(torch.tensor([[1]] * 3), [0, 0, 0])
+    return runner.with_met(None)
+
+
+@pytest.mark.usefixtures("outputs")
+def test_a_group_is_asked_for_and_handed_over_a_step_later_by_name() -> None:
+    runner = apart({"a": 3, "b": 2, "c": 0})
+    assert runner.propose() == [[], [], []], "vLLM's own drafter is not asked either"
+    assert [[wish.request for wish in sent] for sent in runner.process.sent] == [["a", "b"]]
+    assert runner._notes is None, "exit heads would read another drafting's candidates"
+    assert runner.with_met(None) is None
+    met = next_step(runner, "c")
+    assert (met.req_ids, met.draft_token_ids) == (["a"], [[61, 62, 63]]), "b's never came"
+    assert next_step(runner, "c") is None
+
+
+@pytest.mark.usefixtures("outputs")
+def test_what_is_met_goes_behind_this_steps_own_drafts() -> None:
+    runner = apart({"a": 3, "b": 2, "c": 0})
+    runner.propose()
+    runner.execute_model(scheduled("c"))
+    runner.draft_remotely(torch.tensor([[1]] * 3), [0, 0, 0])
+    given: Any = SimpleNamespace(req_ids=["c"], draft_token_ids=[[7]])
+    joined = runner.with_met(given)
+    assert joined is not None
+    assert (joined.req_ids, joined.draft_token_ids) == (["c", "a"], [[7], [61, 62, 63]])
+
+
+@pytest.mark.usefixtures("outputs")
+def test_who_is_scheduled_without_its_draft_never_gets_it() -> None:
+    runner = apart({"a": 3, "b": 2, "c": 0})
+    runner.propose()
+    assert next_step(runner, "a") is None
+
+
+@pytest.mark.usefixtures("outputs")
+def test_a_group_is_cut_by_the_stop_rule_of_the_step_that_asked() -> None:
+    runner = apart({"a": 3, "b": 0, "c": 0}, RULE)
+    runner.propose()
+    assert next_step(runner, "c").draft_token_ids == [[61, 62]]
+
+
+@pytest.mark.usefixtures("outputs")
+def test_drafts_that_come_later_count_in_their_requests_next_row() -> None:
+    runner = apart({"a": 3, "b": 2, "c": 0}, RULE)
+    runner.drafter = SimpleNamespace(ends=None, has_book=True)
+    runner.propose()
+    runner.execute_model(scheduled("c"))
+    runner.draft_remotely(torch.tensor([[1]] * 3), [0, 0, 0])
+    met, own = StepReport(drafted=[0, 0, 0]), StepReport(drafted=[0, 1, 0])
+    runner.report_frontiers(met)
+    assert met.apart == {"a": (0.9, 0.8, 0.1)}, "the dropped token's too"
+    assert met.is_drafter_ready
+    runner.with_met(None)
+    runner.report_frontiers(own)
+    assert (own.drafted, own.apart) == ([2, 1, 0], {})
+    runner.report_frontiers(own)
+    assert own.drafted == [2, 1, 0], "once"
+
+
+def test_a_process_that_takes_no_job_leaves_the_group_to_vllms_drafter() -> None:
+    runner = apart({"a": 3, "b": 2, "c": 0})
+    runner.process.send = lambda wishes: False  # type: ignore[method-assign,assignment]
+    runner.process.is_ready = False
+    assert runner.propose() == [[40, 41, 42], [40, 41], []]
+    report = StepReport(drafted=[3, 2, 0])
+    runner.report_frontiers(report)
+    assert not report.is_drafter_ready

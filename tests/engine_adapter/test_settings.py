@@ -38,6 +38,7 @@ def test_an_empty_environment_gives_the_documented_defaults() -> None:
         ("FASER_DRAFTER_CORES", "1,,2"),
         ("FASER_DRAFTER_CORES", "-1"),
         ("FASER_FRONTIER", "-1"),
+        ("FASER_PING_PONG", "1"),
         ("FASER_ENDPOINT", "ipc://" + "x" * 200),
     ],
 )

@@ -165,6 +165,20 @@ def test_confidences_go_with_the_tokens_they_belong_to() -> None:
     assert seen == [{1: (), 2: (), 3: ()}, {1: (0.9, 0.8, 0.7), 3: ()}, {1: (), 2: (0.6, 0.1), 3: (0.3,)}]
 
 
+def test_confidences_of_drafts_that_came_between_two_steps_of_a_request() -> None:
+    adapter, link = steering(Default(3))
+    for name in "ab":
+        adapter.arrive(name, Request())
+    adapter.record(adapter.order({"a": 1}, 0.0), outcome({"a": 1}, {}, [[1]]))
+    between = outcome({"b": 1}, {}, [[1]])
+    assert between.report is not None
+    between.report.apart = {"a": (0.9, 0.8), "gone": (0.1,)}
+    adapter.record(adapter.order({"b": 1}, 0.0), between)
+    adapter.record(adapter.order({"a": 2}, 0.0), outcome({"a": 2}, {"a": [5]}, [[5, 6]]))
+    records = [sent for sent in link.sent if isinstance(sent, wire.StepRecord)]
+    assert [row.confidences for sent in records for row in sent.rows] == [(), (), (0.9, 0.8)]
+
+
 def test_a_lease_that_arrives_after_the_latch_waits_for_the_next_step() -> None:
     adapter, link = steering()
     adapter.arrive("a", Request())
