@@ -366,7 +366,7 @@ def sidecar_process(config: Config) -> subprocess.Popen[bytes]:
 
 
 def _wait_for_status(link: LinkConfig) -> None:
-    end_s = time.monotonic() + 10.0
+    end_s = time.monotonic() + 60.0
     while True:
         try:
             ask(link, 0.5)

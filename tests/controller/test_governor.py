@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from faser.controller.config import GuardConfig, LeaseConfig, ModeConfig
@@ -35,6 +35,7 @@ def record_of(make_record: Callable[..., StepRecord]) -> Callable[..., StepRecor
 
 
 @given(st.floats(-1e6, 1e6), st.lists(st.floats(0.0, 10.0), min_size=2, max_size=50))
+@settings(deadline=None)
 def test_a_lag_is_measured_against_the_quickest_record_whatever_the_clocks_say(
     apart: float, delays: list[float]
 ) -> None:
