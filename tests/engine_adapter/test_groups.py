@@ -120,6 +120,14 @@ def test_one_who_changes_groups_waits_with_its_draft_for_the_other_ones_turn() -
     assert again == one
 
 
+def test_one_who_changed_groups_is_verified_before_it_changes_again() -> None:
+    groups = Groups()
+    six = dict.fromkeys("abcdef", 1.0)
+    assert turns(groups, six, 2) == [set("def"), set("abc")]
+    assert turns(groups, dict.fromkeys("cdef", 1.0), 1) == [set("ef")]  # a and b ended, d changed
+    assert turns(groups, dict.fromkeys("dc", 1.0), 1) == [{"d"}]  # e and f ended
+
+
 def test_a_group_that_ends_leaves_the_other_one_split_without_losing_a_draft() -> None:
     groups = Groups()
     first, second = turns(groups, EVEN, 2)
