@@ -66,9 +66,9 @@ class ProbeAccount:
         lengths, drafted, rows = outlook[:3]
         least_s, most_s = cost.time_range_s(rows, lengths, drafted)
         prefill_s = cost.prefill_time_s(requests, prompt_rows)
-        is_promising, length, loss_s = _pick(
-            outlook, least_s, most_s, prefill_s, rate, depth, begin_s, self._credit_s
-        )  # fmt: skip
+        # Amid prompts a probe teaches little of what drafting will cost without them: most of the credit waits.
+        at_once_s = self._credit_s * (1.0 - state.load.prefill_share)
+        is_promising, length, loss_s = _pick(outlook, least_s, most_s, prefill_s, rate, depth, begin_s, at_once_s)
         self._next_record = state.link.records + (SPACING_RECORDS if is_promising else IDLE_SPACING_RECORDS)
         if length < 0:
             return None

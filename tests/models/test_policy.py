@@ -240,3 +240,14 @@ def test_a_probe_pays_for_what_the_drafter_must_make_up_for() -> None:
     dear = ProbeAccount().choose(state, 8, 1.0, 0, Chances(np.full(K_MAX, 0.5), np.full(K_MAX, 0.4)), begin_s=1e3)
     assert free is not None
     assert dear is None
+
+
+def test_amid_prompts_most_of_the_credit_for_probes_waits() -> None:
+    def probe(prefill_share: float) -> int | None:
+        state = make_state(dict.fromkeys(range(1, 9), 0.6), row_ms=0.05)
+        state.load.prefill_share = prefill_share
+        people = Chances(np.full(K_MAX, 0.5), np.full(K_MAX, 0.4))
+        return ProbeAccount().choose(state, 8, 1.0, 0, people, begin_s=5.0 * state.load.step_s)
+
+    assert probe(0.0) is not None
+    assert probe(0.9) is None
