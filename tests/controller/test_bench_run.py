@@ -353,6 +353,7 @@ def test_suffix_decoding_that_is_not_installed_is_not_available_and_no_loss(
 
 
 @pytest.mark.engine
+@pytest.mark.slow  # `make proof`; test_demo.py starts a real server of the same kind
 def test_real_servers_take_turns(tmp_path: Path) -> None:
     flags = ["--loads", "2", "--rivals", "none", "--pairs", "1", "--minutes", "0", "--turn-seconds", "0.3"]
     command = [*FASER, "bench", *flags, "--max-tokens", "16", "--json", "--out", str(tmp_path / "result.json")]

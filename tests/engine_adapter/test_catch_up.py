@@ -104,6 +104,7 @@ def eagle() -> dict[str, Any]:
     return {"method": "eagle3", "model": str(ensure_embedded_drafter())}
 
 
+@pytest.mark.slow  # `make proof`; the head below has the same, and needs more
 def test_the_target_as_its_own_drafter_stays_right_after_phases_without_drafts(itself: Any, reference: Any) -> None:
     for run in itself.batches[:3]:
         accepted, verified = run.acceptance()
@@ -116,6 +117,7 @@ def test_the_target_as_its_own_drafter_stays_right_after_phases_without_drafts(i
     assert itself.is_ragged
 
 
+@pytest.mark.slow  # `make proof`, with the engine above
 def test_control_without_catch_up_acceptance_is_lost(itself: Any) -> None:
     accepted, verified = itself.batches[3].acceptance()
     assert verified > 80

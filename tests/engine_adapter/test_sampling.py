@@ -172,6 +172,7 @@ def assert_untouched(run: Any, target: Path, temperature: float) -> None:
     assert p_value(run.tokens, exact(target, temperature)) > SIGNIFICANCE
 
 
+@pytest.mark.slow  # `make proof`; drafts drawn at random, which follow, can do more wrong
 def test_greedy_drafts_leave_the_distribution_alone(engine: Callable[..., Any], folders: tuple[Path, Path]) -> None:
     target, drafter = folders
     seen = engine(scenario(target, {"method": "draft_model", "model": str(drafter)}))
@@ -181,6 +182,7 @@ def test_greedy_drafts_leave_the_distribution_alone(engine: Callable[..., Any], 
         assert_untouched(run, target, temperature)
 
 
+@pytest.mark.slow  # `make proof`; the leases and stops below have drafts drawn at random too
 def test_drafts_drawn_at_random_leave_the_distribution_alone(
     engine: Callable[..., Any], folders: tuple[Path, Path]
 ) -> None:

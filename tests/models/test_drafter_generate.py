@@ -51,6 +51,7 @@ def test_shipped_prompts_are_of_the_training_side_in_seeded_order() -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.slow  # `make proof`
 def test_the_target_writes_its_corpus_and_goes_on_after_an_interruption(tmp_path: Path) -> None:
     target, output = ensure_embedded_target(), tmp_path / "corpus.jsonl"
     write(target, output, 3, 0)
