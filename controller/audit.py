@@ -20,6 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ..engine_adapter.protocol import ActionSet, StepRecord, encode
+from .snapshot import AuditStatus
 
 audit_logger = logging.getLogger("faser.audit")
 logger = logging.getLogger(__name__)
@@ -97,19 +98,28 @@ class AuditFile:
     """
 
     def __init__(self, path: Path, max_bytes: int, files: int, flush_s: float = 0.5) -> None:
-        self.dropped = 0
-        self.written = 0
+        self.written = self.failures = 0
         self.error = ""
+        self._turned_away = self._lost = 0  # each has one thread that counts it
         self._path, self._max_bytes, self._files, self._flush_s = path, max_bytes, files, flush_s
         self._queue: deque[DecisionNote] = deque()
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._write_until_closed, name="faser-audit", daemon=True)
         self._thread.start()
 
+    @property
+    def dropped(self) -> int:
+        """Return how many decisions are in no file: the queue was full, or the write failed."""
+        return self._turned_away + self._lost
+
+    def status(self) -> AuditStatus:
+        """Return what a status reader sees."""
+        return AuditStatus(str(self._path), self.written, self.dropped, self.failures, self.error)
+
     def put(self, note: DecisionNote) -> None:
         """Hand a decision over."""
         if len(self._queue) >= QUEUE:
-            self.dropped += 1
+            self._turned_away += 1
         else:
             self._queue.append(note)
 
@@ -137,7 +147,8 @@ class AuditFile:
             self.written += len(notes)
             self.error = ""
         except Exception as error:  # mostly OSError; whatever it is, the thread goes on and says so
-            self.dropped += len(notes)
+            self._lost += len(notes)
+            self.failures += 1
             if not self.error:
                 logger.error("ALARM the audit file is not written, deciding goes on: %s: %s", self._path, error)
             self.error = str(error)

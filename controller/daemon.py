@@ -39,7 +39,7 @@ from .reload import Prepared, prepare
 from .retention import Retention
 from .rising_clock import RisingClock
 from .session import Session, check_policy
-from .snapshot import QUESTION, SNAPSHOT_VERSION, LinkStatus, Snapshot, StoreStatus, encode_snapshot
+from .snapshot import QUESTION, SNAPSHOT_VERSION, AuditStatus, LinkStatus, Snapshot, StoreStatus, encode_snapshot
 from .store import EngineEntry, Entry, NoticeEntry, RunEntry, StepEntry, Store
 from .traces import Stopwatch, TraceNote, open_traces
 from .warm_up import warm_up
@@ -69,7 +69,7 @@ class Daemon:
     def __init__(self, config: Config, reload: Callable[[], Config] | None = None) -> None:
         check_policy(config.policy.spec)
         warm_up(config.policy.spec)
-        # Time since the host booted: engines take rising epochs only, and this clock cannot be set back.
+        # Time since the host booted, which cannot be set back; an engine that obeyed a higher one says so in its hello.
         self.epoch = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         self._config = config
         self._clock = RisingClock()
@@ -171,7 +171,7 @@ class Daemon:
         """Give every lease back, write what waits and free all that is owned."""
         for identity, session in self._sessions.items():
             if not session.is_over() and session.governor.has_lease:
-                self._router.send(identity, Release(session.hello.boot_id, self.epoch))
+                self._router.send(identity, Release(session.hello.boot_id, session.epoch))
         self._opened.close()
         self._board.close()
         if self._audit is not None:
@@ -200,7 +200,10 @@ class Daemon:
         if session is None:
             self._dropped["unknown_engine"] += 1
             self._ask_for_hello(identity, now_s)
-        elif session.admit(record, now_s):
+            return
+        if session.may_obey_another(record):
+            self._ask_for_hello(identity, now_s)
+        if session.admit(record, now_s):
             batches.setdefault(identity, _Batch(session)).records.append(record)
         else:
             self._dropped["late"] += 1
@@ -223,10 +226,10 @@ class Daemon:
             self._note(session, "goodbye", "the engine stopped")
 
     def _welcome(self, identity: bytes, hello: Hello, session: Session | None, now_s: float) -> None:
-        if session is not None:  # it was asked twice, or heard of a reconnect: what is known about it holds
+        if session is not None and hello.epoch <= session.epoch:  # it was asked twice: what is known about it holds
             session.heard_s = now_s
             return
-        if len(self._sessions) >= self._config.link.max_engines and not self._forget_one_that_is_over():
+        if session is None and not self._has_room():
             self._dropped["too_many_engines"] += 1
             if self._dropped["too_many_engines"] == 1:  # each of them asks again every second
                 logger.warning(
@@ -294,7 +297,7 @@ class Daemon:
     def _give_back(self, identity: bytes, session: Session) -> None:
         """Release a lease that the sidecar does not stand by any more: switched, or the guard fell back."""
         if session.governor.owes_release():
-            self._router.send(identity, Release(session.hello.boot_id, self.epoch))
+            self._router.send(identity, Release(session.hello.boot_id, session.epoch))
             self._note(session, "released", session.governor.reason or session.governor.mode)
 
     # -- presence -----------------------------------------------------------------------------------------------
@@ -312,6 +315,9 @@ class Daemon:
                 self._note(session, presence, f"was {before}")
             if session.is_over() and now_s - session.changed_s > self._config.link.forget_after_s:
                 del self._sessions[identity]
+
+    def _has_room(self) -> bool:
+        return len(self._sessions) < self._config.link.max_engines or self._forget_one_that_is_over()
 
     def _forget_one_that_is_over(self) -> bool:
         over = [identity for identity, session in self._sessions.items() if session.is_over()]
@@ -386,6 +392,7 @@ class Daemon:
             modes=self._board.switched(),
             default_mode=self._board.default,
             mode_error=self._board.error,
+            audit=self._audit.status() if self._audit is not None else AuditStatus(),
         )
 
     def _store_status(self) -> StoreStatus:

@@ -6,6 +6,7 @@ same decisions, byte for byte. Never writes.
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from ..engine_adapter.protocol import (
     StepRecord,
 )
 from .canary import Draws
+from .epoch import epoch_above
 from .errors import StoreError
 from .packing import unpack_draws, unpack_lengths, unpack_rows
 from .schema import MOST, PLAIN_FIELDS
@@ -113,7 +115,8 @@ def read_sessions(database: Database) -> Iterator[RecordedSession]:
 def _sessions(
     database: Database, run: int, engine: int, epoch: int, hello: Hello, config: str
 ) -> Iterator[RecordedSession]:
-    starts, events, reloads = _events(database, run, engine)
+    begun, events, reloads = _events(database, run, engine)
+    starts, obeyed = [start for start, _ in begun], [highest for _, highest in begun]
     settings = _settings(config)
     rosters = [_roster(database, run, engine, start) for start in starts]
     names = ("id", "received_ns", *STEP_CELLS)
@@ -129,7 +132,8 @@ def _sessions(
             if session is not None and session.steps:
                 yield session
             whole = msgspec.structs.replace(hello, roster=rosters[number])
-            session = RecordedSession(epoch, whole, row["counter"] == 1 or number > 0 or _is_first(database, run), [])
+            is_whole = row["counter"] == 1 or number > 0 or _is_first(database, run)
+            session = RecordedSession(epoch_above(epoch, obeyed[number]), whole, is_whole, [])
             number += 1
         if session is None:  # its hello was deleted
             session = RecordedSession(epoch, hello, False, [])
@@ -146,8 +150,11 @@ def _is_first(database: Database, run: int) -> bool:
 
 def _events(
     database: Database, run: int, engine: int
-) -> tuple[list[int], dict[int, list[RequestEvent]], list[tuple[int, str]]]:
-    """Return when sessions began, what happened to requests by record, and when settings were changed to what."""
+) -> tuple[list[tuple[int, int]], dict[int, list[RequestEvent]], list[tuple[int, str]]]:
+    """Return when sessions began, with the epoch obeyed until then, what happened to requests by record, and settings.
+
+    The last are given with the times from which on they held.
+    """
     events: dict[int, list[RequestEvent]] = {}
     query = (
         "SELECT counter, kind, handle, time_s, tokens, request_id, priority, detail FROM events"
@@ -156,13 +163,21 @@ def _events(
     for counter, *cells in database.execute(query, [run, engine]):
         events.setdefault(counter, []).append(_event(*cells))
     starts = database.execute(
-        "SELECT received_ns FROM events WHERE run = ? AND engine = ? AND kind = 'hello' ORDER BY id", [run, engine]
+        "SELECT received_ns, detail FROM events WHERE run = ? AND engine = ? AND kind = 'hello' ORDER BY id",
+        [run, engine],
     ).fetchall()
     reloads = database.execute(
         "SELECT received_ns, detail FROM events WHERE run = ? AND engine IS NULL AND kind = 'reload' ORDER BY id", [run]
     ).fetchall()
     changes = [(whole_number(received_ns), detail) for received_ns, detail in reloads]
-    return [whole_number(row[0]) for row in starts], events, changes
+    return [(whole_number(received_ns), _obeyed(detail)) for received_ns, detail in starts], events, changes
+
+
+def _obeyed(detail: object) -> int:
+    """Return the epoch in a hello's row: empty where the engine had obeyed nobody, or where the file is older."""
+    if not isinstance(detail, str) or not re.fullmatch("[0-9]{0,19}", detail):
+        raise StoreError(f"an engine's hello has the epoch {detail!r}; expected a whole number, or nothing")
+    return int(detail or 0)
 
 
 def _roster(database: Database, run: int, engine: int, received_ns: int) -> list[RequestEvent]:

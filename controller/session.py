@@ -20,6 +20,7 @@ from ..env.state import EngineState, learn, look
 from ..models import policy as policies
 from .config import LeaseConfig
 from .decide import Decision, LeaseTerms, decide
+from .epoch import epoch_above
 from .errors import PolicyError
 from .governor import Governor
 from .pruning_totals import PruningTotals
@@ -36,7 +37,7 @@ class Session:
 
     def __init__(self, hello: Hello, policy: str, lease: LeaseConfig, epoch: int, now_s: float) -> None:
         self.hello = hello
-        self.epoch = epoch
+        self.epoch = epoch_above(epoch, hello.epoch)
         capabilities = Capabilities.from_hello(hello)
         self.state = EngineState(capabilities)
         self.governor = Governor(hello, LeaseTerms(lease.steps, lease.ms))
@@ -68,6 +69,11 @@ class Session:
         self.newest = record
         self.governor.hear(record, now_s)
         return True
+
+    def may_obey_another(self, record: StepRecord) -> bool:
+        """Return whether this newer record lets one think that the engine obeyed a higher epoch meanwhile."""
+        refuses = self.newest is not None and record.rejected > self.newest.rejected
+        return record.lease_epoch > self.epoch or (refuses and record.lease_epoch != self.epoch)
 
     def observe(self, record: StepRecord) -> None:
         """Learn from a record that is not the newest any more."""

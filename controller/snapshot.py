@@ -123,6 +123,16 @@ class StoreStatus(msgspec.Struct, frozen=True):
     error: str
 
 
+class AuditStatus(msgspec.Struct, frozen=True):
+    """The file of decisions; an empty path: none is kept by configuration."""
+
+    path: str = ""
+    written: int = 0
+    dropped: int = 0
+    failures: int = 0  # writes that failed, of many decisions each
+    error: str = ""  # of the last write; empty: it went well
+
+
 class Snapshot(msgspec.Struct, frozen=True):
     """The whole sidecar at one moment."""
 
@@ -138,6 +148,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     modes: dict[str, Mode] = {}  # what was switched, by boot id, engine name or * for all
     default_mode: Mode = "active"
     mode_error: str = ""  # why switched modes will not survive a restart
+    audit: AuditStatus = AuditStatus()
 
 
 def encode_snapshot(snapshot: Snapshot) -> bytes:

@@ -22,7 +22,7 @@ from .control import MAX_BY, Refusal, Switch, encode_order
 from .endpoint import IPC, status_address
 from .errors import NotRunningError, UsageError
 from .modes import EVERY
-from .snapshot import QUESTION, EngineStatus, Snapshot, SteeringStatus, decode_snapshot, encode_snapshot
+from .snapshot import QUESTION, AuditStatus, EngineStatus, Snapshot, SteeringStatus, decode_snapshot, encode_snapshot
 
 TIMEOUT_S: Final = 2.0
 
@@ -127,8 +127,18 @@ def overview(snapshot: Snapshot) -> str:
         f"link {link.endpoint}: {link.received} in, {link.sent} out, dropped {dropped}, "
         f"{link.disconnects} disconnects\n"
         f"telemetry {telemetry}\n"
+        f"{_audit_line(snapshot.audit)}"
         f"engines {len(snapshot.engines) or 'none yet: start one with faser serve MODEL'}"
     )
+
+
+def _audit_line(audit: AuditStatus) -> str:
+    """Return a line about the file of decisions, nothing where none is kept."""
+    if not audit.path:
+        return ""
+    failed = f"; FAILING: {audit.error}" if audit.error else ""
+    counts = f"{audit.written} written, {audit.dropped} dropped, {audit.failures} failed writes"
+    return f"audit {audit.path}: {counts}{failed}\n"
 
 
 def engine_table(engine: EngineStatus) -> Table:

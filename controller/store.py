@@ -274,7 +274,7 @@ class Store:
             if isinstance(entry, EngineEntry):
                 key = self._engine_key(entry)
                 rows = [event_row(event, entry.received_ns, None) for event in entry.hello.roster]
-                rows.append(notice_row("hello", "", entry.received_ns))
+                rows.append(notice_row("hello", str(entry.hello.epoch or ""), entry.received_ns))
             elif isinstance(entry, StepEntry):
                 key = self._engine_keys[entry.record.boot_id]
                 steps.append(self._keyed(key, _step_row(entry)))

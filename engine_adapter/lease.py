@@ -29,7 +29,7 @@ class Lease:
         self.max_steps = max_steps
         self.max_s = max_s
         self.exit_layers = exit_layers
-        self._epoch = 0  # the highest ever granted: epochs are monotone
+        self.epoch = 0  # the highest ever granted: epochs are monotone
         self._sequence = -1
         self._action: ActionSet | None = None
         self._last_step = -1
@@ -39,7 +39,7 @@ class Lease:
         """Take an action set, or return why not: foreign, advisory, stale, owned, old_epoch, reordered."""
         reason = self._refusal(action, step, now_s)
         if reason is None:
-            self._epoch, self._sequence, self._action = action.epoch, action.sequence, self._clamped(action)
+            self.epoch, self._sequence, self._action = action.epoch, action.sequence, self._clamped(action)
             self._last_step = min(action.valid_until_step, step + self.max_steps)
             self._last_s = min(action.valid_until_s, now_s + self.max_s)
         return reason
@@ -51,11 +51,11 @@ class Lease:
             return "advisory"
         if action.valid_until_step < step or action.valid_until_s < now_s:
             return "stale"
-        if action.epoch < self._epoch:
+        if action.epoch < self.epoch:
             return "old_epoch"
-        if action.epoch > self._epoch and self.in_force(step, now_s) is not None:
+        if action.epoch > self.epoch and self.in_force(step, now_s) is not None:
             return "owned"
-        if action.epoch == self._epoch and action.sequence <= self._sequence:
+        if action.epoch == self.epoch and action.sequence <= self._sequence:
             return "reordered"
         return None
 
@@ -72,7 +72,7 @@ class Lease:
 
     def release(self, release: Release) -> bool:
         """End the lease if its owner asks for it."""
-        if release.boot_id != self.boot_id or release.epoch != self._epoch:
+        if release.boot_id != self.boot_id or release.epoch != self.epoch:
             return False
         self._action = None
         return True

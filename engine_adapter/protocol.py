@@ -161,6 +161,7 @@ class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):
     graph_lengths: Annotated[list[Count], Meta(max_length=64)] = []  # lengths with a full graph; empty: all cost alike
     released_prune: Prune | None = None  # where and from what threshold on the exit heads were released to prune
     frontier: Frontier = 0  # most tokens that can be drafted ahead of a chunk; 0: this engine drafts nothing ahead
+    epoch: Count = 0  # the highest this engine ever obeyed: it obeys none below; 0: nobody yet
 
 
 class Goodbye(msgspec.Struct, array_like=True, tag="goodbye", frozen=True):

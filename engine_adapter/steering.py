@@ -110,7 +110,7 @@ class Steering:
     def introduce(self) -> None:
         """Send HELLO with every live request."""
         roster = [entry.arrival() for entry in list(self.entries.values())[:MAX_REQUESTS]]
-        self.link.send(msgspec.structs.replace(self.hello, roster=roster))
+        self.link.send(msgspec.structs.replace(self.hello, roster=roster, epoch=self.lease.epoch))
 
     def arrive(self, request_id: str, request: LiveRequest) -> None:
         """Count a new request in."""

@@ -7,10 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from faser.controller.audit import EVENTS, AuditFile, DecisionNote, audit_event, decision_line, digest
 from faser.controller.config import AuditConfig, Config
+from faser.controller.metrics import exposition
+from faser.controller.snapshot import AuditStatus
+from faser.controller.status import ask, overview
 from faser.engine_adapter.protocol import ActionSet, StepRecord
 
 
@@ -67,6 +71,47 @@ def test_a_file_that_cannot_be_written_is_one_alarm(
     audit.close()
     assert (audit.written, audit.dropped) == (0, 3)
     assert [record.message.split(",")[0] for record in caplog.records] == ["ALARM the audit file is not written"]
+
+
+def test_a_failing_audit_file_shows_in_the_status_and_in_the_metrics(
+    start_daemon: Any, make_engine: Any, config: Config, tmp_path: Path, eventually: Any
+) -> None:
+    folder = tmp_path / "audit"
+    folder.mkdir()  # where the file should be
+    start_daemon(audit=AuditConfig(str(folder)))
+    engine = make_engine()
+    engine.hello()
+    engine.step()
+    engine.action()
+    eventually(lambda: ask(config.link).audit.failures, "a write fails")
+    folder.rmdir()
+    for _ in range(2):
+        engine.step()
+        engine.action()
+    eventually(lambda: ask(config.link).audit.written == 2, "it is tried again")
+    snapshot = ask(config.link)
+    assert (snapshot.audit.dropped, snapshot.audit.failures, snapshot.audit.error) == (1, 1, "")
+    text = exposition(msgspec.structs.replace(snapshot, audit=AuditStatus("a", 4, 3, 2, "full"))).decode()
+    figures = dict(line.split() for line in text.splitlines() if line.startswith("faser_audit"))
+    assert figures == {
+        "faser_audit_written_total": "4.0", "faser_audit_dropped_total": "3.0", "faser_audit_failures_total": "2.0",
+        "faser_audit_failed": "1.0",
+    }  # fmt: skip
+    assert "audit a: 4 written, 3 dropped, 2 failed writes; FAILING: full" in overview(
+        msgspec.structs.replace(snapshot, audit=AuditStatus("a", 4, 3, 2, "full"))
+    )
+    assert "\naudit " not in overview(msgspec.structs.replace(snapshot, audit=AuditStatus()))
+
+
+def test_a_queue_that_is_full_drops_and_counts(
+    make_record: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("faser.controller.audit.QUEUE", 2)
+    audit = AuditFile(tmp_path / "a", 1 << 20, 0, flush_s=60.0)
+    for _ in range(5):
+        audit.put(note_of(make_record("boot-1", 1)))
+    audit.close()
+    assert (audit.written, audit.dropped, audit.failures) == (2, 3, 0)
 
 
 def test_an_event_has_all_its_fields_and_no_other(caplog: pytest.LogCaptureFixture) -> None:

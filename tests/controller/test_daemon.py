@@ -21,6 +21,9 @@ from faser.controller.config import Config, LinkConfig, PolicyConfig, StoreConfi
 from faser.controller.daemon import Daemon
 from faser.controller.errors import PolicyError, StoreError
 from faser.controller.link import MAX_INCOMING_BYTES
+from faser.controller.recorded import read_sessions
+from faser.controller.replay import replay
+from faser.controller.schema import open_for_reading
 from faser.controller.status import ask
 from faser.engine_adapter.link import EngineLink
 from faser.engine_adapter.protocol import HEADER, MAX_FRAME_BYTES, VERSION, HelloRequest, Release, encode
@@ -95,6 +98,51 @@ def test_a_restarted_daemon_asks_a_known_engine_who_it_is_and_goes_on(start_daem
     engine.hello()
     engine.step()
     assert engine.action().epoch == question.epoch
+
+
+def test_a_sidecar_of_a_host_that_booted_later_takes_an_epoch_above_the_one_that_was_obeyed(
+    start_daemon: Start, make_engine: Make, config: Config
+) -> None:
+    daemon, engine = start_daemon(), make_engine()
+    obeyed = daemon.daemon.epoch + 10**15
+    engine.hello(obeyed)
+    for _ in range(5):
+        engine.step()
+        epoch = engine.action().epoch
+    assert epoch > obeyed
+    daemon.stop()
+    assert engine.receive() == Release(engine.boot_id, epoch)
+    (session,) = read_sessions(open_for_reading(config.store.path))
+    assert session.epoch == epoch
+    assert (replayed := replay(config.store.path)).is_exact()
+    assert replayed.identical == 5
+
+
+@pytest.mark.parametrize("sign", ["its lease", "its refusals"])
+def test_an_engine_that_obeyed_another_sidecar_meanwhile_is_asked_and_steered_above_it(
+    start_daemon: Start, make_engine: Make, make_record: Make, sign: str
+) -> None:
+    start_daemon()
+    engine = make_engine()
+    engine.hello()
+    engine.step()
+    obeyed = engine.action().epoch + 10**15
+    record = make_record(engine.boot_id, 2)
+    if sign == "its lease":
+        record.lease_epoch = obeyed
+    else:
+        record.rejected = 1
+    engine.send(record)
+    while not isinstance(message := engine.receive(), HelloRequest):
+        assert message.epoch < obeyed
+    engine.hello(obeyed)
+    engine.step(counter=3)
+    while (epoch := engine.action().epoch) < obeyed:
+        pass
+    engine.hello(epoch)  # asked twice: what is known about it holds
+    engine.step(counter=4)
+    action = engine.action()
+    assert (action.epoch, action.sequence) == (epoch, 2)
 
 
 def test_an_unknown_engine_is_asked_once_per_second_not_per_record(
@@ -303,31 +351,27 @@ def test_an_unknown_policy_ends_the_start(config: Config) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_gives_the_lease_back_flushes_the_file_and_ends_in_time(
-    make_engine: Make, config: Config, number: signal.Signals, eventually: Any
+    make_engine: Make, config: Config, number: signal.Signals, sidecar_process: subprocess.Popen[bytes]
 ) -> None:
-    process = sidecar_process(config)
-    try:
-        engine = make_engine()
-        engine.hello()
-        for _ in range(20):
-            engine.step()
-            epoch = engine.action().epoch
-        begin = time.monotonic()
-        process.send_signal(number)
-        assert engine.receive() == Release(engine.boot_id, epoch)
-        assert process.wait(5.0) == 0
-        assert time.monotonic() - begin < 5.0
-    finally:
-        process.kill()
-        process.wait()
+    engine = make_engine()
+    engine.hello()
+    for _ in range(20):
+        engine.step()
+        epoch = engine.action().epoch
+    sidecar_process.send_signal(number)
+    assert engine.receive() == Release(engine.boot_id, epoch)
+    assert sidecar_process.wait(5.0) == 0
     database = sqlite3.connect(config.store.path)
     assert database.execute("SELECT count(*) FROM steps").fetchone() == (20,)
 
 
 def test_kill_9_leaves_a_sound_file_and_the_next_sidecar_takes_over_the_socket(
-    start_daemon: Start, make_engine: Make, config: Config, eventually: Any
+    start_daemon: Start,
+    make_engine: Make,
+    config: Config,
+    eventually: Any,
+    sidecar_process: subprocess.Popen[bytes],
 ) -> None:
-    process = sidecar_process(config)
     engine = make_engine()
     engine.hello()
 
@@ -337,8 +381,8 @@ def test_kill_9_leaves_a_sound_file_and_the_next_sidecar_takes_over_the_socket(
         return ask(config.link).store.written > 50
 
     eventually(has_written, "the file grows")
-    process.kill()
-    process.wait()
+    sidecar_process.kill()
+    sidecar_process.wait()
     assert Path(config.link.endpoint.removeprefix("ipc://")).exists(), "the dead one left its socket behind"
     database = sqlite3.connect(config.store.path)
     assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
@@ -351,18 +395,26 @@ def test_kill_9_leaves_a_sound_file_and_the_next_sidecar_takes_over_the_socket(
     assert isinstance(engine.receive(), HelloRequest)
 
 
-def sidecar_process(config: Config) -> subprocess.Popen[bytes]:
+@pytest.fixture
+def sidecar_process(config: Config) -> Iterator[subprocess.Popen[bytes]]:
+    """A sidecar of its own process that answers; it ends with the test, whatever the test does."""
     environment = {
         **os.environ,
         "FASER_ENDPOINT": config.link.endpoint,
         "FASER_STORE": str(config.store.path),
         "FASER_STORE_FLUSH_S": str(config.store.flush_s),
         "FASER_POLICY": config.policy.spec,
+        "FASER_GUARD_STALE_MS": str(config.guard.stale_ms),
+        "FASER_GUARD_ENVELOPE_MARGIN": str(config.guard.envelope_margin),
+        "FASER_MODE_STATE": str(config.mode.state),
     }
     command = [sys.executable, "-c", "from faser.controller.cli import main; main()", "sidecar"]
-    process = subprocess.Popen(command, env=environment, cwd="/")
-    _wait_for_status(config.link)
-    return process
+    with subprocess.Popen(command, env=environment, cwd="/") as process:
+        try:
+            _wait_for_status(config.link)
+            yield process
+        finally:
+            process.kill()
 
 
 def _wait_for_status(link: LinkConfig) -> None:

@@ -1,15 +1,18 @@
 """The lease as a two-party protocol, model-checked: controllers that live and die, a link that loses, doubles, delays
-and re-orders what they say. Never an expired action set in force, never two owners at once, epochs only ever rise.
+and re-orders what they say. Never an expired action set in force, never two owners at once, epochs only ever rise; and
+whoever heard last whom the engine obeyed is obeyed next, however its own clock stands.
 """
 
 from __future__ import annotations
 
 import copy
+import random
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from faser.controller.epoch import epoch_above
 from faser.engine_adapter.lease import Lease
 from faser.engine_adapter.protocol import ActionSet, Release
 
@@ -26,19 +29,37 @@ class LeaseProtocol(RuleBasedStateMachine):
         super().__init__()
         self.lease = Lease(BOOT, K_MAX, MAX_STEPS, MAX_S)
         self.step, self.now_s = 0, 100.0
-        self.epochs: dict[int, int] = {}  # controller life -> last sequence
+        self.epochs: dict[int, int] = {}  # epoch of a controller life -> last sequence
+        self.told = [0]  # what the engine's hellos said, in order
         self.granted: ActionSet | None = None  # as it was sent
         self.granted_at = (0, 0.0)
         self.owners: list[tuple[int, int]] = []  # every grant, in order
 
     # -- controllers ----------------------------------------------------------------------------------------------
 
-    @rule(target=wire, is_new=st.booleans(), steps=st.integers(0, 100), seconds=st.floats(0.0, 3.0),
+    @rule(age_days=st.integers(0, 400), hello=st.sampled_from([-1] * 4 + [-2, -3]))
+    def take_over(self, age_days: int, hello: int) -> None:
+        """Begin a life on a host that booted so long ago, with a hello that may have been on the way for long."""
+        self.told.append(self.lease.epoch)
+        clock_ns = age_days * 86_400 * 10**9 + random.Random(len(self.told)).randrange(1, 10**9)
+        epoch = epoch_above(clock_ns, self.told[max(hello, -len(self.told))])
+        assert epoch not in self.epochs, "two lives at one epoch"
+        self.epochs[epoch] = 0
+        if hello == -1:
+            self._is_obeyed(epoch)
+
+    def _is_obeyed(self, epoch: int) -> None:
+        """See that an order of this epoch is taken, unless another one holds."""
+        action = ActionSet(BOOT, epoch, 0, self.step, self.now_s, 1, [1], [1])
+        is_held = self.lease.in_force(self.step, self.now_s) is not None
+        assert copy.deepcopy(self.lease).offer(action, self.step, self.now_s) == ("owned" if is_held else None)
+
+    @rule(target=wire, steps=st.integers(0, 100), seconds=st.floats(0.0, 3.0),
           length=st.integers(0, 64), mode=st.sampled_from(["active"] * 6 + ["canary", "advisory", "off"]),
           boot=st.sampled_from([BOOT] * 8 + [OTHER]), pick=st.randoms(use_true_random=False))  # fmt: skip
-    def decide(self, is_new, steps, seconds, length, mode, boot, pick) -> ActionSet:  # type: ignore[no-untyped-def]
-        if is_new or not self.epochs:
-            self.epochs[max(self.epochs, default=0) + 1] = 0
+    def decide(self, steps, seconds, length, mode, boot, pick) -> ActionSet:  # type: ignore[no-untyped-def]
+        if not self.epochs:
+            self.epochs[1] = 0
         epoch = pick.choice(sorted(self.epochs))
         self.epochs[epoch] += 1
         return ActionSet(

@@ -64,6 +64,17 @@ def test_a_record_of_an_engine_that_tells_of_neither_pruning_nor_frontiers_is_re
     assert wire.decode_from_engine(newer) == RECORD
 
 
+def test_a_hello_of_an_engine_that_does_not_tell_whom_it_obeyed_is_read() -> None:
+    hello = wire.Hello(
+        "boot", 1, "host", "0.1.0", "0.32.0", "target", "cpu", "v1", False, "eagle3", "drafter", 6, 0, [], 256, 8192,
+        100_000, [], ["unsplit"], [], 1, 1, 1, 0, 32, 1000, [], epoch=9,
+    )  # fmt: skip
+    whole = msgspec.msgpack.decode(bytes(wire.encode(hello))[2:])
+    older = wire.HEADER + msgspec.msgpack.encode(whole[:-1])
+    assert wire.decode_from_engine(wire.encode(hello)) == hello
+    assert wire.decode_from_engine(older) == msgspec.structs.replace(hello, epoch=0)
+
+
 @pytest.mark.parametrize(
     ("frame", "reason"),
     [
