@@ -1,4 +1,4 @@
-"""100,000 hostile frames per run, both ways: nothing crashes, hangs or allocates past the cap.
+"""100,000 hostile frames per run to each end: nothing crashes, hangs or allocates past the cap.
 
 Half are bytes of real messages with damage, half are messages that are well formed but mean the impossible: NaN,
 negative lengths, huge arrays, duplicate handles, counters that wrap. What a decoder lets through is fed to the part
@@ -7,7 +7,6 @@ that uses it: a session of the sidecar, or the engine's lease.
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 import time
@@ -32,12 +31,12 @@ from faser.env import step_frame
 
 pytestmark = pytest.mark.alone
 
-FRAMES = 100_000
+FRAMES = 200_000  # half of them to each end
 TRACED = 4_000  # of them with every allocation traced, which takes ten times as long
 THROUGH_SOCKETS = 4_000
 USED = 1_000  # accepted messages that are used, not only decoded; the others of their kind differ in bytes only
 MAX_ALLOCATED = 64 << 20  # bytes at once, for frames that are at most 1 MiB
-SLOWEST_S = 2.0  # one frame, on a machine that does other things too
+SLOWEST_S = 2.0  # of processor time, one frame; the first ones may compile
 BOOT = "boot-1"
 NASTY: tuple[Any, ...] = (
     math.nan, math.inf, -math.inf, -1, 0, 1, -(1 << 63), (1 << 63) - 1, (1 << 64) - 1, 1 << 62, 65, 1e308, -1e308, None,
@@ -113,7 +112,8 @@ class Mutator:
         if self.random.random() < 0.2:
             node.extend(node[:200])
         else:
-            node[place] = copy.deepcopy(self.random.choice(NASTY))
+            nasty = self.random.choice(NASTY)
+            node[place] = nasty[:] if isinstance(nasty, list) else nasty  # it may be spoiled in turn
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def originals(make_engine: Any, make_record: Any) -> tuple[list[Any], list[Any]]
     return messages(make_record, hello)
 
 
-def test_a_hundred_thousand_hostile_frames_hurt_neither_end(originals: tuple[list[Any], list[Any]]) -> None:
+def test_a_hundred_thousand_hostile_frames_each_hurt_neither_end(originals: tuple[list[Any], list[Any]]) -> None:
     from_engine, from_controller = (Mutator(made, seed) for seed, made in enumerate(originals))
     session = Session(originals[0][2], "price", LeaseConfig(), 7, 0.0)
     lease = Lease(BOOT, 6, 32, 1.0)
@@ -136,14 +136,14 @@ def test_a_hundred_thousand_hostile_frames_hurt_neither_end(originals: tuple[lis
             tracemalloc.start(1)
         mutator, decode = ways[number % 2]
         frame = mutator.frame()
-        started_s = time.perf_counter()
+        started_s = time.thread_time()
         try:
             message = decode(frame)
         except wire.ProtocolError as error:
             outcomes[error.reason] += 1
             continue
         finally:
-            slowest_s = max(slowest_s, time.perf_counter() - started_s)
+            slowest_s = max(slowest_s, time.thread_time() - started_s)
         outcomes["accepted"] += 1
         kind = type(message).__name__
         outcomes[kind] += 1
