@@ -27,8 +27,10 @@ import pytest
 import zmq
 
 from faser.controller.config import LinkConfig
+from faser.controller.control import Switch
+from faser.controller.errors import NotRunningError
 from faser.controller.snapshot import EngineStatus
-from faser.controller.status import ask
+from faser.controller.status import ask, order
 from faser.engine_adapter.lease import Lease
 from faser.engine_adapter.link import EngineLink
 from faser.engine_adapter.protocol import Hello, decode_from_engine, encode
@@ -199,14 +201,22 @@ class SidecarProcess:
         self.link = LinkConfig(endpoint=f"ipc://{folder / 'back.sock'}")
         self.start()
 
-    def start(self) -> None:
-        command = [sys.executable, "-P", "-c", "from faser.controller.cli import main; main()", "sidecar"]
+    def start(self, booted_ns: int | None = None) -> None:
+        """Begin a life; on a host that booted so long ago, if that is given."""
+        clock = "" if booted_ns is None else f"import time; time.clock_gettime_ns = lambda clock: {booted_ns}; "
+        command = [sys.executable, "-P", "-c", f"{clock}from faser.controller.cli import main; main()", "sidecar"]
         self.process = subprocess.Popen(command, env=self._environment, cwd="/", stderr=subprocess.DEVNULL)
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
         if number == signal.SIGKILL:
             self.process.wait()
+
+    def answers(self) -> bool:
+        try:
+            return ask(self.link, timeout_s=5.0).pid == self.process.pid
+        except NotRunningError:
+            return False
 
     def engine(self, boot_id: str = BOOT) -> EngineStatus | None:
         engines = ask(self.link, timeout_s=5.0).engines
@@ -334,6 +344,83 @@ def test_a_sidecar_that_is_stopped_and_goes_on_does_not_bring_old_orders_into_fo
         assert set(scene.engine.run(0.2)) == {0}
         scene.sidecar.signal(signal.SIGCONT)
         scene.engine.run_until_steered()
+
+
+def test_a_sidecar_of_a_host_that_booted_later_than_the_last_ones_is_obeyed(scene: Scene) -> None:
+    for booted_ns in (10**9, 5):  # over TCP an engine does not know whose host it is
+        before = scene.engine.epochs[-1]
+        scene.sidecar.close()
+        scene.engine.run(LEASE_S + 0.2)
+        assert scene.engine.step() == 0
+        scene.sidecar.start(booted_ns)
+        scene.engine.run_until_steered()
+        assert scene.engine.epochs[-1] > before > booted_ns
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
+def test_a_sidecar_that_ends_or_stops_in_any_state_leaves_the_default_and_control_comes_back(
+    sockets: Path, make_engine: Any, eventually: Any, number: signal.Signals
+) -> None:
+    hello = make_engine().hello()
+    with contextlib.ExitStack() as stack:
+        sidecar = SidecarProcess(sockets)
+        stack.callback(sidecar.close)
+        engines = {state: _engine_of(sidecar, hello, f"boot-{state}", stack) for state in SIDECAR_STATES}
+        eventually(sidecar.answers, "the sidecar answers", 60.0)
+        _bring_sidecar_to_its_states(sidecar, engines, eventually)
+        sidecar.signal(number)
+        if number == signal.SIGTERM:
+            sidecar.signal(signal.SIGCONT)
+            assert sidecar.process.wait(20.0) == 0
+        _run_all(engines, LEASE_S + 0.2)
+        assert _run_all(engines, 0.2) == {state: {0} for state in engines}
+        if number == signal.SIGSTOP:
+            sidecar.signal(signal.SIGCONT)
+        else:
+            sidecar.start()
+        eventually(sidecar.answers, "the sidecar answers again", 60.0)
+        off = engines.pop("released")
+        for engine in engines.values():
+            engine.run_until_steered()
+        assert set(off.run(0.2)) == {0}, "what was switched off stays off"
+        eventually(lambda: off.step() == 0 and sidecar.engine("boot-released"), "it is known again")
+        order(sidecar.link, Switch("boot-released", "active"), 10.0)
+        off.run_until_steered()
+
+
+SIDECAR_STATES = ("released", "met", "asked", "unmet")  # in each, towards one of the engines
+
+
+def _engine_of(sidecar: SidecarProcess, hello: Hello, boot_id: str, stack: contextlib.ExitStack) -> Engine:
+    link = EngineLink(sidecar.link.endpoint, boot_id)
+    stack.callback(link.close)
+    lease = Lease(boot_id, K_MAX, LEASE_STEPS, LEASE_S)
+    return Engine(Steering(msgspec.structs.replace(hello, boot_id=boot_id), link, lease, Default(1)))
+
+
+def _bring_sidecar_to_its_states(sidecar: SidecarProcess, engines: dict[str, Engine], eventually: Any) -> None:
+    """Leave it stopped: a lease given back, a hello without a record, a record and a hello on their way."""
+    engines["released"].begin()
+    engines["released"].run_until_steered()
+    order(sidecar.link, Switch("boot-released", "off"), 10.0)
+    eventually(lambda: engines["released"].step() == 0, "the lease is given back")
+    engines["met"].begin()
+    eventually(lambda: sidecar.engine("boot-met"), "the engine is met")
+    engines["asked"].begin()
+    engines["asked"].run_until_steered()
+    sidecar.signal(signal.SIGSTOP)
+    engines["asked"].step()
+    engines["unmet"].begin()
+
+
+def _run_all(engines: dict[str, Engine], seconds: float) -> dict[str, set[int]]:
+    """Step in turn for so long; return the epochs in force."""
+    end_s = time.monotonic() + seconds
+    seen: dict[str, set[int]] = {state: set() for state in engines}
+    while time.monotonic() < end_s:
+        for state, engine in engines.items():
+            seen[state].add(engine.step())
+    return seen
 
 
 STATES = ("connected", "introduced", "steered")
