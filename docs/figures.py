@@ -31,7 +31,7 @@ KNOWN = {  # by what they know, most first
     "price": "what it has learnt, with confidence",
     "price:history": "what it has learnt, without",
 }
-LOADS = ("1", "4", "16", "64", "drift")
+LOADS = ("1", "2", "4", "8", "16", "32", "64", "128", "drift")
 FIGURE = re.compile(
     r"\d(?: ?%| (?:us|ms|s|GiB|MiB|KiB)\b|(?: tokens| steps)/s)|\d\.\d+ ± |\(\d\.\d+ to \d\.\d+\)|\d\.\d{3}\b"
 )
@@ -77,7 +77,7 @@ def policies_overall() -> str:
 
 def policies_by_world() -> str:
     """Return the ratios to the best rival of each world and load, and who that was."""
-    lines = ["| world | policy | 1 | 4 | 16 | 64 | drift |", "|---|---|---|---|---|---|---|"]
+    lines = [f"| world | policy | {' | '.join(LOADS)} |", "|---" * (2 + len(LOADS)) + "|"]
     found = read("policies.json")["policies"]
     for world in found[SHOWN[0]]["worlds"]:
         for name in SHOWN:
@@ -91,7 +91,7 @@ def policies_by_world() -> str:
 
 def policies_bounds() -> str:
     """Return how much of the gap to hindsight each stage of knowledge closes, by world."""
-    result = read("policies_bounds.json")
+    result = read("policies.json")
     found, sharpness = result["policies"], result["confidence_auc"]
     worlds = list(found["price"]["worlds"])
     heads = [f"{world} ({sharpness[world]:.2f})" if world in sharpness else f"{world} (none)" for world in worlds]
