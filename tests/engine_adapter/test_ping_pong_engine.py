@@ -154,8 +154,9 @@ def test_a_killed_process_ends_the_groups_until_it_is_back(done: dict[str, Any])
 def test_a_draft_model_drafts_as_well_in_turns_as_in_the_engine(control: str, engine: Callable[..., Any]) -> None:
     """The target as its own drafter: a wrong entry of either KV cache costs acceptance; the process is killed once."""
     method = {"method": "draft_model", "model": str(ensure_embedded_target())}
-    killed = batch(control, kill_at=[12], is_back_at=20)
-    reference = engine(scenario(None, batch())).batches[0].tokens
+    longer = {"temperature": 0.0, "max_tokens": 48}
+    killed = batch(control, kill_at=[12], is_back_at=20, sampling=longer)
+    reference = engine(scenario(None, batch(sampling=longer))).batches[0].tokens
     run = engine(scenario({}, killed, **method), ALWAYS).batches[0]
     accepted, verified = run.acceptance()
     assert run.tokens == reference
