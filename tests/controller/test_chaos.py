@@ -274,7 +274,7 @@ class Scene:
 
 
 @pytest.fixture
-def scene(sockets: Path, make_engine: Any, request: pytest.FixtureRequest) -> Iterator[Scene]:
+def scene(sockets: Path, make_engine: Any, eventually: Any, request: pytest.FixtureRequest) -> Iterator[Scene]:
     hello: Hello = make_engine(boot_id=BOOT).hello()
     front = f"ipc://{sockets / 'front.sock'}"
     with contextlib.ExitStack() as stack:
@@ -285,6 +285,7 @@ def scene(sockets: Path, make_engine: Any, request: pytest.FixtureRequest) -> It
         link = EngineLink(front, BOOT)
         stack.callback(link.close)
         engine = Engine(Steering(hello, link, Lease(BOOT, K_MAX, LEASE_STEPS, LEASE_S), Default(1)))
+        eventually(sidecar.answers, "the sidecar answers", 60.0)
         engine.begin()
         engine.run_until_steered()
         yield Scene(engine, proxy, sidecar)
@@ -346,13 +347,14 @@ def test_a_sidecar_that_is_stopped_and_goes_on_does_not_bring_old_orders_into_fo
         scene.engine.run_until_steered()
 
 
-def test_a_sidecar_of_a_host_that_booted_later_than_the_last_ones_is_obeyed(scene: Scene) -> None:
+def test_a_sidecar_of_a_host_that_booted_later_than_the_last_ones_is_obeyed(scene: Scene, eventually: Any) -> None:
     for booted_ns in (10**9, 5):  # over TCP an engine does not know whose host it is
         before = scene.engine.epochs[-1]
         scene.sidecar.close()
         scene.engine.run(LEASE_S + 0.2)
         assert scene.engine.step() == 0
         scene.sidecar.start(booted_ns)
+        eventually(scene.sidecar.answers, "the next life answers", 60.0)
         scene.engine.run_until_steered()
         assert scene.engine.epochs[-1] > before > booted_ns
 
