@@ -284,7 +284,8 @@ def soak() -> str:
     nothing = ("lost_records", "late_records", "failures", "unanswered", "store_dropped")
     rows = {
         "steps": f"{found['steps']:,} of {found['requests']} requests, {found['steps_per_s']:,.0f} a second",
-        "engines": f"{found['engines']} at a time, {found['boots']:,} in all",
+        "engines": f"{found['engines']} at a time, {found['boots']:,} in all; "
+        f"they waited {found['waited_s']:,.0f} s for records to be written",
         "resident memory": f"{first_mb:.0f} MB at the first look, {last_mb:.0f} at the last; "
         f"the last fifth {found['growth']:+.2%} on the second (bar 1 %)",
         "file descriptors": str(low) if low == high else f"{low} to {high}",
