@@ -68,7 +68,7 @@ class Bench:
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
 
-        from faser.engine_adapter.prune_gate import PruneGate
+        from faser.engine_adapter.gate import Gate
         from faser.engine_adapter.pruning import Pruning
         from faser.engine_adapter.steering import Steering
 
@@ -88,7 +88,7 @@ class Bench:
         self.oracle = Oracle(self.runner, (options["oracle_layer"],))
         self.perfect = Pruning(self.runner, self.oracle)
         self.candidates = self.runner.drafter.candidates
-        self.gate = PruneGate()
+        self.gate = Gate()
         self.prune: Any = None
         self.stop: Any = None
         order, record, bench = Steering.order, Steering.record, self
@@ -174,13 +174,13 @@ class Bench:
 
     def cell(self, batch: int, length: int, rounds: int) -> dict[str, Any]:
         """Measure one batch size and draft length: every mode in every round."""
-        from faser.engine_adapter.prune_gate import PruneGate
+        from faser.engine_adapter.gate import Gate
 
         others = self.prompts(batch, 0)
         self.run("full", others, length, 0.0)  # warms up
         rates = {doubt: self.run("confidence", others, length, doubt)["tokens_per_s"] for doubt in DOUBTS}
         doubt = max(rates, key=lambda one: rates[one])
-        self.gate = PruneGate()
+        self.gate = Gate()
         for _ in range(GATE_TURNS):
             if self.gate.gain(batch) is None:
                 self.run("gate", others, length, doubt)

@@ -20,6 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ..engine_adapter.protocol import ActionSet, StepRecord, encode
+from ..env.step_rows import StepRows
 from .snapshot import AuditStatus
 
 audit_logger = logging.getLogger("faser.audit")
@@ -67,8 +68,8 @@ class DecisionNote:
 
 def digest(message: StepRecord | ActionSet) -> str:
     """Return 16 hexadecimal digits that stand for a message's exact bytes."""
-    if isinstance(message, StepRecord) and not isinstance(message.rows, list):  # as the daemon decodes them
-        message = replace(message, rows=list(message.rows))
+    if isinstance(message, StepRecord) and isinstance(message.rows, StepRows):
+        message = replace(message, rows=message.rows.frame)  # objects for each request would hold up who decides
     return hashlib.blake2b(encode(message), digest_size=8).hexdigest()
 
 

@@ -24,7 +24,7 @@ from .. import __version__
 from ..engine_adapter.protocol import Goodbye, Hello, HelloRequest, Release, StepRecord
 from .audit import AuditFile, DecisionNote, audit_event
 from .config import Config
-from .control import MAX_ORDER_BYTES, Refusal, carry_out, decode_order
+from .control import Refusal, carry_out, decode_order
 from .decide import Decision, LeaseTerms
 from .endpoint import IPC, Endpoint, status_address
 from .errors import FaserError
@@ -35,6 +35,7 @@ from .link import EngineRouter, Incoming
 from .modes import ModeBoard, engine_name
 from .notify import Notifier
 from .packing import pack_rows
+from .questions import Questions
 from .reload import Prepared, prepare
 from .retention import Retention
 from .rising_clock import RisingClock
@@ -50,7 +51,6 @@ TICK_S: Final = 0.1  # longest wait for a frame; signals and presence are looked
 ASK_AGAIN_S: Final = 1.0  # an unknown engine is asked for its hello this often
 LINGER_MS: Final = 200  # for the releases at the end
 MAX_UNKNOWN: Final = 1024
-MAX_QUESTIONS_PER_ROUND: Final = 16
 ENGINES_BEHIND: Final = 4  # so many that wait for an answer at once, and the store stands aside for a moment
 ASIDE_S: Final = 0.01
 
@@ -97,8 +97,7 @@ class Daemon:
             self._router = EngineRouter(
                 context, endpoint, config.link.queue_frames, self._gatekeeper, config.link.frames_per_s
             )
-            self._status = _status_socket(context)
-            status.bind(self._status)
+            self._questions = Questions(context, status)
             self._traces = open_traces(config.trace)
             self._store = self._open_store()
             self._audit = self._open_audit()
@@ -119,13 +118,13 @@ class Daemon:
         """Serve until `stop` is called."""
         poller = self._poller
         poller.register(self._router.socket, zmq.POLLIN)
-        poller.register(self._status, zmq.POLLIN)
+        poller.register(self._questions.socket, zmq.POLLIN)
         self._notifier.ready()
         while not self._is_stopping.is_set():
             ready = dict(poller.poll(int(TICK_S * 1e3)))
             self._serve_engines(time.monotonic())
-            if self._status in ready:
-                self._answer_questions()
+            if self._questions.socket in ready:
+                self._questions.answer(self._reply)
             self._look_after_engines(time.monotonic())
 
     def stop(self) -> None:
@@ -344,15 +343,6 @@ class Daemon:
 
     # -- status -------------------------------------------------------------------------------------------------
 
-    def _answer_questions(self) -> None:
-        for _ in range(MAX_QUESTIONS_PER_ROUND):
-            try:
-                *envelope, question = self._status.recv_multipart(zmq.NOBLOCK)
-                if (reply := self._reply(question)) is not None:
-                    self._status.send_multipart((*envelope, reply), zmq.NOBLOCK)
-            except zmq.ZMQError:  # nothing waits, or the asker is gone
-                return
-
     def _reply(self, question: bytes) -> bytes | None:
         """Return the answer to a status question or an order, None where it is neither."""
         if question == QUESTION:
@@ -404,10 +394,3 @@ class Daemon:
 
 def _effective(config: Config) -> str:
     return msgspec.json.encode(config, enc_hook=str).decode()
-
-
-def _status_socket(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    socket = context.socket(zmq.ROUTER)
-    for option, value in ((zmq.LINGER, 0), (zmq.RCVHWM, 64), (zmq.SNDHWM, 16), (zmq.MAXMSGSIZE, MAX_ORDER_BYTES)):
-        socket.setsockopt(option, value)
-    return socket

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .drafter_choice import chosen_drafter
+from .gate import Gate
 from .groups import Groups, Pace, Turn
-from .prune_gate import PruneGate
 from .settings import ALWAYS, NEVER, Settings
 from .steps import StepReport
 
@@ -45,7 +45,7 @@ class PingPong:
         self.mode = mode
         self.pace = Pace()
         self._groups = Groups()
-        self._gate = PruneGate()
+        self._gate = Gate()
         self._is_ready = False  # the drafter's process takes jobs
         self._turn = Turn()
         self._latched: dict[str, int] = {}  # draft length of every request whose draft may still come

@@ -12,8 +12,8 @@ from typing import Any
 
 from .exit_heads import load_heads
 from .exits import pruning_refusal
+from .gate import Gate
 from .patches.pruning import PruningHooks, attention_refusal
-from .prune_gate import PruneGate
 from .pruning import Notes, Pruning
 from .settings import load_settings
 from .steps import StepReport
@@ -25,7 +25,7 @@ class PruningRunner(PruningHooks):
     """Mixin in front of CPUModelRunner or the V1 GPUModelRunner."""
 
     pruning: Pruning | None = None  # None: every row is verified to full depth
-    gate: PruneGate | None = None  # None: every lease that asks for pruning gets it
+    gate: Gate | None = None  # None: every lease that asks for pruning gets it
     _may_prune = (False, False)  # what the gate says for the step under way, and for the next one
     _could_prune = False  # a lease asked for it in the step under way, which has nothing but drafts to verify
     _notes: Notes | None = None  # of the drafting that the next step verifies
@@ -50,7 +50,7 @@ class PruningRunner(PruningHooks):
         if groups != 1:
             raise ValueError(f"the KV cache has {groups} groups, expected one")
         heads = load_heads(path, self.get_model())  # type: ignore[attr-defined]
-        self.pruning, self.gate = Pruning(self, heads), PruneGate()
+        self.pruning, self.gate = Pruning(self, heads), Gate()
         if heads.has_candidates:
             self.drafter.candidates = heads.candidates  # type: ignore[attr-defined]
         logger.info("FASER may prune behind layers %s", ", ".join(map(str, heads.layers)))

@@ -133,6 +133,11 @@ class StepRows(Sequence[RequestRow]):
         column: Ints = self.told[row]
         return column
 
+    @property
+    def frame(self) -> msgspec.Raw:
+        """The rows as msgpack, byte for byte as they came."""
+        return msgspec.Raw(self._frame)
+
     def sums(self) -> StepSums:
         """Return what all rows come to."""
         return StepSums._make(kernel.add_up(self.told))

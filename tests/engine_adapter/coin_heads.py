@@ -15,7 +15,7 @@ from faser.engine_adapter import engine_facts, pruning, runner_pruning
 from faser.engine_adapter.cut import Cut
 from faser.engine_adapter.decision import TokenHeads
 from faser.engine_adapter.exits import ExitFacts
-from faser.engine_adapter.prune_gate import PruneGate
+from faser.engine_adapter.gate import Gate
 
 
 class CoinHeads(TokenHeads):
@@ -44,7 +44,7 @@ class ParityHeads(CoinHeads):
         return checks.tokens.numpy() % 2 == 0
 
 
-class OpenGate(PruneGate):
+class OpenGate(Gate):
     """Lets every step prune, and counts what it is told."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class OpenGate(PruneGate):
 def install(layers: list[int], kind: str = "coin") -> None:
     """Let this process's engine have heads behind `layers`."""
     heads = {"coin": CoinHeads, "parity": ParityHeads}[kind]
-    runner_pruning.PruneGate = OpenGate  # type: ignore[misc]
+    runner_pruning.Gate = OpenGate  # type: ignore[misc]
     runner_pruning.load_heads = lambda path, model: heads(layers)  # type: ignore[assignment,return-value]
     assert callable(engine_facts.usable_exits)
     facts = ExitFacts(tuple(layers), 0, 0, 0, 0)

@@ -8,22 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from process_runs import LONGEST, NGRAM, scenario
 
 from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-LONGEST = 3
-ENGINE = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "max_model_len": 512,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,  # below the long prompts: they are prefilled in chunks
-    "num_gpu_blocks_override": 8,  # of 128 tokens: the five requests start with eight and grow
-}
+BLOCKS = 8  # of 128 tokens: the five requests start with eight and grow
 GREEDY = {"temperature": 0.0, "max_tokens": 60}
-NGRAM = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
 def prompts(seed: int) -> list[list[int]]:
@@ -39,21 +31,9 @@ def batch(control: str = "", **named: Any) -> dict[str, Any]:
     return {**common, "control": control, **named}
 
 
-def scenario(process: dict[str, Any] | None, *batches: dict[str, Any], **speculation: Any) -> dict[str, Any]:
-    given = {} if process is None else {"process": process}
-    drafting = {} if process is None else {"speculative_config": {"num_speculative_tokens": LONGEST, **speculation}}
-    return {
-        "model": str(ensure_embedded_target()),
-        "is_steered": process is not None,
-        "engine": ENGINE | drafting,
-        "batches": list(batches),
-        **given,
-    }
-
-
 @pytest.fixture(scope="module")
 def reference(engine: Callable[..., Any]) -> Any:
-    return engine(scenario(None, batch())).batches[0].tokens
+    return engine(scenario(BLOCKS, None, batch())).batches[0].tokens
 
 
 BATCHES = {
@@ -71,7 +51,7 @@ def done(engine: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -
     """Every batch on one engine, whose own drafter is ngram: what it takes over is seen by its being mostly wrong."""
     file = tmp_path_factory.mktemp("texts") / "known.json"
     file.write_text(json.dumps({"texts": [], "wrong": 0.0}))
-    run = engine(scenario({"texts": str(file)}, *BATCHES.values(), **NGRAM))
+    run = engine(scenario(BLOCKS, {"texts": str(file)}, *BATCHES.values(), **NGRAM))
     assert run.faults == {}
     return dict(zip(BATCHES, run.batches, strict=True))
 
@@ -154,7 +134,7 @@ HEAD_BATCHES = {
 def head(engine: Callable[..., Any]) -> dict[str, Any]:
     """Every batch on one engine with the shipped EAGLE-3 head; from the second on prompts are in the prefix cache."""
     method = {"method": "eagle3", "model": str(ensure_embedded_drafter())}
-    run = engine(scenario({}, *HEAD_BATCHES.values(), **method))
+    run = engine(scenario(BLOCKS, {}, *HEAD_BATCHES.values(), **method))
     assert run.faults == {}
     return dict(zip(HEAD_BATCHES, run.batches, strict=True))
 
@@ -193,7 +173,7 @@ def test_a_draft_model_in_a_process_drafts_as_well_as_in_the_engine(
     """The target as its own drafter: a wrong entry of either KV cache costs acceptance; the process is killed once."""
     method = {"method": "draft_model", "model": str(ensure_embedded_target())}
     killed = batch(control, kill_at=[8], is_back_at=16)
-    run = engine(scenario({}, killed, **method)).batches[0]
+    run = engine(scenario(BLOCKS, {}, killed, **method)).batches[0]
     accepted, verified = run.acceptance()
     assert run.tokens == reference
     assert frontiers(run)[0] > 15

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from faser.engine_adapter import ping_pong
+from faser.engine_adapter.gate import EVIDENCE_STEPS
 from faser.engine_adapter.ping_pong import PingPong, chosen_groups
-from faser.engine_adapter.prune_gate import EVIDENCE_STEPS
 from faser.engine_adapter.settings import load_settings
 from faser.engine_adapter.steps import StepReport
 

@@ -9,23 +9,15 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from process_runs import LONGEST, NGRAM, scenario
 
 from faser.models.embedded import ensure_embedded_target
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-LONGEST = 3
 SHORT: dict[str, Any] = {"temperature": 0.0, "max_tokens": 14}  # of controls
 ALWAYS = {"FASER_PING_PONG": "always"}
-ENGINE = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "max_model_len": 512,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,  # below the long prompts: they are prefilled in chunks
-    "num_gpu_blocks_override": 9,  # of 128 tokens, one is vLLM's own: the five requests start with seven and grow
-}
-NGRAM = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+BLOCKS = 9  # of 128 tokens, one is vLLM's own: the five requests start with seven and grow
 
 
 def prompts() -> list[list[int]]:
@@ -45,18 +37,6 @@ def batch(control: str = "", **named: Any) -> dict[str, Any]:
     return {**common, "control": control, **named}
 
 
-def scenario(process: dict[str, Any] | None, *batches: dict[str, Any], **speculation: Any) -> dict[str, Any]:
-    given = {} if process is None else {"process": process}
-    drafting = {} if process is None else {"speculative_config": {"num_speculative_tokens": LONGEST, **speculation}}
-    return {
-        "model": str(ensure_embedded_target()),
-        "is_steered": process is not None,
-        "engine": ENGINE | drafting,
-        "batches": list(batches),
-        **given,
-    }
-
-
 BATCHES = {
     "no drafts": batch(rule={"cycle": [0]}),
     "right": batch(known={}),
@@ -74,7 +54,7 @@ def done(engine: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -
     """Every batch on one engine, whose own drafter is ngram: what it takes over is seen by its being mostly wrong."""
     file = tmp_path_factory.mktemp("texts") / "known.json"
     file.write_text(json.dumps({"texts": [], "wrong": 0.0}))
-    run = engine(scenario({"texts": str(file)}, *BATCHES.values(), **NGRAM), ALWAYS)
+    run = engine(scenario(BLOCKS, {"texts": str(file)}, *BATCHES.values(), **NGRAM), ALWAYS)
     assert run.faults == {}
     return dict(zip(BATCHES, run.batches, strict=True))
 
@@ -156,8 +136,8 @@ def test_a_draft_model_drafts_as_well_in_turns_as_in_the_engine(control: str, en
     method = {"method": "draft_model", "model": str(ensure_embedded_target())}
     longer = {"temperature": 0.0, "max_tokens": 48}
     killed = batch(control, kill_at=[12], is_back_at=20, sampling=longer)
-    reference = engine(scenario(None, batch(sampling=longer))).batches[0].tokens
-    run = engine(scenario({}, killed, **method), ALWAYS).batches[0]
+    reference = engine(scenario(BLOCKS, None, batch(sampling=longer))).batches[0].tokens
+    run = engine(scenario(BLOCKS, {}, killed, **method), ALWAYS).batches[0]
     accepted, verified = run.acceptance()
     assert run.tokens == reference
     assert alternations(run) > 10

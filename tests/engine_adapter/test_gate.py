@@ -6,12 +6,10 @@ import random
 
 import pytest
 
-from faser.engine_adapter.prune_gate import REPROBE_STEPS, PruneGate
+from faser.engine_adapter.gate import REPROBE_STEPS, Gate
 
 
-def serve(
-    gate: PruneGate, steps: int, gain: float, requests: int = 16, noise: float = 0.1, seed: int = 1
-) -> list[bool]:
+def serve(gate: Gate, steps: int, gain: float, requests: int = 16, noise: float = 0.1, seed: int = 1) -> list[bool]:
     """Run steps whose pruned time per token is `gain` shorter; return which were pruned."""
     chance = random.Random(seed)
     pruned = []
@@ -26,7 +24,7 @@ def serve(
 
 @pytest.mark.parametrize(("gain", "expected"), [(0.2, True), (-0.2, False), (0.0, False)])
 def test_pruning_stays_where_it_pays_and_nowhere_else(gain: float, expected: bool) -> None:
-    gate = PruneGate()
+    gate = Gate()
     serve(gate, 400, gain)
     late = serve(gate, 3000, gain, seed=2)
     share = sum(late) / len(late)
@@ -37,26 +35,26 @@ def test_a_gain_that_is_chance_turns_pruning_on_for_next_to_no_engine() -> None:
     """Looking costs a percent and finds nothing: of sixty engines hardly any takes its luck for a gain."""
     deceived = 0
     for seed in range(60):
-        gate = PruneGate()
+        gate = Gate()
         serve(gate, 150, -0.01, noise=0.3, seed=seed)
         deceived += sum(serve(gate, 200, -0.01, noise=0.3, seed=1000 + seed)) > 100
     assert deceived <= 3
 
 
 def test_until_it_is_known_both_are_tried() -> None:
-    first = serve(PruneGate(), 100, 0.3)
+    first = serve(Gate(), 100, 0.3)
     assert 30 < sum(first) < 70
 
 
 def test_a_change_is_noticed_within_a_few_probes() -> None:
-    gate = PruneGate()
+    gate = Gate()
     serve(gate, 1000, -0.3)
     serve(gate, 12 * REPROBE_STEPS, 0.5, seed=3)
     assert sum(serve(gate, 1000, 0.5, seed=4)) > 900
 
 
 def test_batch_sizes_are_judged_apart() -> None:
-    gate = PruneGate()
+    gate = Gate()
     for _ in range(20):
         serve(gate, 40, 0.3, requests=32)
         serve(gate, 40, -0.3, requests=4)

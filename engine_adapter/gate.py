@@ -1,8 +1,9 @@
-"""Whether pruning pays, found out by measuring: seconds per emitted token with it and without it, by batch size.
+"""Whether a mechanism pays, found out by measuring: seconds per emitted token with and without it, by batch size.
 
-Pure; the runner asks before a step and reports after it. Where pruning is not faster beyond chance it stays off, but
-for a few probing steps. What is asked in one step holds for the next one's verification, so that no decision can know
-the drafts it cuts (a step's time depends on how long its drafts grew).
+One gate for each mechanism: pruning (runner_pruning.py), two groups (ping_pong.py). Pure; who steps asks before a step
+and reports after it. Where the mechanism is not faster beyond chance it stays off, but for a few probing steps. With
+pruning, what is asked in one step holds for the next one's verification, so that no decision can know the drafts it
+cuts (a step's time depends on how long its drafts grew).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Final
 
-PROBE_STEPS: Final = 8  # steps in a row with pruning, and without, while it is not known which is faster
+PROBE_STEPS: Final = 8  # steps in a row with it, and without, while it is not known which is faster
 EVIDENCE_STEPS: Final = 64  # of each kind before anything is believed
 REPROBE_STEPS: Final = 512  # steps after which the slower kind is tried again
 MEMORY_STEPS: Final = 1024.0  # older steps of a kind are forgotten
@@ -51,17 +52,17 @@ class _Shape:
     """One batch size: both kinds, and how many steps were asked about."""
 
     asked: int = 0
-    arms: tuple[Arm, Arm] = field(default_factory=lambda: (Arm(), Arm()))  # without pruning, with it
+    arms: tuple[Arm, Arm] = field(default_factory=lambda: (Arm(), Arm()))  # without, with it
 
 
-class PruneGate:
+class Gate:
     """One engine's evidence."""
 
     def __init__(self) -> None:
         self._shapes: dict[int, _Shape] = {}
 
     def ask(self, requests: int) -> bool:
-        """Tell whether the next step may prune."""
+        """Tell whether the next step may use it."""
         shape = self._shapes.setdefault(_octave(requests), _Shape())
         shape.asked += 1
         faster = self._faster(shape)
@@ -70,13 +71,13 @@ class PruneGate:
         is_probing = shape.asked % REPROBE_STEPS < PROBE_STEPS
         return faster != is_probing
 
-    def note(self, requests: int, has_pruned: bool, time_s: float, tokens: int) -> None:
-        """Take in a step that could have been pruned."""
+    def note(self, requests: int, has_used: bool, time_s: float, tokens: int) -> None:
+        """Take in a step that could have used it."""
         shape = self._shapes.setdefault(_octave(requests), _Shape())
-        shape.arms[has_pruned].add(time_s, tokens)
+        shape.arms[has_used].add(time_s, tokens)
 
     def gain(self, requests: int) -> float | None:
-        """Return by which share pruning shortens the time per token at this batch size; None while unknown."""
+        """Return by which share it shortens the time per token at this batch size; None while unknown."""
         shape = self._shapes.get(_octave(requests))
         if shape is None or not _is_known(shape):
             return None
