@@ -110,3 +110,25 @@ def engine() -> Iterator[Callable[..., EngineRun]]:
     """Return `run_engine(scenario, environment)` with a folder whose socket path is short enough."""
     with tempfile.TemporaryDirectory(prefix="faser-") as folder:
         yield lambda scenario, environment=None: run_engine(Path(folder), scenario, environment)
+
+
+@pytest.fixture(scope="session")
+def scenario() -> Callable[..., dict[str, Any]]:
+    """What a run with a drafter's process is given: the embedded target, little memory, prompts in chunks."""
+    from faser.models.embedded import ensure_embedded_target
+
+    def make(blocks: int, process: dict[str, Any] | None, *batches: dict[str, Any], **speculation: Any) -> Any:
+        """Process None: no speculation; blocks of 128 tokens each."""
+        given = {} if process is None else {"process": process}
+        small = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+        drafting = {} if process is None else {"speculative_config": speculation}
+        common = {"dtype": "float32", "enforce_eager": True, "num_gpu_blocks_override": blocks}
+        return {
+            "model": str(ensure_embedded_target()),
+            "is_steered": process is not None,
+            "engine": common | small | drafting,
+            "batches": list(batches),
+            **given,
+        }
+
+    return make

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from process_runs import LONGEST, NGRAM, scenario
 
 from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
+LONGEST = 3
+NGRAM = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1, "num_speculative_tokens": LONGEST}
 BLOCKS = 8  # of 128 tokens: the five requests start with eight and grow
 GREEDY = {"temperature": 0.0, "max_tokens": 60}
 
@@ -32,7 +33,7 @@ def batch(control: str = "", **named: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def reference(engine: Callable[..., Any]) -> Any:
+def reference(engine: Callable[..., Any], scenario: Callable[..., Any]) -> Any:
     return engine(scenario(BLOCKS, None, batch())).batches[0].tokens
 
 
@@ -47,7 +48,9 @@ BATCHES = {
 
 
 @pytest.fixture(scope="module")
-def done(engine: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def done(
+    engine: Callable[..., Any], scenario: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """Every batch on one engine, whose own drafter is ngram: what it takes over is seen by its being mostly wrong."""
     file = tmp_path_factory.mktemp("texts") / "known.json"
     file.write_text(json.dumps({"texts": [], "wrong": 0.0}))
@@ -131,9 +134,9 @@ HEAD_BATCHES = {
 
 
 @pytest.fixture(scope="module")
-def head(engine: Callable[..., Any]) -> dict[str, Any]:
+def head(engine: Callable[..., Any], scenario: Callable[..., Any]) -> dict[str, Any]:
     """Every batch on one engine with the shipped EAGLE-3 head; from the second on prompts are in the prefix cache."""
-    method = {"method": "eagle3", "model": str(ensure_embedded_drafter())}
+    method = {"method": "eagle3", "model": str(ensure_embedded_drafter()), "num_speculative_tokens": LONGEST}
     run = engine(scenario(BLOCKS, {}, *HEAD_BATCHES.values(), **method))
     assert run.faults == {}
     return dict(zip(HEAD_BATCHES, run.batches, strict=True))
@@ -168,10 +171,10 @@ def test_a_head_drafts_ahead_from_its_own_states(head: dict[str, Any]) -> None:
 @pytest.mark.slow  # `make proof`: two more engines
 @pytest.mark.parametrize("control", ["", "no catch-up"])
 def test_a_draft_model_in_a_process_drafts_as_well_as_in_the_engine(
-    control: str, engine: Callable[..., Any], reference: Any
+    control: str, engine: Callable[..., Any], scenario: Callable[..., Any], reference: Any
 ) -> None:
     """The target as its own drafter: a wrong entry of either KV cache costs acceptance; the process is killed once."""
-    method = {"method": "draft_model", "model": str(ensure_embedded_target())}
+    method = {"method": "draft_model", "model": str(ensure_embedded_target()), "num_speculative_tokens": LONGEST}
     killed = batch(control, kill_at=[8], is_back_at=16)
     run = engine(scenario(BLOCKS, {}, killed, **method)).batches[0]
     accepted, verified = run.acceptance()

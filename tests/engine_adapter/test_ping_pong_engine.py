@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from process_runs import LONGEST, NGRAM, scenario
 
 from faser.models.embedded import ensure_embedded_target
 
@@ -17,6 +16,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 SHORT: dict[str, Any] = {"temperature": 0.0, "max_tokens": 14}  # of controls
 ALWAYS = {"FASER_PING_PONG": "always"}
+LONGEST = 3
+NGRAM = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1, "num_speculative_tokens": LONGEST}
 BLOCKS = 9  # of 128 tokens, one is vLLM's own: the five requests start with seven and grow
 
 
@@ -50,7 +51,9 @@ ABORTED = (0, 2, 3)  # what BATCHES["aborts"] comes to, in PROMPTS
 
 
 @pytest.fixture(scope="module")
-def done(engine: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def done(
+    engine: Callable[..., Any], scenario: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """Every batch on one engine, whose own drafter is ngram: what it takes over is seen by its being mostly wrong."""
     file = tmp_path_factory.mktemp("texts") / "known.json"
     file.write_text(json.dumps({"texts": [], "wrong": 0.0}))
@@ -131,9 +134,11 @@ def test_a_killed_process_ends_the_groups_until_it_is_back(done: dict[str, Any])
 
 @pytest.mark.slow  # `make proof`: three more engines
 @pytest.mark.parametrize("control", ["", "no catch-up"])
-def test_a_draft_model_drafts_as_well_in_turns_as_in_the_engine(control: str, engine: Callable[..., Any]) -> None:
+def test_a_draft_model_drafts_as_well_in_turns_as_in_the_engine(
+    control: str, engine: Callable[..., Any], scenario: Callable[..., Any]
+) -> None:
     """The target as its own drafter: a wrong entry of either KV cache costs acceptance; the process is killed once."""
-    method = {"method": "draft_model", "model": str(ensure_embedded_target())}
+    method = {"method": "draft_model", "model": str(ensure_embedded_target()), "num_speculative_tokens": LONGEST}
     longer = {"temperature": 0.0, "max_tokens": 48}
     killed = batch(control, kill_at=[12], is_back_at=20, sampling=longer)
     reference = engine(scenario(BLOCKS, None, batch(sampling=longer))).batches[0].tokens

@@ -276,6 +276,12 @@ def test_a_controller_that_asks_gets_hello_with_all_live_requests() -> None:
     greeting = link.sent[-1]
     assert isinstance(greeting, wire.Hello)
     assert [(event.handle, event.request_id, event.tokens) for event in greeting.roster] == [(1, "a", 33)]
+    assert greeting.epoch == 0  # nobody obeyed yet
+    link.arrived = [act({1: 2}), wire.HelloRequest(1)]
+    adapter.order({"a": 1}, 0.0)
+    obeyed = link.sent[-1]
+    assert isinstance(obeyed, wire.Hello)
+    assert obeyed.epoch == 1
 
 
 @pytest.fixture
