@@ -52,9 +52,9 @@ from faser.controller.config import load as load_config
 from faser.controller.errors import EngineError, FaserError, UsageError
 from faser.controller.launch import available_cores, default_threads
 from faser.controller.processes import ProcessTree
-from faser.controller.serve import EMBEDDED_K_MAX, ensure_embedded_pair, start_sidecar, stopping_on_sigterm
+from faser.controller.serve import ensure_embedded_pair, start_sidecar, stopping_on_sigterm
 from faser.controller.status import ask
-from faser.models.embedded import TARGET_NAME
+from faser.models.embedded import EMBEDDED_K_MAX, TARGET_NAME
 
 ARM = str(Path(__file__).with_name("closed_loop_arm.py"))
 ARMS = ("none", *(f"k{length}" for length in range(1, EMBEDDED_K_MAX + 1)), OURS)

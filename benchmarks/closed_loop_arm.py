@@ -16,8 +16,7 @@ from remote import serve
 
 from faser.controller.bench_work import stream_prompts
 from faser.controller.launch import SCHEDULER_CLASS, WORKER_CLASS
-from faser.controller.serve import EMBEDDED_K_MAX
-from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
+from faser.models.embedded import EMBEDDED_K_MAX, ensure_embedded_drafter, ensure_embedded_target
 
 KV_BYTES = 512 << 20
 

@@ -29,13 +29,10 @@ from typing import Any
 
 from drafter_acceptance import chosen_texts
 
-from faser.controller.confidence_report import draw, judge, quality
-from faser.controller.decide import LeaseTerms, decide
-from faser.engine_adapter.protocol import FromController, FromEngine, StepRecord
-from faser.env.spaces import Capabilities
-from faser.env.state import EngineState, learn
+# What imports numba waits until the engine stands: vLLM 0.32 looks through all modules for its Triton kernels while it
+# starts (triton_utils/dispatcher.py) and stumbles over llvmlite's.
+from faser.engine_adapter.protocol import ActionSet, FromController, FromEngine, Hello, StepRecord
 from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
-from faser.models.policy import Policy, make_policy
 
 K_MAX = 4
 SEQUENCE = itertools.count(1)  # of action sets, over both policies: an engine takes rising ones only
@@ -44,10 +41,9 @@ TEMPERATURES = (0.0, 0.7)
 
 @dataclass
 class Sidecar:
-    """Stands in for the engine's link: keeps records and, with a policy, answers each before the next step."""
+    """Stands in for the engine's link: keeps records and, with a decision maker, answers each before the next step."""
 
-    policy: Policy | None = None
-    state: EngineState | None = None
+    answer: Callable[[StepRecord], ActionSet] | None = None
     records: list[StepRecord] = field(default_factory=list)
     inbox: list[FromController] = field(default_factory=list)
     dropped: int = 0
@@ -58,10 +54,8 @@ class Sidecar:
         if not isinstance(message, StepRecord):
             return
         self.records.append(message)
-        if self.policy is not None and self.state is not None:
-            decision = decide(self.state, message, self.policy, LeaseTerms(), 1, next(SEQUENCE))
-            self.inbox = [decision.action_set]
-            learn(self.state)
+        if self.answer is not None:
+            self.inbox = [self.answer(message)]
 
     def send_later(self, make: Callable[[], FromEngine]) -> None:
         """Take a record that is still to be made."""
@@ -123,10 +117,30 @@ def answer(engine: Any, texts: list[str], temperature: float, max_tokens: int) -
     return time.monotonic() - started
 
 
+def decision_maker(policy: str, hello: Hello) -> Callable[[StepRecord], ActionSet]:
+    """Return what answers an engine's records as the sidecar would under a policy."""
+    from faser.controller.decide import LeaseTerms, decide
+    from faser.env.spaces import Capabilities
+    from faser.env.state import EngineState, learn
+    from faser.models.policy import make_policy
+
+    capabilities = Capabilities.from_hello(hello)
+    state, chosen = EngineState(capabilities), make_policy(policy, capabilities)
+
+    def answer(record: StepRecord) -> ActionSet:
+        decision = decide(state, record, chosen, LeaseTerms(), 1, next(SEQUENCE))
+        learn(state)
+        return decision.action_set
+
+    return answer
+
+
 def measure_quality(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of every position, by temperature; draw the greedy curves."""
     texts = [text for kind in chosen_texts(options.prompts, 1, 600, None).values() for text in kind]
     engine = start_engine(16, K_MAX)
+    from faser.controller.confidence_report import draw, judge, quality
+
     sidecar = Sidecar()
     steering_of(engine).link.close()
     steering_of(engine).link = sidecar
@@ -155,10 +169,8 @@ def measure_saving(options: argparse.Namespace) -> dict[str, Any]:
     engine = start_engine(options.requests, 0)
     steering = steering_of(engine)
     steering.link.close()
-    arms = {}
-    for name in ("price", "price:history", *(f"fixed:{k}" for k in range(1, K_MAX + 1))):
-        capabilities = Capabilities.from_hello(steering.hello)
-        arms[name] = Sidecar(make_policy(name, capabilities), EngineState(capabilities))
+    names = ("price", "price:history", *(f"fixed:{k}" for k in range(1, K_MAX + 1)))
+    arms = {name: Sidecar(decision_maker(name, steering.hello)) for name in names}
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
     for round_ in range(options.rounds + 1):
         for name in list(arms) if round_ % 2 else list(arms)[::-1]:

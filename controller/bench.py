@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from ..models.embedded import TARGET_NAME
+from ..models.embedded import EMBEDDED_K_MAX, TARGET_NAME
 from .bench_machine import ROOT, commit, machine_facts, versions
 from .bench_plan import (
     FULL_LOADS,
@@ -42,7 +42,7 @@ from .demo import PEAK_RPS, peak_rps
 from .endpoint import socket_folder
 from .errors import FaserError, UsageError
 from .launch import available_cores, default_threads
-from .serve import EMBEDDED_K_MAX, ensure_embedded_pair
+from .serve import ensure_embedded_pair
 from .session import check_policy
 
 _QUICK_TABLE: Final = (0, 1, 3, 4)  # with the four rivals three pairs of servers to start

@@ -26,6 +26,7 @@ from rich.console import Console
 from ..env.prompt import held_out_prompts
 from ..env.trace import TraceError, shipped_trace
 from ..env.workload import Lengths, Swell, TimedRequest, build_workload, swelling_arrivals
+from ..models.embedded import EMBEDDED_K_MAX
 from .config import Config, load
 from .demo_result import collect, final_table
 from .demo_view import View
@@ -37,7 +38,6 @@ from .loadgen import LoadGenerator, LoadOptions
 from .processes import ProcessTree, deferred_interrupts
 from .report import write_report
 from .serve import (
-    EMBEDDED_K_MAX,
     ShowProgress,
     embedded_launch,
     ensure_embedded_pair,

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..engine_adapter.settings import SettingError, ensure_private_folder, runtime_folder
-from ..models.embedded import TARGET_NAME, CacheError, ensure_embedded_drafter, ensure_embedded_target
+from ..models.embedded import EMBEDDED_K_MAX, TARGET_NAME, CacheError, ensure_embedded_drafter, ensure_embedded_target
 from .config import Config, settings
 from .endpoint import Endpoint
 from .engine import RunningEngine
@@ -31,7 +31,6 @@ from .processes import ProcessTree, deferred_interrupts
 from .session import check_policy
 
 EMBEDDED: Final = "embedded"
-EMBEDDED_K_MAX: Final = 4
 _DEFAULT_PORT: Final = 8000
 _SPECULATIVE_FLAGS: Final = ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens")
 _OUR_FLAGS: Final = ("--scheduler-cls", "--worker-cls")

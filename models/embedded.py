@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -16,6 +17,7 @@ from .eagle3 import DrafterCard, expand_drafter, read_card
 from .target import convert_target
 
 TARGET_NAME = "SmolLM2-135M-Instruct"
+EMBEDDED_K_MAX: Final = 4
 _WEIGHTS = Path(__file__).parent / "weights"
 TARGET_CARD = _WEIGHTS / "target.card.json"
 DRAFTER_CARD = _WEIGHTS / "drafter.card.json"
