@@ -1,7 +1,7 @@
 """The drafter's confidence on held-out prompts, in the real engine, and the draft work it saves.
 
     python benchmarks/confidence_engine.py quality [--curve docs/confidence.svg] [--json FILE]
-    python benchmarks/confidence_engine.py saving [--requests 8] [--rounds 4] [--json FILE]
+    python benchmarks/confidence_engine.py saving [--requests 1 2 4 8] [--rounds 4] [--json FILE]
 
 `quality`: every request drafts four tokens at every step; AUC and calibration error by position, greedy and at T = 0.7.
 `saving`: `price`, `price:history` and every fixed length take turns on the same prompts, each deciding on every step
@@ -164,11 +164,21 @@ def measure_quality(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_saving(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what each policy drew, verified and had accepted, over all its turns but the first."""
+    """Return what each policy drew, verified and had accepted at each load, over all its turns but the first."""
     texts = [text for kind in chosen_texts(options.prompts, 2, 600, None).values() for text in kind]
-    engine = start_engine(options.requests, 0)
+    engine = start_engine(max(options.requests), 0)
+    steering_of(engine).link.close()
+    loads = {}
+    for requests in options.requests:
+        engine.llm_engine.engine_core.engine_core.scheduler.max_num_active_reqs = requests
+        print(f"{requests} requests at a time", flush=True)
+        loads[str(requests)] = measure_load(engine, texts, options)
+    return {"prompts": len(texts), "max_tokens": options.max_tokens, "rounds": options.rounds, "loads": loads}
+
+
+def measure_load(engine: Any, texts: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """Return one load's sums by policy; every policy begins anew."""
     steering = steering_of(engine)
-    steering.link.close()
     names = ("price", "price:history", *(f"fixed:{k}" for k in range(1, K_MAX + 1)))
     arms = {name: Sidecar(decision_maker(name, steering.hello)) for name in names}
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
@@ -181,6 +191,11 @@ def measure_saving(options: argparse.Namespace) -> dict[str, Any]:
             print(name, {key: round(value, 3) for key, value in counts.items()}, flush=True)
             if round_:  # the first turn is for learning
                 turns[name].append(counts)
+    return {"turns": turns, "summary": saving(turns)}
+
+
+def saving(turns: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Return each policy's work per token emitted, and price's beside the least that the others need for as much."""
     summary = {}
     for name, all_counts in turns.items():
         total = {key: sum(counts[key] for counts in all_counts) for key in all_counts[0] if key != "temperature"}
@@ -197,7 +212,7 @@ def measure_saving(options: argparse.Namespace) -> dict[str, Any]:
         points = [(each["accepted_per_emitted"], each[f"{what}_per_emitted"]) for each in others]
         ours[f"{what}_without_confidence"] = without = least(points, ours["accepted_per_emitted"])
         print(f"as much accepted: {ours[f'{what}_per_emitted']:.3f} {what} per token, without {without:.3f}")
-    return {"prompts": len(texts), "requests": options.requests, "turns": turns, "summary": summary}
+    return summary
 
 
 def least(points: list[tuple[float, float]], accepted: float) -> float:
@@ -245,7 +260,7 @@ def main() -> None:
     parser.add_argument("what", choices=("quality", "saving"), nargs="?", default="quality")
     parser.add_argument("--prompts", type=int, default=12, help="of each of the five kinds")
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--requests", type=int, default=8, help="at a time, for saving")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 2, 4, 8], help="at a time, for saving")
     parser.add_argument("--rounds", type=int, default=4, help="turns of each policy, for saving")
     parser.add_argument("--curve", type=Path, help="write the greedy reliability curves here, as SVG")
     parser.add_argument("--json", type=Path, help="write the figures here")

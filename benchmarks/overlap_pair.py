@@ -1,11 +1,13 @@
-"""What drafting ahead wins for the embedded pair: `python benchmarks/overlap_pair.py [--json FILE]`.
+"""What drafting ahead and groups win for the embedded pair: `python benchmarks/overlap_pair.py [--json FILE]`.
 
 SmolLM2-135M-Instruct and its EAGLE-3 head on vLLM (V1, CPU, greedy), held-out prompts of five kinds, 1 to 16 requests
-at once. Four arms in turns, prompt set by prompt set. With one core for the target and one for the drafter's process:
+at once. Six arms in turns, prompt set by prompt set. With one core for the target and one for the drafter's process:
 `own` (vLLM's own drafter on the target's core), `in turn` (the process drafts after verification), `ahead` (and goes
-on while the target verifies). `unsplit` is a second engine with both cores for both phases and no process. Prints JSON:
-tokens per second of each arm with median and spread, ratios of pairs of runs, how often frontiers were of use, and how
-many tokens were accepted of those drafted in turn and ahead. About 25 minutes on two quiet cores; --quick is a dry run.
+on while the target verifies, where the adapter expects that to pay), `groups` (two groups take turns wherever they
+can), `gated` (ahead, and groups where they were measured to pay: what a user gets who switches both on). `unsplit` is a
+second engine with both cores for both phases and no process. Prints JSON: tokens per second of each arm with median and
+spread, ratios of pairs of runs, how often frontiers were of use, and how many tokens were accepted of those drafted in
+turn and ahead. About half an hour on two quiet cores; --quick is a dry run.
 """
 
 from __future__ import annotations
@@ -23,8 +25,11 @@ from typing import Any
 import msgspec
 from remote import Remote, serve
 
-ARMS = ("own", "in turn", "ahead", "unsplit")
-PAIRS = (("ahead", "in turn"), ("ahead", "own"), ("ahead", "unsplit"), ("own", "unsplit"))
+SPLIT = ("own", "in turn", "ahead", "groups", "gated")
+ARMS = (*SPLIT, "unsplit")
+PAIRS = (("ahead", "in turn"), ("ahead", "own"), ("ahead", "unsplit"), ("own", "unsplit"), ("groups", "in turn"),
+         ("gated", "in turn"), ("gated", "ahead"), ("gated", "groups"))  # fmt: skip
+GATE_RUNS = 4  # the groups' gate wants 64 steps of either kind before it settles
 READY_S = 60.0
 MAX_MODEL_LEN = 1024
 MAX_PROMPT_TOKENS = 300
@@ -52,7 +57,8 @@ class Engine:
         )  # fmt: skip
         core: Any = self._llm.llm_engine.engine_core
         executor: Any = self._llm.llm_engine.model_executor
-        self._steering = core.engine_core.scheduler.steering
+        self._scheduler = core.engine_core.scheduler
+        self._steering, self._groups = self._scheduler.steering, self._scheduler.ping_pong
         self._remote = executor.driver_worker.worker.model_runner.remote
         self._length = length
         self._runs = 0
@@ -69,8 +75,11 @@ class Engine:
         """Answer prompts at once; return tokens per second of decoding, and what the process did."""
         default, remote = self._steering.default, self._remote
         default.length, default.frontier = self._length, 0 if arm in ("own", "unsplit") else self._length
+        self._scheduler.ping_pong = self._groups if arm in ("groups", "gated") else None
+        if self._groups is not None:
+            self._groups.mode = "always" if arm == "groups" else "auto"
         if remote is not None:
-            remote.go_on = self._go_on if arm == "ahead" else lambda wishes: self._go_on([])
+            remote.go_on = self._go_on if arm in ("ahead", "gated") else lambda wishes: self._go_on([])
         before = self._counts()
         found = self._generate(texts, tokens)
         return found | {name: after - before[name] for name, after in self._counts().items()}
@@ -114,6 +123,7 @@ def start(options: argparse.Namespace, folder: str, is_split: bool) -> Remote:
     cores = str(target) if is_split else f"{target},{drafter}"
     environment = {
         "FASER_DRAFTER_CORES": str(drafter) if is_split else "",
+        "FASER_PING_PONG": "auto" if is_split else "never",
         "FASER_ENDPOINT": f"ipc://{folder}/{'split' if is_split else 'unsplit'}.sock",  # where nobody listens
         "VLLM_CPU_OMP_THREADS_BIND": cores,
         "KMP_BLOCKTIME": "0",
@@ -140,7 +150,7 @@ def measure(engines: dict[str, Remote], options: argparse.Namespace, requests: i
     """Return all arms at one load; every round has the same prompts for each, in another order."""
     runs: dict[str, list[Run]] = {arm: [] for arm in ARMS}
     sets = prompt_sets(options, requests)
-    for arm in ARMS:  # warm
+    for arm in ARMS + ("gated",) * GATE_RUNS:  # warm
         engines[arm].ask("run", sets[0], options.tokens, arm)
     for round_, texts in enumerate(sets):
         turn = round_ % len(ARMS)

@@ -177,6 +177,23 @@ def confidence_offline() -> str:
     return "\n".join(lines)
 
 
+def confidence_saving() -> str:
+    """Return what price draws and verifies for the tokens it has accepted, beside the least without confidence."""
+    found = read("confidence_saving.json")
+    lines = [
+        "| requests | accepted a token emitted | drawn, price / without | | verified, price / without | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for requests, load in found["loads"].items():
+        ours = load["summary"]["price"]
+        cells = []
+        for what in ("drawn", "verified"):
+            own, least = ours[f"{what}_per_emitted"], ours[f"{what}_without_confidence"]
+            cells.append(f"{own:.2f} / {least:.2f} | {100.0 * (own / least - 1.0):+.0f} %")
+        lines.append(f"| {requests} | {ours['accepted_per_emitted']:.3f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def clients() -> str:
     """Return the figures of other clients beside ours."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -186,38 +203,12 @@ def clients() -> str:
     return str(benchmark.table(msgspec.json.decode(benchmark.RESULTS.read_bytes(), type=benchmark.Results)))
 
 
-def drafting_ahead() -> str:
-    """Return the table of drafting ahead with an oracle, forced on."""
-    found = read("overlap.json")
-    turn, ahead = ({part: found[part][arm] for part in ("step_ms", "wait_ms")} for arm in ("in turn", "ahead"))
-    steps, waits = ([_spread(arm[part], 1) for arm in (turn, ahead)] for part in ("step_ms", "wait_ms"))
-    return "\n".join(
-        (
-            f"| {found['runs_per_arm']} pairs of runs, chunks of {found['length']} tokens | in turn | ahead |",
-            "|---|---|---|",
-            f"| step, ms (median, least to most) | {steps[0]} | {steps[1]} |",
-            f"| of it waiting for drafts, ms | {waits[0]} | {waits[1]} |",
-            f"| tokens per second over drafting in turn | | {_spread(found['speedup'], 2)} |",
-            f"| of the bound for these phases at this hit rate | | {found['bound_reached']:.2f} |",
-            f"| drafting time hidden | | {found['hidden_share']['median'] * 100:.0f} % |",
-            f"| frontiers of use / of no use | | {found['hits']} / {found['misses']} |",
-        )
-    )
+def overlap(table: str) -> str:
+    """Return a table of overlap_report.py."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import overlap_report as report
 
-
-def drafting_ahead_row() -> str:
-    """Return the README's line on drafting ahead."""
-    found = read("overlap.json")
-    return (
-        "| drafting ahead with an oracle, one request, over drafting in turn / drafting hidden "
-        f"| {_spread(found['speedup'], 2)} / {found['hidden_share']['median'] * 100:.0f} % | 1.25 / 70 % "
-        "| `benchmarks/overlap.py` |"
-    )
-
-
-def _spread(values: dict[str, float], digits: int) -> str:
-    median, least, most = (f"{values[name]:.{digits}f}" for name in ("median", "least", "most"))
-    return f"{median} ({least} to {most})"
+    return str(getattr(report, table)())
 
 
 def quick_run() -> str:
@@ -309,7 +300,7 @@ BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/drafter.md", "confidence"): confidence,
     ("docs/drafter.md", "confidence offline"): confidence_offline,
     ("docs/bench.md", "clients"): clients,
-    ("docs/overlap.md", "drafting ahead"): drafting_ahead,
+    ("docs/overlap.md", "drafting ahead"): partial(overlap, "drafting_ahead"),
     ("docs/reliability.md", "soak"): soak,
 }
 ADAPTER = {
@@ -324,7 +315,7 @@ ROUND_TRIP = {
 LINES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/bench.md", "One quick run on two shared cores,"): quick_run,
     ("README.md", "| the drafter's confidence on held-out prompts"): confidence_row,
-    ("README.md", "| drafting ahead with an oracle"): drafting_ahead_row,
+    ("README.md", "| drafting ahead with an oracle"): partial(overlap, "drafting_ahead_row"),
 }
 # Of benchmarks/measured.py: tied once its file is there.
 MEASURED: dict[tuple[str, str], Callable[[], str]] = {

@@ -7,8 +7,6 @@ Behind the first row whose check fails every row leaves; that row's own test sta
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
@@ -53,7 +51,6 @@ class Batch:
         return np.flatnonzero(self.place < cut.tests[self.owner])
 
 
-@dataclass(frozen=True, slots=True)
 class Cut:
     """One batch's cut.
 
@@ -61,18 +58,12 @@ class Cut:
     :param kept: (requests,) of the drafts + 1 rows of each request, how many stay: 1..drafts + 1.
     """
 
-    drafts: Ints
-    kept: Ints
+    __slots__ = ("drafts", "kept", "removed", "tests")
 
-    @property
-    def removed(self) -> Ints:
-        """Rows that leave, per request."""
-        return self.drafts + 1 - self.kept
-
-    @property
-    def tests(self) -> Ints:
-        """Draft tokens that are still tested, per request."""
-        return np.minimum(self.kept, self.drafts)
+    def __init__(self, drafts: Ints, kept: Ints) -> None:
+        self.drafts, self.kept = drafts, kept
+        self.removed: Ints = drafts + 1 - kept  # (requests,) rows that leave
+        self.tests: Ints = np.minimum(kept, drafts)  # (requests,) draft tokens that are still tested
 
     @property
     def has_bonus(self) -> Bools:

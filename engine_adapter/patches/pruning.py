@@ -104,16 +104,13 @@ def cut_common(common: Any, index: Tensor, removed: Ints, positions: Tensor) -> 
     starts = common.query_start_loc_cpu[: count + 1].numpy().copy()
     starts[1:] -= removed.cumsum()
     cpu_starts = torch.from_numpy(starts)
-    gone = torch.from_numpy(removed.astype("int32"))
-
-    def shorter(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values[:count] - gone.to(values.device)
-
+    gone = torch.from_numpy(removed.astype(np.int32))
+    upper = common.seq_lens_cpu_upper_bound
     return common.replace(
         query_start_loc_cpu=cpu_starts,
         query_start_loc=cpu_starts.to(common.query_start_loc.device),
-        seq_lens=shorter(common.seq_lens),
-        seq_lens_cpu_upper_bound=shorter(common.seq_lens_cpu_upper_bound),
+        seq_lens=common.seq_lens[:count] - gone.to(common.seq_lens.device),
+        seq_lens_cpu_upper_bound=None if upper is None else upper[:count] - gone,
         num_actual_tokens=len(index),
         max_query_len=int((starts[1:] - starts[:-1]).max()),
         slot_mapping=common.slot_mapping.index_select(0, index),

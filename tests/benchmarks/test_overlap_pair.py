@@ -31,7 +31,10 @@ def run(rate: float) -> dict[str, Any]:
 
 
 def test_ratios_are_of_runs_of_the_same_round(script: ModuleType) -> None:
-    runs = {"own": [10, 20, 30], "in turn": [10, 10, 10], "ahead": [12, 22, 33], "unsplit": [20, 20, 20]}
+    runs = {
+        "own": [10, 20, 30], "in turn": [10, 10, 10], "ahead": [12, 22, 33], "unsplit": [20, 20, 20],
+        "groups": [8, 9, 9], "gated": [12, 22, 30],
+    }  # fmt: skip
     report = script.summary({arm: [run(rate) for rate in rates] for arm, rates in runs.items()})
     assert report["tokens_per_s"]["ahead"] == {"median": 22, "least": 12, "most": 33}
     assert report["ratios"]["ahead / own"] == pytest.approx({"median": 1.1, "least": 1.1, "most": 1.2})
@@ -55,5 +58,5 @@ def test_a_dry_run_reports_every_arm_at_every_load(tmp_path: Path) -> None:
     loads = json.loads(file.read_text())["loads"]
     assert list(loads) == ["1", "2"]
     for load in loads.values():
-        assert load["tokens_per_s"].keys() == {"own", "in turn", "ahead", "unsplit"}
+        assert load["tokens_per_s"].keys() == {"own", "in turn", "ahead", "groups", "gated", "unsplit"}
         assert load["ahead"]["handed_in_turn"] > 0

@@ -279,6 +279,15 @@ def _accept_all(sample: Any) -> Any:
     return accept
 
 
+def under_grammar(params: Any, grammar: dict[str, Any] | None) -> Any:
+    """Return a copy of vLLM's SamplingParams that allows only what a grammar does."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    bound = params.clone()
+    bound.structured_outputs = None if grammar is None else StructuredOutputsParams(**grammar)
+    return bound
+
+
 def run(scenario: dict[str, Any]) -> dict[str, Any]:
     """Return, for each batch of requests, their tokens and one log entry per step."""
     named: dict[str, Any] = {}
@@ -306,7 +315,9 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     runner = executor.driver_worker.worker.model_runner
     batches = []
     for batch in scenario["batches"]:
-        params = SamplingParams(ignore_eos=True, detokenize=False, **batch["sampling"])
+        params: Any = SamplingParams(ignore_eos=True, detokenize=False, **batch["sampling"])
+        if "grammars" in batch:  # one for each prompt, null for none
+            params = [under_grammar(params, grammar) for grammar in batch["grammars"]]
         prompts: Any = [{"prompt_token_ids": prompt} for prompt in batch["prompts"]]
         if driver is None:
             done, log = llm.generate(prompts, params, use_tqdm=False), []

@@ -35,8 +35,8 @@ def install(given: dict[str, Any]) -> None:
 def begin(runner: Any, batch: dict[str, Any], done: list[dict[str, Any]]) -> None:
     """Wait until the process can take jobs, and arrange for what shall happen to it in this batch.
 
-    `known`: a new known_drafter.py, which knows what was said in the first batch, and has this fault. `both`: vLLM's
-    own drafter drafts too, wherever the process does, and nothing is drafted ahead.
+    `known`: a new known_drafter.py, which knows what was said in the first batch, or in that of number `said`, and has
+    this fault. `both`: vLLM's own drafter drafts too, wherever the process does, and nothing is drafted ahead.
     """
     remote = runner.remote
     COMPARED.clear()
@@ -47,7 +47,8 @@ def begin(runner: Any, batch: dict[str, Any], done: list[dict[str, Any]]) -> Non
         _draft_twice(runner, remote)
     if "known" in batch:
         file = Path(remote.process._command[-1])
-        texts = [prompt + said[0] for prompt, said in zip(batch["prompts"], done[0]["tokens"], strict=True)]
+        tokens = done[batch["known"].get("said", 0)]["tokens"]
+        texts = [prompt + said[0] for prompt, said in zip(batch["prompts"], tokens, strict=True)]
         file.write_text(json.dumps({"texts": texts, "wrong": 0.0} | batch["known"]))
         remote.process.close()
         remote.process = DrafterProcess(remote.process._command)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from faser.models.embedded import ensure_embedded_target
+from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -38,8 +38,12 @@ def batch(control: str = "", **named: Any) -> dict[str, Any]:
     return {**common, "control": control, **named}
 
 
+TALL = {"type": "object", "properties": {"name": {"type": "string"}, "tall": {"type": "boolean"}}}
+GRAMMARS = [{"json": TALL}, None, {"choice": ["blue whale", "red fox"]}, None, {"regex": "[a-f0-9]{40}"}]
 BATCHES = {
     "no drafts": batch(rule={"cycle": [0]}),
+    "no drafts, grammars": batch(rule={"cycle": [0]}, grammars=GRAMMARS),
+    "grammars": batch(known={"said": 1, "wrong": 0.3}, grammars=GRAMMARS),
     "right": batch(known={}),
     "wrong and random lengths": batch(known={"wrong": 0.3}, rule={"random": LONGEST, "seed": 5}),
     "aborts": batch(known={}, abort_at={"12": [0], "15": [1, 2]}),
@@ -76,6 +80,14 @@ def test_outputs_are_those_without_speculation(name: str, done: dict[str, Any]) 
 def test_aborts_in_mid_flight_leave_the_others_alone(done: dict[str, Any]) -> None:
     whole = done["no drafts"].tokens
     assert done["aborts"].tokens == [tokens for index, tokens in enumerate(whole) if index not in ABORTED]
+
+
+def test_grammars_cut_what_was_drafted_for_a_later_turn(done: dict[str, Any]) -> None:
+    """Three in ten tokens are drafted at random, mostly against the grammar: the scheduler cuts there."""
+    assert done["grammars"].tokens == done["no drafts, grammars"].tokens
+    assert done["grammars"].tokens != done["no drafts"].tokens, "the grammars bind nobody"
+    assert alternations(done["grammars"]) > 5
+    assert done["grammars"].acceptance()[0] > 20
 
 
 def test_control_the_comparison_fails_without_verification(done: dict[str, Any]) -> None:
@@ -130,6 +142,28 @@ def test_a_killed_process_ends_the_groups_until_it_is_back(done: dict[str, Any])
     assert not any(step.overlap_s for step in run.steps[10:12])
     assert set(run.steps[10].handles) & set(run.steps[11].handles), "nobody takes turns"
     assert sum(step.overlap_s > 0 for step in run.steps[14:]) > 3
+
+
+@pytest.mark.slow  # `make proof`: another engine
+def test_a_head_drafts_in_turns_from_the_targets_states(
+    engine: Callable[..., Any], scenario: Callable[..., Any]
+) -> None:
+    """The shipped EAGLE-3 head in its process: states shifted by a row, the control, cost acceptance and no token."""
+    method = {"method": "eagle3", "model": str(ensure_embedded_drafter()), "num_speculative_tokens": LONGEST}
+    longer = {"temperature": 0.0, "max_tokens": 40}
+    batches = {
+        "none": batch(rule={"cycle": [0]}, sampling=longer),
+        "in turns": batch(sampling=longer),
+        "killed": batch(sampling=longer, kill_at=[12], is_back_at=20),
+        "wrong states": batch("shifted target", sampling=longer),
+    }
+    run = engine(scenario(BLOCKS, {}, *batches.values(), **method), ALWAYS)
+    found = dict(zip(batches, run.batches, strict=True))
+    assert run.faults == {}
+    assert [found[name].tokens == found["none"].tokens for name in batches] == [True] * len(batches)
+    assert alternations(found["in turns"]) > 10
+    right, wrong = (accepted / verified for accepted, verified in (found[n].acceptance() for n in list(found)[1::2]))
+    assert right > 1.2 * wrong
 
 
 @pytest.mark.slow  # `make proof`: three more engines

@@ -1,0 +1,87 @@
+"""Tables of what overlap.py and overlap_pair.py measured, for docs/figures.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+RESULTS: Final = Path(__file__).parent / "results"
+PAIR_RATIOS: Final = ("ahead / in turn", "groups / in turn", "gated / in turn", "gated / ahead", "gated / groups")
+
+
+def read(name: str) -> Any:
+    """Return a results file."""
+    return json.loads((RESULTS / name).read_text())
+
+
+def spread(found: dict[str, float], digits: int) -> str:
+    """Return a median with the least and the most."""
+    return f"{found['median']:.{digits}f} ({found['least']:.{digits}f} to {found['most']:.{digits}f})"
+
+
+def drafting_ahead() -> str:
+    """Return the table of drafting ahead with an oracle, forced on."""
+    found = read("overlap.json")
+    turn, ahead = ({part: found[part][arm] for part in ("step_ms", "wait_ms")} for arm in ("in turn", "ahead"))
+    steps, waits = ([spread(arm[part], 1) for arm in (turn, ahead)] for part in ("step_ms", "wait_ms"))
+    return "\n".join(
+        (
+            f"| {found['runs_per_arm']} pairs of runs, chunks of {found['length']} tokens | in turn | ahead |",
+            "|---|---|---|",
+            f"| step, ms (median, least to most) | {steps[0]} | {steps[1]} |",
+            f"| of it waiting for drafts, ms | {waits[0]} | {waits[1]} |",
+            f"| tokens per second over drafting in turn | | {spread(found['speedup'], 2)} |",
+            f"| of the bound for these phases at this hit rate | | {found['bound_reached']:.2f} |",
+            f"| drafting time hidden | | {found['hidden_share']['median'] * 100:.0f} % |",
+            f"| frontiers of use / of no use | | {found['hits']} / {found['misses']} |",
+        )
+    )
+
+
+def drafting_ahead_row() -> str:
+    """Return the README's line on drafting ahead."""
+    found = read("overlap.json")
+    return (
+        "| drafting ahead with an oracle, one request, over drafting in turn / drafting hidden "
+        f"| {spread(found['speedup'], 2)} / {found['hidden_share']['median'] * 100:.0f} % | 1.25 / 70 % "
+        "| `benchmarks/overlap.py` |"
+    )
+
+
+def ping_pong() -> str:
+    """Return the table of two groups with an oracle, forced on."""
+    found = read("overlap.json")["ping_pong"]
+    rates, verify, draft = found["tokens_per_s"], found["verify_ms"], found["draft_ms"]
+    waited = found["wait_ms"]["ping-pong"]
+    return "\n".join(
+        (
+            f"| {found['requests']} requests, {found['runs_per_arm']} runs of each | in turn | half of them in turn "
+            "| two groups |",
+            "|---|---|---|---|",
+            f"| tokens/s (median, least to most) | {' | '.join(spread(rate, 1) for rate in rates.values())} |",
+            f"| verification of a step, ms | {verify['all']:.1f} | {verify['half']:.1f} | |",
+            f"| drafting of a step, or waiting for it, ms | {draft['all']:.1f} | {draft['half']:.1f} | {waited:.1f} |",
+            f"| tokens per second over drafting in turn | | | {spread(found['speedup'], 2)} |",
+            f"| bound for these phases / share of it | | | {found['bound']:.2f} / {found['of_bound']:.2f} |",
+            f"| drafting time hidden | | | {found['hidden_share']['median'] * 100:.0f} % |",
+        )
+    )
+
+
+def pair() -> str:
+    """Return the table of the embedded pair at every load."""
+    loads = read("overlap_pair.json")["loads"]
+    arms = list(next(iter(loads.values()))["tokens_per_s"])
+    lines = [
+        f"| requests | {' | '.join(f'{arm}, tokens/s' for arm in arms)} | {' | '.join(PAIR_RATIOS)} "
+        "| frontiers of use / of no use |",
+        "|---" * (2 + len(arms) + len(PAIR_RATIOS)) + "|",
+    ]
+    for requests, load in loads.items():
+        rates = " | ".join(f"{load['tokens_per_s'][arm]['median']:.0f}" for arm in arms)
+        ratios = " | ".join(spread(load["ratios"][name], 2) for name in PAIR_RATIOS)
+        ahead = load["ahead"]
+        missed = ahead["rejected"] + ahead["other_bonus"] + ahead["late"]
+        lines.append(f"| {requests} | {rates} | {ratios} | {ahead['hits']} / {missed} |")
+    return "\n".join(lines)
