@@ -22,6 +22,8 @@ from faser.env.overlap import PhaseTimes, draft_ahead_bound, halving_gain, ping_
 DEFAULT_OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "overlap_bounds.svg"
 REQUESTS = (1, 2, 4, 8, 16, 32)
 HIT_RATES = (1.0, 0.75, 0.5)
+LENGTHS = (1, 4)  # draft tokens per request
+CONTEXT = 200  # tokens of each request
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,12 @@ def table(found: list[Bounds]) -> str:
     return "\n".join(lines)
 
 
+def documented() -> str:
+    """Return the table of the shipped profile, for docs/figures.py."""
+    profile = shipped_profile("embedded")
+    return table([each for length in LENGTHS for each in bounds(profile, length, CONTEXT)])
+
+
 def draw(found: dict[int, list[Bounds]], output: Path) -> None:
     """Write the picture: a panel per draft length."""
     matplotlib.rcParams["svg.hashsalt"] = "faser"
@@ -109,8 +117,8 @@ def main() -> None:
     """Read, print, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("profile", type=Path, nargs="?", default=None)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1, 4], help="draft tokens per request")
-    parser.add_argument("--context", type=int, default=200, help="tokens of each request's context")
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="draft tokens per request")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="tokens of each request's context")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT)
     options = parser.parse_args()
     profile = load_profile(options.profile) if options.profile else shipped_profile("embedded")

@@ -53,16 +53,21 @@ def draw(fits: dict[Phase, Fit], output: Path) -> None:
     figure.savefig(output, metadata={"Date": None})
 
 
+def draw_surveys(telemetry: list[Path], output: Path = DEFAULT_OUTPUT) -> None:
+    """Fit these files and draw."""
+    measured = [read_measured(path) for path in telemetry]
+    samples = StepSamples.joined([freed(one.samples, one.steps, load_waiting(one.path)) for one in measured])
+    phases: tuple[Phase, ...] = ("verify", "draft")
+    draw({phase: fit_phase(samples, phase) for phase in phases}, output)
+
+
 def main() -> None:
     """Read, fit, draw."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("telemetry", type=Path, nargs="+")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT)
     options = parser.parse_args()
-    measured = [read_measured(path) for path in options.telemetry]
-    samples = StepSamples.joined([freed(one.samples, one.steps, load_waiting(one.path)) for one in measured])
-    phases: tuple[Phase, ...] = ("verify", "draft")
-    draw({phase: fit_phase(samples, phase) for phase in phases}, options.output)
+    draw_surveys(options.telemetry, options.output)
 
 
 if __name__ == "__main__":

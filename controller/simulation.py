@@ -66,6 +66,7 @@ def calibrate(
         str, typer.Option(help="Fit acceptance to an accept trace instead: spec_bench__eagle, ..., or a file.")
     ] = "",
     repeats: Annotated[int, typer.Option(min=1, help="Steps a kind must have been seen to be fitted.")] = 3,
+    name: Annotated[str, typer.Option(help="The profile's name; default: the model's.")] = "",
     json: Json = False,
 ) -> None:
     """Fit a profile to telemetry of demo, serve or bench runs."""
@@ -78,8 +79,9 @@ def calibrate(
 
     command = command_line(("faser", *map(shlex.quote, sys.argv[1:])))
     options = CalibrateOptions(
-        tuple(telemetry), output, base=base, acceptance=acceptance, command=command, json=json, least_repeats=repeats
-    )
+        tuple(telemetry), output, name=name, base=base, acceptance=acceptance, command=command, json=json,
+        least_repeats=repeats,
+    )  # fmt: skip
     raise typer.Exit(run_calibration(options, Console(stderr=True, highlight=False)))
 
 

@@ -47,7 +47,7 @@ class Grid:
     requests: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
     contexts: tuple[int, ...] = (32, 200, 700)
     most_tokens: int = 9_000  # prompts of one stop: they take time and are prompts like any other
-    steps: int = 80
+    steps: int = 40  # few, so that every kind comes up often: the machine's speed changes from minute to minute
 
     def stops(self, max_requests: int, max_context: int, kv_tokens: int) -> list[Stop]:
         """Return the stops that fit an engine."""

@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -203,12 +204,10 @@ def clients() -> str:
     return str(benchmark.table(msgspec.json.decode(benchmark.RESULTS.read_bytes(), type=benchmark.Results)))
 
 
-def overlap(table: str) -> str:
-    """Return a table of overlap_report.py."""
+def reported(script: str, table: str) -> str:
+    """Return a table of a report in benchmarks/."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    import overlap_report as report
-
-    return str(getattr(report, table)())
+    return str(getattr(import_module(script), table)())
 
 
 def quick_run() -> str:
@@ -299,9 +298,15 @@ BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/drafter.md", "acceptance"): acceptance,
     ("docs/drafter.md", "confidence"): confidence,
     ("docs/drafter.md", "confidence offline"): confidence_offline,
+    ("docs/drafter.md", "confidence saving"): confidence_saving,
     ("docs/bench.md", "clients"): clients,
-    ("docs/overlap.md", "drafting ahead"): partial(overlap, "drafting_ahead"),
+    ("docs/overlap.md", "bounds"): partial(reported, "overlap_bounds", "documented"),
+    ("docs/overlap.md", "drafting ahead"): partial(reported, "overlap_report", "drafting_ahead"),
     ("docs/reliability.md", "soak"): soak,
+    **{
+        ("docs/simulator.md", f"simulator {name}"): partial(reported, "fidelity_report", name.replace(" ", "_"))
+        for name in ("calibration", "acceptance", "published", "closed loop")
+    },
 }
 ADAPTER = {
     "back to back": "| adapter on the engine thread, 1 / 8 / 64 / 256 requests, p50, two runs, back to back",
@@ -315,7 +320,7 @@ ROUND_TRIP = {
 LINES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/bench.md", "One quick run on two shared cores,"): quick_run,
     ("README.md", "| the drafter's confidence on held-out prompts"): confidence_row,
-    ("README.md", "| drafting ahead with an oracle"): partial(overlap, "drafting_ahead_row"),
+    ("README.md", "| drafting ahead with an oracle"): partial(reported, "overlap_report", "drafting_ahead_row"),
 }
 # Of benchmarks/measured.py: tied once its file is there.
 MEASURED: dict[tuple[str, str], Callable[[], str]] = {

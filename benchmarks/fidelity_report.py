@@ -1,0 +1,77 @@
+"""Tables of what fidelity.py measured, for docs/figures.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+RESULT: Final = Path(__file__).parent / "results" / "fidelity.json"
+BARS: Final = {"ttft": 0.18, "tpot": 0.07, "e2e": 0.07, "tokens_per_s": 0.05}
+NAMES: Final = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E", "tokens_per_s": "tokens/s"}
+
+
+def read() -> Any:
+    """Return the results file."""
+    return json.loads(RESULT.read_text())
+
+
+def percent(share: float | None) -> str:
+    """Return a share as it is shown."""
+    return "-" if share is None else f"{100.0 * share:.1f} %"
+
+
+def calibration() -> str:
+    """Return the errors in cells that were never fitted."""
+    lines = [
+        "| phase | cells | held out, of 7 repeats or more | median error | p90 | engine's own spread "
+        "| one step around its median |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    found = read()["calibration"]
+    for phase in ("verify", "draft", "host"):
+        each = found[phase]
+        errors = " | ".join(
+            percent(each[name]) for name in ("held_out_median", "held_out_p90", "repeat_spread", "step_spread")
+        )
+        lines.append(f"| {phase} | {each['cells']} | {each['held_out_cells']} | {errors} |")
+    return "\n".join(lines)
+
+
+def acceptance() -> str:
+    """Return what the generator makes of the embedded pair's drafts."""
+    found = read()["calibration"]["acceptance"]
+    columns = [found[name] for name in ("measured_means", "model_means", "measured_auc", "model_auc")]
+    lines = ["| position | measured | model | AUC measured | AUC model |", "|---|---|---|---|---|"]
+    for position, values in enumerate(zip(*columns, strict=True), start=1):
+        lines.append(f"| {position} | {' | '.join(f'{value:.3f}' for value in values)} |")
+    return "\n".join(lines)
+
+
+def published() -> str:
+    """Return what it makes of published accept lengths."""
+    lines = ["| trace | tested | measured | model |", "|---|---|---|---|"]
+    for name, each in read()["published"].items():
+        both = (" / ".join(f"{mean:.2f}" for mean in each[column]) for column in ("measured", "model"))
+        lines.append(f"| {name} | {each['tested']} | {' | '.join(both)} |")
+    return "\n".join(lines)
+
+
+def closed_loop() -> str:
+    """Return how far a replayed run is from the real one."""
+    found = read()["closed_loop"]
+    if found is None:
+        return "Not measured with this profile yet."
+    lines = [
+        f"| {found['requests']} requests, {found['steps']} steps, {found['runs']} replays | error "
+        "| engine's own spread | bar |",
+        "|---|---|---|---|",
+    ]
+    spread = found["repeat_spread"]
+    lines += [
+        f"| {NAMES[name]} | {percent(found[f'{name}_error'])} | {percent(spread[name])} | {100.0 * bar:.0f} % |"
+        for name, bar in BARS.items()
+    ]
+    single = found["verify_error"]
+    lines.append(f"| single steps, verify: median, p90 | {percent(single['median'])}, {percent(single['p90'])} | | |")
+    return "\n".join(lines)
