@@ -61,17 +61,17 @@ def start_steering(vllm_config: VllmConfig, scheduler: Any) -> Steering | None:
     if not settings.is_enabled:
         logger.info("FASER is off: FASER_ENABLED=0")
         return None
-    if settings.endpoint.startswith("ipc://"):
-        ensure_private_folder(_folder_of(settings.endpoint))
-    keys = engine_keys(settings)
     hello = describe_engine(vllm_config, settings)
     default = Default(settings.default_length, frontier=settings.frontier)
     if scheduler.dynamic_sd_lookup is not None:
         default.lookup = list(scheduler.dynamic_sd_lookup)
     elif hello.k_max:
         # vLLM pads one-token requests with k_max placeholder drafts while this is None (0.32 scheduler.py:1131), and
-        # if FASER should fail at run time, this is what vLLM goes on with.
+        # if FASER should fail, here or at run time, this is what vLLM goes on with.
         scheduler.dynamic_sd_lookup = [default.length] * (scheduler.max_num_running_reqs + 1)
+    if settings.endpoint.startswith("ipc://"):
+        ensure_private_folder(_folder_of(settings.endpoint))
+    keys = engine_keys(settings)
     link = EngineLink(settings.endpoint, hello.boot_id, keys)
     lease = Lease(hello.boot_id, hello.k_max, settings.lease_steps, settings.lease_ms / 1000, hello.exit_layers)
     steering = Steering(hello, link, lease, default)

@@ -374,7 +374,10 @@ def make_config(folder: Path, is_async: bool) -> Any:
     return made
 
 
-def make_engine(configs: dict[str, Any], mode: str, blocks: int = 200, seed: int = 0, default: int = 0) -> Engine:
+def make_engine(
+    configs: dict[str, Any], mode: str, blocks: int = 200, seed: int = 0, default: int = 0,
+    endpoint: str = "inproc://faser",
+) -> Engine:  # fmt: skip
     """Return an engine whose scheduler came out of FASER's own factory."""
     import torch
     from vllm.utils.hashing import sha256
@@ -388,7 +391,7 @@ def make_engine(configs: dict[str, Any], mode: str, blocks: int = 200, seed: int
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=1, dtype=torch.float32)
     cache = KVCacheConfig(blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FASER_ENDPOINT", "inproc://faser")
+        patch.setenv("FASER_ENDPOINT", endpoint)
         patch.setenv("FASER_DEFAULT_K", str(default))
         patch.setattr(module, "EngineLink", Wire)
         scheduler = module.FaserScheduler(
@@ -425,6 +428,19 @@ def test_every_request_verifies_exactly_its_own_length(configs: dict[str, Any], 
     assert verified == {handle_of(engine, i): {length} for i, length in lengths.items()}
     engine.finish()
     assert engine.emitted == {request_id: expected(request_id, 5, 60) for request_id in lengths}
+
+
+@pytest.mark.parametrize("default", [0, 2])
+def test_an_engine_that_cannot_be_steered_drafts_its_default_not_the_most(
+    configs: dict[str, Any], tmp_path: Path, default: int
+) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    engine = make_engine(configs, MODES[0], default=default, endpoint=f"ipc://{folder}/engine.sock")
+    assert engine.scheduler.steering is None
+    engine.add("a", prompt=5, max_tokens=60)
+    assert engine._schedule().num_spec_tokens_to_schedule == default
 
 
 def handle_of(engine: Engine, request_id: str) -> int:
