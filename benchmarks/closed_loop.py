@@ -3,11 +3,12 @@
     python benchmarks/closed_loop.py [--loads 1,2,4,8,16,32] [--minutes 8] [--resume] [--smoke] [--docs docs]
 
 Every arm is a vLLM engine in a process of its own, FASER's with a real sidecar beside it; the rivals are vLLM without
-FASER. The engines take turns of a few seconds: who is not at work waits with its requests half done. All serve the
-same stream of held-out prompts, and a turn ends when its arm has emitted the same total of tokens as the others, so
-that a round compares the same work within seconds. The first steps of a turn are not measured. After --rounds full
-rounds a load goes on with FASER, no speculation and the rivals near the best until its ratio is sharp or its minutes
-are over. Every turn is in the JSON file when its round is over; closed_loop_report.py makes table and picture of it.
+FASER. The engines take turns: who is not at work waits with its requests half done. All serve the same stream of
+held-out prompts, and a turn ends when its arm has emitted the same total of tokens as the others, one answer per client
+or more, so that a round compares the same work within seconds. The first steps of a turn are not measured. After
+--rounds full rounds a load goes on with FASER, no speculation and the rivals near the best until its ratio is sharp or
+its minutes are over. Every turn is in the JSON file when its round is over; closed_loop_report.py makes table and
+picture of it.
 """
 
 from __future__ import annotations
@@ -149,10 +150,13 @@ class Bench:
         """Measure every load until its ratio is sharp or its minutes are over."""
         for load in self.plan.loads:
             self.say(f"{load} requests: every arm settles")
-            quantum = self._settle(load)
+            goal = self._settle(load)
             end_s = time.monotonic() + 60.0 * self.plan.minutes
             first = max((turn.round for turn in self.results.turns if turn.load == load), default=-1) + 1
-            goal, names = SETTLE_TURNS * quantum, self.plan.arms
+            names = self.plan.arms
+            # Every client ends an answer in every turn: with fewer tokens one prompt more or less, which costs as much
+            # as several steps, would be most of what arms differ by.
+            quantum = max(goal // SETTLE_TURNS, load * self.plan.settings.max_tokens)
             for round_ in itertools.count(first):
                 names = self.contenders(load, round_ - first, names)
                 if time.monotonic() > end_s or not names:
@@ -161,7 +165,7 @@ class Bench:
                 self._round(load, round_, names, goal)
 
     def _settle(self, load: int) -> int:
-        """Start the load in every arm and serve some turns, unmeasured; return the tokens of a turn."""
+        """Start the load in every arm and serve some short turns, unmeasured; return the tokens emitted by then."""
         settings = self.plan.settings
         random = np.random.default_rng((len(self.results.turns), load))
         order = stream_order(settings.max_prompt_tokens, random)
@@ -176,7 +180,7 @@ class Bench:
                 quantum = max(round(trial["tokens"] / trial["seconds"] * settings.turn_s), LEAST_TOKENS)
             for turn in range(SETTLE_TURNS):
                 engine.ask("turn", (turn + 1) * quantum, UNMEASURED_STEPS)
-        return quantum
+        return SETTLE_TURNS * quantum
 
     def _round(self, load: int, round_: int, names: Sequence[str], goal: int) -> None:
         """Give each arm a turn, in rotating order; those no longer measured stay where they are."""
