@@ -20,6 +20,11 @@ def spread(found: dict[str, float], digits: int) -> str:
     return f"{found['median']:.{digits}f} ({found['least']:.{digits}f} to {found['most']:.{digits}f})"
 
 
+def hidden(found: dict[str, Any]) -> str:
+    """Return the median share of drafting that was hidden; runs are compared, so it can come out above all of it."""
+    return f"{min(found['hidden_share']['median'], 1.0) * 100:.0f} %"
+
+
 def drafting_ahead() -> str:
     """Return the table of drafting ahead with an oracle, forced on."""
     found = read("overlap.json")
@@ -33,7 +38,7 @@ def drafting_ahead() -> str:
             f"| of it waiting for drafts, ms | {waits[0]} | {waits[1]} |",
             f"| tokens per second over drafting in turn | | {spread(found['speedup'], 2)} |",
             f"| of the bound for these phases at this hit rate | | {found['bound_reached']:.2f} |",
-            f"| drafting time hidden | | {found['hidden_share']['median'] * 100:.0f} % |",
+            f"| drafting time hidden | | {hidden(found)} |",
             f"| frontiers of use / of no use | | {found['hits']} / {found['misses']} |",
         )
     )
@@ -44,7 +49,7 @@ def drafting_ahead_row() -> str:
     found = read("overlap.json")
     return (
         "| drafting ahead with an oracle, one request, over drafting in turn / drafting hidden "
-        f"| {spread(found['speedup'], 2)} / {found['hidden_share']['median'] * 100:.0f} % | 1.25 / 70 % "
+        f"| {spread(found['speedup'], 2)} / {hidden(found)} | 1.25 / 70 % "
         "| `benchmarks/overlap.py` |"
     )
 
@@ -64,7 +69,7 @@ def ping_pong() -> str:
             f"| drafting of a step, or waiting for it, ms | {draft['all']:.1f} | {draft['half']:.1f} | {waited:.1f} |",
             f"| tokens per second over drafting in turn | | | {spread(found['speedup'], 2)} |",
             f"| bound for these phases / share of it | | | {found['bound']:.2f} / {found['of_bound']:.2f} |",
-            f"| drafting time hidden | | | {found['hidden_share']['median'] * 100:.0f} % |",
+            f"| drafting time hidden | | | {hidden(found)} |",
         )
     )
 

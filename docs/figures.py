@@ -302,6 +302,7 @@ BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/bench.md", "clients"): clients,
     ("docs/overlap.md", "bounds"): partial(reported, "overlap_bounds", "documented"),
     ("docs/overlap.md", "drafting ahead"): partial(reported, "overlap_report", "drafting_ahead"),
+    ("docs/overlap.md", "ping-pong"): partial(reported, "overlap_report", "ping_pong"),
     ("docs/reliability.md", "soak"): soak,
     **{
         ("docs/simulator.md", f"simulator {name}"): partial(reported, "fidelity_report", name.replace(" ", "_"))
