@@ -43,7 +43,7 @@ TEMPERATURES = (0.0, 0.7)
 class Sidecar:
     """Stands in for the engine's link: keeps records and, with a decision maker, answers each before the next step."""
 
-    answer: Callable[[StepRecord], ActionSet] | None = None
+    decide: Callable[[StepRecord], ActionSet] | None = None
     records: list[StepRecord] = field(default_factory=list)
     inbox: list[FromController] = field(default_factory=list)
     dropped: int = 0
@@ -54,8 +54,8 @@ class Sidecar:
         if not isinstance(message, StepRecord):
             return
         self.records.append(message)
-        if self.answer is not None:
-            self.inbox = [self.answer(message)]
+        if self.decide is not None:
+            self.inbox = [self.decide(message)]
 
     def send_later(self, make: Callable[[], FromEngine]) -> None:
         """Take a record that is still to be made."""
@@ -127,12 +127,12 @@ def decision_maker(policy: str, hello: Hello) -> Callable[[StepRecord], ActionSe
     capabilities = Capabilities.from_hello(hello)
     state, chosen = EngineState(capabilities), make_policy(policy, capabilities)
 
-    def answer(record: StepRecord) -> ActionSet:
+    def decided(record: StepRecord) -> ActionSet:
         decision = decide(state, record, chosen, LeaseTerms(), 1, next(SEQUENCE))
         learn(state)
         return decision.action_set
 
-    return answer
+    return decided
 
 
 def measure_quality(options: argparse.Namespace) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from profile_plot import draw_surveys
+from profile_plot import DEFAULT_OUTPUT, draw_surveys
 
 from faser.controller.bench_machine import commit, machine_facts, versions
 from faser.env.accept_traces import SHIPPED, shipped_accept_trace
@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--run", type=Path, help="telemetry of a run that is not fitted")
     parser.add_argument("--repeat", type=Path, help="telemetry of the same load again")
     parser.add_argument("--json", type=Path, default=RESULT, help="the figures to write")
+    parser.add_argument("--picture", type=Path, default=DEFAULT_OUTPUT, help="predicted against measured step times")
     options = parser.parse_args()
     if (options.run is None) != (options.repeat is None):
         parser.error("--run and --repeat go together: the engine's own spread stands beside every figure")
@@ -69,7 +70,7 @@ def main() -> None:
         "published": published(),
     }  # fmt: skip
     options.json.write_text(json.dumps(report, indent=1) + "\n")
-    draw_surveys(options.surveys)
+    draw_surveys(options.surveys, options.picture)
     print(json.dumps(report))
 
 

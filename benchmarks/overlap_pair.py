@@ -25,6 +25,8 @@ from typing import Any
 import msgspec
 from remote import Remote, serve
 
+from faser.engine_adapter.settings import ALWAYS, AUTO, NEVER
+
 SPLIT = ("own", "in turn", "ahead", "groups", "gated")
 ARMS = (*SPLIT, "unsplit")
 PAIRS = (("ahead", "in turn"), ("ahead", "own"), ("ahead", "unsplit"), ("own", "unsplit"), ("groups", "in turn"),
@@ -77,7 +79,7 @@ class Engine:
         default.length, default.frontier = self._length, 0 if arm in ("own", "unsplit") else self._length
         self._scheduler.ping_pong = self._groups if arm in ("groups", "gated") else None
         if self._groups is not None:
-            self._groups.mode = "always" if arm == "groups" else "auto"
+            self._groups.mode = ALWAYS if arm == "groups" else AUTO
         if remote is not None:
             remote.go_on = self._go_on if arm in ("ahead", "gated") else lambda wishes: self._go_on([])
         before = self._counts()
@@ -123,7 +125,7 @@ def start(options: argparse.Namespace, folder: str, is_split: bool) -> Remote:
     cores = str(target) if is_split else f"{target},{drafter}"
     environment = {
         "FASER_DRAFTER_CORES": str(drafter) if is_split else "",
-        "FASER_PING_PONG": "auto" if is_split else "never",
+        "FASER_PING_PONG": AUTO if is_split else NEVER,
         "FASER_ENDPOINT": f"ipc://{folder}/{'split' if is_split else 'unsplit'}.sock",  # where nobody listens
         "VLLM_CPU_OMP_THREADS_BIND": cores,
         "KMP_BLOCKTIME": "0",

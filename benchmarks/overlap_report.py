@@ -1,4 +1,4 @@
-"""Tables of what overlap.py and overlap_pair.py measured, for docs/figures.py."""
+"""Tables of what overlap.py measured, for docs/figures.py."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-RESULTS: Final = Path(__file__).parent / "results"
-PAIR_RATIOS: Final = ("ahead / in turn", "groups / in turn", "gated / in turn", "gated / ahead", "gated / groups")
+RESULT: Final = Path(__file__).parent / "results" / "overlap.json"
 
 
-def read(name: str) -> Any:
-    """Return a results file."""
-    return json.loads((RESULTS / name).read_text())
+def read() -> Any:
+    """Return the results file."""
+    return json.loads(RESULT.read_text())
 
 
 def spread(found: dict[str, float], digits: int) -> str:
@@ -27,7 +26,7 @@ def hidden(found: dict[str, Any]) -> str:
 
 def drafting_ahead() -> str:
     """Return the table of drafting ahead with an oracle, forced on."""
-    found = read("overlap.json")
+    found = read()
     turn, ahead = ({part: found[part][arm] for part in ("step_ms", "wait_ms")} for arm in ("in turn", "ahead"))
     steps, waits = ([spread(arm[part], 1) for arm in (turn, ahead)] for part in ("step_ms", "wait_ms"))
     return "\n".join(
@@ -46,7 +45,7 @@ def drafting_ahead() -> str:
 
 def drafting_ahead_row() -> str:
     """Return the README's line on drafting ahead."""
-    found = read("overlap.json")
+    found = read()
     return (
         "| drafting ahead with an oracle, one request, over drafting in turn / drafting hidden "
         f"| {spread(found['speedup'], 2)} / {hidden(found)} | 1.25 / 70 % "
@@ -56,7 +55,7 @@ def drafting_ahead_row() -> str:
 
 def ping_pong() -> str:
     """Return the table of two groups with an oracle, forced on."""
-    found = read("overlap.json")["ping_pong"]
+    found = read()["ping_pong"]
     rates, verify, draft = found["tokens_per_s"], found["verify_ms"], found["draft_ms"]
     waited = found["wait_ms"]["ping-pong"]
     return "\n".join(
@@ -72,21 +71,3 @@ def ping_pong() -> str:
             f"| drafting time hidden | | | {hidden(found)} |",
         )
     )
-
-
-def pair() -> str:
-    """Return the table of the embedded pair at every load."""
-    loads = read("overlap_pair.json")["loads"]
-    arms = list(next(iter(loads.values()))["tokens_per_s"])
-    lines = [
-        f"| requests | {' | '.join(f'{arm}, tokens/s' for arm in arms)} | {' | '.join(PAIR_RATIOS)} "
-        "| frontiers of use / of no use |",
-        "|---" * (2 + len(arms) + len(PAIR_RATIOS)) + "|",
-    ]
-    for requests, load in loads.items():
-        rates = " | ".join(f"{load['tokens_per_s'][arm]['median']:.0f}" for arm in arms)
-        ratios = " | ".join(spread(load["ratios"][name], 2) for name in PAIR_RATIOS)
-        ahead = load["ahead"]
-        missed = ahead["rejected"] + ahead["other_bonus"] + ahead["late"]
-        lines.append(f"| {requests} | {rates} | {ratios} | {ahead['hits']} / {missed} |")
-    return "\n".join(lines)

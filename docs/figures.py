@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))  # whose reports make tables
 RESULTS = ROOT / "benchmarks" / "results"
 END = "<!-- end of figures -->"
 OWN_REPORTS = ("docs/results.md", "docs/scale.md", "docs/overlap.md", "docs/pruning.md")
@@ -45,7 +46,6 @@ def read(name: str) -> Any:
 
 def closed_loop() -> str:
     """Return the README's ratios at each load; docs/results.md has all of it."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
     import closed_loop_report as report  # it takes a second to import
 
     told = report.read_results(report.RESULTS)
@@ -197,7 +197,6 @@ def confidence_saving() -> str:
 
 def clients() -> str:
     """Return the figures of other clients beside ours."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
     import clients as benchmark  # it takes seconds to import
     import msgspec
 
@@ -206,7 +205,6 @@ def clients() -> str:
 
 def reported(script: str, table: str) -> str:
     """Return a table of a report in benchmarks/."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
     return str(getattr(import_module(script), table)())
 
 

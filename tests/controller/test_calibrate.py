@@ -2,6 +2,8 @@
 
 import json
 import sqlite3
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+import faser
 from faser.controller.calibrate import CalibrateOptions, calibrate
 from faser.controller.errors import ModelError, StoreError, UsageError
 from faser.controller.fidelity import FidelityOptions, run_fidelity
@@ -17,6 +20,7 @@ from faser.controller.measured import read_measured
 from faser.controller.starvation import Waiting, freed, load_waiting, save_waiting
 from faser.controller.store import EngineEntry, RunEntry, StepEntry, Store
 from faser.engine_adapter.protocol import Hello, Prune, RequestEvent, RequestRow, StepRecord
+from faser.env.accept_traces import SHIPPED
 from faser.env.engine_model import Exit, Work, load_profile, save_profile, synthetic_profile
 from faser.env.replay import Orders, replay
 
@@ -217,6 +221,21 @@ def test_a_base_profile_keeps_its_shape_and_takes_on_the_level_of_the_telemetry(
         out=np.full(len(before.verify.coefficients), 1.3),
     ) == pytest.approx(1.3, rel=0.03)
     assert sum(after.draft.coefficients) == pytest.approx(sum(before.draft.coefficients), rel=0.03)
+
+
+def test_the_script_behind_the_documents_fits_replays_and_draws(telemetry: Path, tmp_path: Path) -> None:
+    script = Path(faser.__file__).parent / "benchmarks" / "fidelity.py"
+    made = {"profile": tmp_path / "p.json", "json": tmp_path / "figures.json", "picture": tmp_path / "steps.svg"}
+    flags = [part for name, path in made.items() for part in (f"--{name}", str(path))]
+    command = [sys.executable, str(script), str(telemetry), *flags, "--run", str(telemetry), "--repeat", str(telemetry)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(made["json"].read_text())
+    assert load_profile(made["profile"]).name == "embedded"
+    assert told["calibration"]["verify"]["cells"] > 8
+    assert told["closed_loop"]["repeat_spread"] == {"ttft": 0.0, "tpot": 0.0, "e2e": 0.0, "tokens_per_s": 0.0}
+    assert set(told["published"]) == set(SHIPPED)
+    assert made["picture"].read_text().startswith("<?xml")
 
 
 def test_fidelity_replays_another_run_of_the_same_engine(
