@@ -79,6 +79,14 @@ class Plan:
     settings: Settings
 
 
+def turn_tokens(settle_tokens: int, load: int, answer_tokens: int) -> int:
+    """Return the tokens of a turn, one answer of every client at least.
+
+    With fewer, one prompt more or less, which costs as much as several steps, would be most of what arms differ by.
+    """
+    return max(settle_tokens, load * answer_tokens)
+
+
 @dataclass(slots=True)
 class Bench:
     """The run: engines, plan and what was measured."""
@@ -154,9 +162,7 @@ class Bench:
             end_s = time.monotonic() + 60.0 * self.plan.minutes
             first = max((turn.round for turn in self.results.turns if turn.load == load), default=-1) + 1
             names = self.plan.arms
-            # Every client ends an answer in every turn: with fewer tokens one prompt more or less, which costs as much
-            # as several steps, would be most of what arms differ by.
-            quantum = max(goal // SETTLE_TURNS, load * self.plan.settings.max_tokens)
+            quantum = turn_tokens(goal // SETTLE_TURNS, load, self.plan.settings.max_tokens)
             for round_ in itertools.count(first):
                 names = self.contenders(load, round_ - first, names)
                 if time.monotonic() > end_s or not names:

@@ -7,7 +7,8 @@ on while the target verifies, where the adapter expects that to pay), `groups` (
 can), `gated` (ahead, and groups where they were measured to pay: what a user gets who switches both on). `unsplit` is a
 second engine with both cores for both phases and no process. Prints JSON: tokens per second of each arm with median and
 spread, ratios of pairs of runs, how often frontiers were of use, and how many tokens were accepted of those drafted in
-turn and ahead. About half an hour on two quiet cores; --quick is a dry run.
+turn and ahead. An hour on two quiet cores, most of it at 16 requests; the file is written when a load is done, with those
+before it. --quick is a dry run.
 """
 
 from __future__ import annotations
@@ -158,7 +159,13 @@ def measure(engines: dict[str, Remote], options: argparse.Namespace, requests: i
         turn = round_ % len(ARMS)
         for arm in ARMS[turn:] + ARMS[:turn]:
             runs[arm].append(engines[arm].ask("run", texts, options.tokens, arm))
+        say(f"{requests} requests: {round_ + 1} of {len(sets)} rounds")
     return summary(runs)
+
+
+def say(text: str) -> None:
+    """Tell the user how far it is."""
+    print(f"overlap_pair {time.strftime('%H:%M:%S')}: {text}", file=sys.stderr, flush=True)
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -209,26 +216,27 @@ def main() -> None:
     from faser.controller.bench_machine import commit, machine_facts, versions
 
     options = read_options()
+    loads: dict[str, Any] = {}
+    report = {
+        "machine": msgspec.to_builtins(machine_facts()), "versions": versions(), "commit": commit(),
+        "length": options.length, "dtype": options.dtype, "cores": options.cores, "tokens": options.tokens,
+        "rounds": options.rounds, "loads": loads,
+    }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="faser-") as folder:
         split = start(options, folder, is_split=True)
         try:
             unsplit = start(options, folder, is_split=False)
             try:
                 engines = dict.fromkeys(ARMS, split) | {"unsplit": unsplit}
-                loads = {str(requests): measure(engines, options, requests) for requests in options.requests}
+                for requests in options.requests:
+                    loads[str(requests)] = measure(engines, options, requests)
+                    if options.json:
+                        options.json.write_text(json.dumps(report, indent=1) + "\n")
             finally:
                 unsplit.end()
         finally:
             split.end()
-    report = {
-        "machine": msgspec.to_builtins(machine_facts()), "versions": versions(), "commit": commit(),
-        "length": options.length, "dtype": options.dtype, "cores": options.cores, "tokens": options.tokens,
-        "rounds": options.rounds, "loads": loads,
-    }  # fmt: skip
-    text = json.dumps(report, indent=1)
-    print(text)
-    if options.json:
-        options.json.write_text(text + "\n")
+    print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tables of what overlap.py measured, for docs/figures.py."""
+"""Tables of what overlap.py and overlap_pair.py measured, for docs/figures.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, Final
 
 RESULT: Final = Path(__file__).parent / "results" / "overlap.json"
+PAIR_RESULT: Final = RESULT.with_name("overlap_pair.json")
+FORCED: Final = ("in turn", "ahead", "groups")  # what the gates choose from
 
 
 def read() -> Any:
@@ -71,3 +73,35 @@ def ping_pong() -> str:
             f"| drafting time hidden | | | {hidden(found)} |",
         )
     )
+
+
+def pair_rates() -> str:
+    """Return the embedded pair's tokens per second in each arm."""
+    found = json.loads(PAIR_RESULT.read_text())
+    arms = list(next(iter(found["loads"].values()))["tokens_per_s"])
+    lines = [f"| requests, {found['rounds']} rounds | {' | '.join(arms)} |", "|---" * (len(arms) + 1) + "|"]
+    for requests, load in found["loads"].items():
+        lines.append(f"| {requests} | {' | '.join(spread(load['tokens_per_s'][arm], 1) for arm in arms)} |")
+    return "\n".join(lines)
+
+
+def pair_ratios() -> str:
+    """Return what drafting ahead and groups bring the embedded pair, and what the gates leave of it."""
+    found = json.loads(PAIR_RESULT.read_text())
+    lines = [
+        "| requests | ahead / in turn | groups / in turn | gated / the best of these three | that is "
+        "| chunks of use / tried ahead | accepted of those handed over ahead / in turn |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for requests, load in found["loads"].items():
+        best = max(FORCED, key=lambda arm: load["tokens_per_s"][arm]["median"])
+        ratios, ahead = load["ratios"], load["ahead"]
+        tried = ahead["hits"] + ahead["rejected"] + ahead["other_bonus"] + ahead["late"]
+        shares = [
+            f"{ahead[f'accepted_{how}'] / max(ahead[f'handed_{how}'], 1) * 100:.0f} %" for how in ("ahead", "in_turn")
+        ]
+        lines.append(
+            f"| {requests} | {spread(ratios['ahead / in turn'], 2)} | {spread(ratios['groups / in turn'], 2)} "
+            f"| {spread(ratios[f'gated / {best}'], 2)} | {best} | {ahead['hits']} / {tried} | {' / '.join(shares)} |"
+        )
+    return "\n".join(lines)

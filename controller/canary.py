@@ -79,14 +79,15 @@ class Canary:
         lengths = np.full(len(handles), alone, np.int64)
         lengths[members] = longest
         draws = None
-        if fit_rows(lengths, capabilities.max_batched_tokens) is lengths:
+        max_rows, in_batch = capabilities.max_batched_tokens, state.in_batch()
+        if fit_rows(lengths, max_rows, in_batch) is lengths:
             drawn = [self._drawn(state, *each) for each in zip(names, preferred, longest, strict=True)]
             chances = [self.propensity(*each) for each in zip(drawn, preferred, longest, strict=True)]
             draws = Draws(names, drawn, preferred, chances)
         lengths[members] = draws.lengths if draws is not None else preferred
         reason = f"canary, {len(members)} of {len(handles)} requests: {action.reason}"
         result = replace(
-            action, lengths=fit_rows(lengths, capabilities.max_batched_tokens), default_length=alone,
+            action, lengths=fit_rows(lengths, max_rows, in_batch), default_length=alone,
             split=None, frontier=None, stop=None, prune=None, reason=reason,
         )  # fmt: skip
         return result, draws

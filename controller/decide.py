@@ -15,7 +15,7 @@ import numpy as np
 
 from ..engine_adapter.protocol import MAX_REQUESTS, ActionSet, Mode, StepRecord
 from ..env.compiled import compiled
-from ..env.spaces import Action, Capabilities, Lengths, clamp
+from ..env.spaces import Action, Capabilities, Lengths, clamp, fit_rows
 from ..env.state import EngineState, look
 from ..models.policy import Policy
 
@@ -97,10 +97,12 @@ def guard(action: Action, state: EngineState) -> Action:
         reason = f"policy gave {size} lengths for {state.requests.size} requests: default length {default}"
         action = Action(np.full(state.requests.size, default, np.int64), default, reason=reason)
     action = clamp(action, state.capabilities)
-    most = state.requests.column("most")
-    if _are_allowed(action.lengths, most):
-        return action
-    return msgspec.structs.replace(action, lengths=np.minimum(action.lengths, most))
+    lengths, most = action.lengths, state.requests.column("most")
+    if not _are_allowed(lengths, most):
+        lengths = np.minimum(lengths, most)
+    if state.capabilities.max_batched_tokens:
+        lengths = fit_rows(lengths, state.capabilities.max_batched_tokens, state.in_batch())
+    return action if lengths is action.lengths else msgspec.structs.replace(action, lengths=lengths)
 
 
 def pack(state: EngineState, action: Action) -> tuple[list[int], list[int]]:

@@ -301,6 +301,8 @@ BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/overlap.md", "bounds"): partial(reported, "overlap_bounds", "documented"),
     ("docs/overlap.md", "drafting ahead"): partial(reported, "overlap_report", "drafting_ahead"),
     ("docs/overlap.md", "ping-pong"): partial(reported, "overlap_report", "ping_pong"),
+    ("docs/overlap.md", "the pair's rates"): partial(reported, "overlap_report", "pair_rates"),
+    ("docs/overlap.md", "the pair's ratios"): partial(reported, "overlap_report", "pair_ratios"),
     ("docs/reliability.md", "soak"): soak,
     **{
         ("docs/simulator.md", f"simulator {name}"): partial(reported, "fidelity_report", name.replace(" ", "_"))

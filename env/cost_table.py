@@ -41,6 +41,7 @@ class StepCost:
     overlap_s: float
     is_draft_known: bool = True  # False: `rounds` and `drafted` say too little
     caught_up: int = 0  # tokens the drafter had skipped and made up for in `draft_s`
+    all_draft: bool = False  # everybody may draft behind this step: the drafter reads the prompts in it too
 
 
 @dataclass(slots=True)
@@ -106,6 +107,21 @@ class CostTable:
         kernel.verify(self._bent(), self._sizes, self.level_s, times_s.reshape(-1))
         return times_s
 
+    def beside_prompts_s(self, rows: npt.ArrayLike, requests: int, prompt_rows: float) -> Floats:
+        """Return seconds of everything but drafting for each number of decoding rows, any shape, without the prompts'.
+
+        A row beside prompts never costs less than without them: where a prompt's row is taken for more than it is, the
+        curve gets too flat at many rows, and drafts beside prompts would look cheap.
+
+        :param requests: rows of the step without drafts
+        """
+        alone_s = self.verify_time_s(rows)
+        if prompt_rows == 0.0:
+            return alone_s
+        together_s = self.verify_time_s(np.asarray(rows) + prompt_rows)
+        slower_s: Floats = np.maximum(alone_s, together_s - self.prefill_time_s(requests, prompt_rows))
+        return slower_s
+
     def prefill_time_s(self, requests: int, prefill_rows: float) -> float:
         """Return seconds that prompts, `prompt_rows` of them, add to a step of `requests` decoding rows.
 
@@ -159,7 +175,11 @@ class CostTable:
 
     def catch_up_time_s(self, tokens: int) -> float:
         """Return seconds in which the drafter makes up for so many skipped tokens."""
-        return self.level_s * self._drafting.per_missed * tokens
+        return self.level_s * self._drafting.per_read * tokens
+
+    def keep_up_time_s(self, prompt_rows: float) -> float:
+        """Return seconds in which the drafter reads prompts so that it can draft behind them, and else would not."""
+        return self.level_s * max(self._drafting.per_read - self._drafting.per_idly_read, 0.0) * prompt_rows
 
     @property
     def drafting_steps(self) -> int:
@@ -171,13 +191,15 @@ class CostTable:
         if cost.draft_s > 0.0:
             share = min(cost.overlap_s / cost.draft_s, 1.0)
             self._overlap_share += 0.05 * (share - self._overlap_share)
-        if cost.prefill_rows * 2 > cost.rows:
-            return
-        units = cost.draft_s / self.level_s
-        if cost.caught_up:  # such steps are no measure of drafting: the first one would make it look dear
-            self._drafting.learn_missed(cost.rows, cost.rounds, cost.drafted, min(cost.caught_up, MAX_ROWS), units)
-            return
-        self._drafting.learn(cost.rows, cost.requests, cost.rounds, cost.drafted, units)
+        units, is_mostly_prompt = cost.draft_s / self.level_s, cost.prefill_rows * 2 > cost.rows
+        if not cost.caught_up and not is_mostly_prompt:
+            self._drafting.learn(cost.rows, cost.requests, cost.rounds, cost.drafted, units)
+        elif cost.rounds == 0:
+            self._drafting.learn_idle_reading(cost.prefill_rows, units)
+        elif cost.all_draft or not is_mostly_prompt:  # no measure of drafting: it would look dear, or cheap per row
+            prompt_rows = cost.prefill_rows if cost.all_draft else 0
+            read = prompt_rows + min(cost.caught_up, MAX_ROWS)
+            self._drafting.learn_reading(cost.rows - prompt_rows, cost.rounds, cost.drafted, read, units)
 
     def _learn_prompt_row(self, cost: StepCost, verify_s: float) -> None:
         """Learn from a step of mostly prompt rows what one of them costs beside a row that decodes.

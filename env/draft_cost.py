@@ -27,9 +27,9 @@ FLOOR = 0.05  # relative errors count, those far below this do not
 FADE_RECORDS = 8000.0  # a cell not visited is doubted again
 LOCALITY = 0.6  # weight of cells of half or twice the batch size in the fit
 NEAR_BATCH, NEAR_ROUNDS = 0.5, 0.1  # what evidence from half the batch, or from a round more or less, tells
-MISSED_STEPS = 15  # the cost of a missed token is the median of so many steps
+READ_STEPS = 15  # the cost of a row that is read is the median of so many steps
 SLACK = 1e-9  # in the fit's optimality
-LEAST_MISSED = 64  # tokens; of fewer the cost drowns in the step's own
+LEAST_READ = 64  # rows; of fewer the cost drowns in the step's own
 SOLVE_ALWAYS, SOLVE_EVERY = 64, 16  # steps: each of the first, then every so many, and those of a new cell
 FIRST_CELLS = 16  # room for so many, doubled when it is taken
 
@@ -49,7 +49,8 @@ class DraftCost:
         self._cells = np.zeros((FIRST_CELLS, CELL_COLUMNS))
         self._last_steps = np.zeros((FIRST_CELLS, CELL_STEPS, 3))  # a ring per cell
         self._coefficients = PRIOR.copy()
-        self._missed: deque[float] = deque(maxlen=MISSED_STEPS)  # units per token made up for
+        self._read: deque[float] = deque(maxlen=READ_STEPS)  # units per row read beside the drafting
+        self._idly_read: deque[float] = deque(maxlen=READ_STEPS)  # units per prompt row where nothing is drafted
 
     def units(self, rows: npt.ArrayLike, rounds: npt.ArrayLike, drafted: npt.ArrayLike) -> Floats:
         """Return the cost after a step of `rows`, for `rounds` rounds over `drafted` tokens in all; any one shape."""
@@ -63,9 +64,14 @@ class DraftCost:
         return units
 
     @property
-    def per_missed(self) -> float:
-        """Cost of a token that was skipped and is made up for; before any was, that of a row."""
-        return sorted(self._missed)[(len(self._missed) - 1) // 2] if self._missed else float(self._coefficients[3])
+    def per_read(self) -> float:
+        """Cost of a row that is read to draft behind it, skipped or of a prompt; before any was, that of a row."""
+        return _lower_median(self._read) if self._read else float(self._coefficients[3])
+
+    @property
+    def per_idly_read(self) -> float:
+        """Cost of a prompt row where nothing is drafted: 0 for drafters that skip it then."""
+        return _lower_median(self._idly_read) if self._idly_read else 0.0
 
     @property
     def per_round(self) -> float:
@@ -94,16 +100,22 @@ class DraftCost:
             float(rows), float(drafted),
         )  # fmt: skip
 
-    def learn_missed(self, rows: int, rounds: int, drafted: int, missed: int, units: float) -> None:
-        """Take in a step in which the drafter made up for `missed` tokens beside its work."""
-        if missed >= LEAST_MISSED:
+    def learn_reading(self, rows: int, rounds: int, drafted: int, read: int, units: float) -> None:
+        """Take in a step in which the drafter read `read` rows, of prompts or skipped before, beside its work."""
+        if read >= LEAST_READ:
             beside = float(self.units(rows, rounds, drafted))
-            self._missed.append(max(units - beside, 0.0) / missed)
+            self._read.append(max(units - beside, 0.0) / read)
+
+    def learn_idle_reading(self, prompt_rows: int, units: float) -> None:
+        """Take in a step of `prompt_rows` in which nothing was drafted."""
+        if prompt_rows >= LEAST_READ:
+            self._idly_read.append(units / prompt_rows)
 
     def rescale(self, factor: float) -> None:
         """Express everything in a unit that is 1 / `factor` of the one so far."""
         self._coefficients *= factor
-        self._missed = deque((units * factor for units in self._missed), maxlen=MISSED_STEPS)
+        self._read = deque((units * factor for units in self._read), maxlen=READ_STEPS)
+        self._idly_read = deque((units * factor for units in self._idly_read), maxlen=READ_STEPS)
         self._last_steps[:, :, UNITS] *= factor
         self._cells[:, MEDIANS + UNITS :: 3] *= factor
 
@@ -115,6 +127,10 @@ class DraftCost:
         self._places[rounds, octave] = place
         self._cells[place, ROUNDS], self._cells[place, OCTAVE] = rounds, octave
         return place
+
+
+def _lower_median(units: deque[float]) -> float:
+    return sorted(units)[(len(units) - 1) // 2]
 
 
 def _octave(requests: float) -> int:

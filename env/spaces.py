@@ -81,7 +81,7 @@ def clamp(action: Action, capabilities: Capabilities) -> Action:
     if not isinstance(default, int):
         default = int(clamp_lengths(np.array([default]), capabilities.k_max)[0])
     return Action(
-        lengths=fit_rows(clamp_lengths(action.lengths, capabilities.k_max), capabilities.max_batched_tokens),
+        lengths=clamp_lengths(action.lengths, capabilities.k_max),
         default_length=min(max(default, 0), capabilities.k_max),
         price=_finite_or_none(action.price),
         split=_index_or_none(action.split, len(capabilities.splits) - 1),
@@ -105,18 +105,21 @@ def clamp_lengths(lengths: npt.ArrayLike | None, k_max: int) -> Lengths:
     return whole
 
 
-def fit_rows(lengths: Lengths, max_rows: int) -> Lengths:
-    """Return lengths whose verify batch, 1 + k rows per request, fits in `max_rows` (0: no limit).
+def fit_rows(lengths: Lengths, max_rows: int, in_batch: npt.NDArray[np.bool_]) -> Lengths:
+    """Return lengths whose verify batch, 1 + k rows per request of it, fits in `max_rows` (0: no limit).
 
     The deepest requests give first. Without this the scheduler would leave whole requests out of the step.
+
+    :param in_batch: (n,) who has rows in the next step; those who wait take none, however many they are
     """
-    spare = max_rows - len(lengths)
-    if max_rows <= 0 or _total(lengths) <= spare:
+    within = lengths[in_batch]
+    spare = max_rows - len(within)
+    if max_rows <= 0 or _total(within) <= spare:
         return lengths
     if spare <= 0:
         return np.zeros_like(lengths)
-    caps = np.arange(int(lengths.max()) + 1)
-    totals = np.minimum(lengths[:, None], caps).sum(axis=0)
+    caps = np.arange(int(within.max()) + 1)
+    totals = np.minimum(within[:, None], caps).sum(axis=0)
     fitting: Lengths = np.minimum(lengths, caps[totals <= spare][-1])
     return fitting
 

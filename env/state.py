@@ -25,6 +25,7 @@ from .step_rows import StepRows, StepSums
 
 ARRIVAL_WINDOW_S = 10.0
 LOAD_STEPS = 8.0  # memory of the running means
+STEADY_STEPS = 256.0  # ... of those that are to outlast the time between two prompts
 ASKED = 64  # action sets whose stop rule is remembered: more than are ever on their way
 
 
@@ -38,6 +39,7 @@ class Load:
     arrival_rate_per_s: float = 0.0  # over about 10 s
     prefill_rows: float = 0.0  # running mean, rows per step
     prefill_share: float = 0.0  # running mean, 0..1 of the rows
+    steady_prefill_rows: float = 0.0  # rows per step, over some hundred steps
     step_s: float = 0.0  # running mean
     tokens_per_s: float = 0.0  # running mean of emitted tokens
 
@@ -96,6 +98,10 @@ class EngineState:
         """Return (n,) int64 handles of all live requests, in order of first appearance."""
         return self.requests.column("handle").copy()
 
+    def in_batch(self) -> Bools:
+        """Return (n,) which requests are in the batch now: the others wait."""
+        return self.requests.running(self.link.records)
+
     def decoding(self) -> Bools:
         """Return (n,) which requests are in the batch and past their prompt: these can use a draft now."""
         return self.requests.decoding(self.link.records)
@@ -119,6 +125,10 @@ class EngineState:
     def catch_up_s(self, decoding: Bools) -> float:
         """Return seconds the drafter would need first, were these requests to draft now."""
         return self.cost.catch_up_time_s(self.requests.missed(decoding)) if self.has_skipped else 0.0
+
+    def keep_up_s(self) -> float:
+        """Return seconds per step in which the drafter reads new prompts, if it is to draft behind them."""
+        return self.cost.keep_up_time_s(self.load.steady_prefill_rows)
 
     def ask(self, sequence: int, stop: StopRule | None) -> None:
         """Note which stop rule an action set asks for: it decides what the records under it can tell."""
@@ -223,6 +233,7 @@ def _step_cost(lesson: Lesson) -> StepCost:
         overlap_s=record.overlap_s,
         is_draft_known=is_known,
         caught_up=record.caught_up,
+        all_draft=bool((lesson.rows.draft_limit > 0).all()),
     )
 
 
@@ -230,7 +241,9 @@ def _update_load(state: EngineState, record: StepRecord, emitted: float) -> None
     load, share = state.load, 1.0 / LOAD_STEPS
     total = record.prefill_tokens + record.decode_tokens + record.draft_tokens
     load.running, load.waiting, load.kv_usage = record.running, record.waiting, record.kv_usage
-    load.prefill_rows += share * (min(record.prefill_tokens, MAX_ROWS) - load.prefill_rows)
+    prefill_rows, steady = min(record.prefill_tokens, MAX_ROWS), max(1.0 / STEADY_STEPS, 1.0 / state.link.records)
+    load.prefill_rows += share * (prefill_rows - load.prefill_rows)
+    load.steady_prefill_rows += steady * (prefill_rows - load.steady_prefill_rows)
     load.prefill_share += share * (record.prefill_tokens / max(total, 1) - load.prefill_share)
     load.step_s += share * (record.step_s - load.step_s)
     if record.step_s > 0.0:

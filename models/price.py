@@ -127,8 +127,7 @@ class PricePolicy:
         forecast = state.confidence.forecast
         assert forecast is not None
         go_on, table, verify_s = predict_stops(state, forecast, requests, self._rate)
-        begin_s = state.catch_up_s(decoding) / PAY_BACK_STEPS
-        choice = choose(table, state, requests, begin_s, self._stop_cell, verify_s)
+        choice = choose(table, state, requests, _reading_s(state, decoding), self._stop_cell, verify_s)
         keep, depth = self._stop_cell = (choice.threshold, choice.depth)
         reason = (
             f"{requests} decoding: {choice.drafted:.0f} drafts in up to {depth} rounds, "
@@ -143,8 +142,8 @@ class PricePolicy:
     def _by_history(self, state: EngineState, decoding: Bools, requests: int) -> Plan:
         acceptance = state.acceptance(decoding)
         table = np.zeros((PLANES, BINS + 1, self._k_max + 1))
-        _tabulate(acceptance, decoding, state.population.delivery, requests, state.prompt_rows(), table)
-        choice = choose(table, state, requests, state.catch_up_s(decoding) / PAY_BACK_STEPS, self._cell)
+        _tabulate(acceptance, decoding, state.population.delivery, requests, table)
+        choice = choose(table, state, requests, _reading_s(state, decoding), self._cell)
         self._cell = (choice.threshold, choice.depth)
         lengths, default = self._placed(acceptance, state, decoding)
         reason = (
@@ -163,10 +162,13 @@ class PricePolicy:
         return lengths, _place(acceptance, decoding, mean, least_survival(threshold), depth, lengths)
 
 
+def _reading_s(state: EngineState, decoding: Bools) -> float:
+    """Return what the drafter must read to draft for all, in seconds per step: what it missed, and new prompts."""
+    return state.catch_up_s(decoding) / PAY_BACK_STEPS + state.keep_up_s()
+
+
 @compiled
-def _tabulate(
-    acceptance: Floats, decoding: Bools, delivery: Floats, requests: int, prompt_rows: float, table: Floats
-) -> None:
+def _tabulate(acceptance: Floats, decoding: Bools, delivery: Floats, requests: int, table: Floats) -> None:
     """Fill in the table, (4, BINS + 1, k_max + 1) of zeros; its first row and column: none drafted."""
     scale = BINS / -math.log(LOWEST_SURVIVAL)
     k_max = acceptance.shape[1]
@@ -190,7 +192,7 @@ def _tabulate(
             table[0, cell, j], table[1, cell, j] = drafted, tokens + requests
     for cell in range(BINS + 1):
         for j in range(k_max + 1):
-            table[2, cell, j], table[3, cell, j] = table[0, cell, j] + (requests + prompt_rows), j
+            table[2, cell, j], table[3, cell, j] = table[0, cell, j] + requests, j
 
 
 @compiled

@@ -58,17 +58,14 @@ class ProbeAccount:
         self._earn(state)
         if not is_due:
             return None
-        population, cost = state.population, state.cost
-        prompt_rows = state.prompt_rows()
+        population = state.population
         mean, deviation = people or (population.mean, population.deviation)
         outlook = np.empty((5, len(mean) + 1))
-        _look_ahead(mean, deviation, population.delivery, requests, prompt_rows, outlook)
-        lengths, drafted, rows = outlook[:3]
-        least_s, most_s = cost.time_range_s(rows, lengths, drafted)
-        prefill_s = cost.prefill_time_s(requests, prompt_rows)
+        _look_ahead(mean, deviation, population.delivery, requests, outlook)
+        least_s, most_s = _time_range_s(state, *outlook[:3])
         # Amid prompts a probe teaches little of what drafting will cost without them: most of the credit waits.
         at_once_s = self._credit_s * (1.0 - state.load.prefill_share)
-        is_promising, length, loss_s = _pick(outlook, least_s, most_s, prefill_s, rate, depth, begin_s, at_once_s)
+        is_promising, length, loss_s = _pick(outlook, least_s, most_s, rate, depth, begin_s, at_once_s)
         self._next_record = state.link.records + (SPACING_RECORDS if is_promising else IDLE_SPACING_RECORDS)
         if length < 0:
             return None
@@ -90,10 +87,24 @@ class ProbeAccount:
         self._time_s = state.time_s
 
 
+def _time_range_s(state: EngineState, lengths: Floats, drafted: Floats, rows: Floats) -> tuple[Floats, Floats]:
+    """Return (least, most) plausible seconds of steps, (m,) each, without prompts, which only make rows dearer."""
+    cost, prompt_rows = state.cost, state.prompt_rows()
+    least_s, most_s = cost.time_range_s(rows, lengths, drafted)
+    if prompt_rows > 0.0:
+        prefill_s = cost.prefill_time_s(int(rows[0]), prompt_rows)
+        for alone_s, together_s in zip(
+            (least_s, most_s), cost.time_range_s(rows + prompt_rows, lengths, drafted), strict=True
+        ):
+            np.maximum(alone_s, together_s - prefill_s, out=alone_s)
+    keep_up_s = state.keep_up_s()  # what is found is to be drafted with for long, behind new prompts too
+    least_s[1:] += keep_up_s
+    most_s[1:] += keep_up_s
+    return least_s, most_s
+
+
 @compiled
-def _look_ahead(
-    mean: Floats, deviation: Floats, delivery: Floats, requests: int, prompt_rows: float, outlook: Floats
-) -> None:
+def _look_ahead(mean: Floats, deviation: Floats, delivery: Floats, requests: int, outlook: Floats) -> None:
     """Fill in, for each length of the whole batch: length, draft tokens, rows, tokens expected, tokens hoped for."""
     drafted = expected = hoped = 0.0
     survival = hopeful = 1.0
@@ -106,28 +117,27 @@ def _look_ahead(
             expected += delivery[j] * survival
             hoped += delivery[j] * hopeful
         outlook[0, length], outlook[1, length] = length, requests * drafted
-        outlook[2, length] = requests + prompt_rows + requests * drafted
+        outlook[2, length] = requests + requests * drafted
         outlook[3, length], outlook[4, length] = requests * (1.0 + expected), requests * (1.0 + hoped)
 
 
 @compiled
 def _pick(
-    outlook: Floats, least_s: Floats, most_s: Floats, prefill_s: float, rate: float, depth: int, begin_s: float,
-    credit_s: float,
+    outlook: Floats, least_s: Floats, most_s: Floats, rate: float, depth: int, begin_s: float, credit_s: float
 ) -> tuple[bool, int, float]:  # fmt: skip
     """Return whether any length promises enough, the one to probe (-1: none can be paid), and what it may lose."""
     # Against what the same population is expected to give too: a batch of weak requests is no unknown.
     bar = rate
     for length in range(outlook.shape[1]):
-        bar = max(bar, outlook[3, length] / (0.5 * (least_s[length] + most_s[length]) - prefill_s))
+        bar = max(bar, outlook[3, length] / (0.5 * (least_s[length] + most_s[length])))
     bar *= 1.0 + MARGIN
     is_promising, best, chosen, price_s = False, -np.inf, -1, 0.0
     for length in range(outlook.shape[1]):
-        best_rate = outlook[4, length] / (least_s[length] - prefill_s)
+        best_rate = outlook[4, length] / least_s[length]
         if length == depth or not best_rate > bar:
             continue
         is_promising = True
-        slow_s = most_s[length] - prefill_s
+        slow_s = most_s[length]
         loss_s = max(slow_s - outlook[3, length] / rate, LEAST_LOSS * slow_s) + (begin_s if length > 0 else 0.0)
         # Not the cheapest: a shallow draft that is known to be nearly as good would keep the deep ones from their turn.
         worth = (best_rate / bar - 1.0) / loss_s

@@ -15,7 +15,7 @@ from ..env.compiled import compiled
 from ..env.state import EngineState
 
 # Planes of a table, (4, thresholds, k_max + 1), each expected of one step: draft tokens, emitted tokens, rows through
-# the target (prompts as rows that decode), drafting rounds.
+# the target (without prompts), drafting rounds.
 DRAFTED, TOKENS, ROWS, ROUNDS = range(4)
 PLANES: Final = 4
 HYSTERESIS: Final = 0.01  # gain below which the cell of the step before is kept
@@ -42,27 +42,25 @@ def choose(
 ) -> Choice:  # fmt: skip
     """Return the best cell, or the one in force if that is nearly as good.
 
-    :param begin_s: what a step in which all draft is charged for what the drafter must make up for
+    :param begin_s: what a step in which all draft is charged for what the drafter must read first, and for new prompts
     :param cell: (threshold, deepest round) in force
-    :param verify_s: seconds of everything but drafting per cell, where they are not those of its rows
+    :param verify_s: seconds of everything but drafting and prompts per cell, where they are not those of its rows
     """
     drafted, _, rows, rounds = table
     if verify_s is None:
-        verify_s = state.cost.verify_time_s(rows)
+        verify_s = state.cost.beside_prompts_s(rows, requests, state.prompt_rows())
     draft_s = state.cost.draft_time_s(rows, rounds, drafted)
-    prefill_s = state.cost.prefill_time_s(requests, state.prompt_rows())
-    return Choice(*_best(table, verify_s, draft_s, prefill_s, begin_s, requests, *cell))
+    return Choice(*_best(table, verify_s, draft_s, begin_s, requests, *cell))
 
 
 @compiled
 def _best(
-    table: Floats, verify_s: Floats, draft_s: Floats, prefill_s: float, begin_s: float, requests: int,
-    threshold: int, depth: int,
+    table: Floats, verify_s: Floats, draft_s: Floats, begin_s: float, requests: int, threshold: int, depth: int
 ) -> tuple[int, int, float, float, float]:  # fmt: skip
     best, best_threshold, best_depth, now, plain = -np.inf, 0, 0, 0.0, 0.0
     for i in range(table.shape[1]):
         for j in range(table.shape[2]):
-            step_s = verify_s[i, j] + draft_s[i, j] - prefill_s
+            step_s = verify_s[i, j] + draft_s[i, j]
             if j > 0:
                 step_s += begin_s * min(table[DRAFTED, i, 1] / requests, 1.0)
             rate = table[TOKENS, i, j] / step_s

@@ -35,16 +35,15 @@ class Stops(NamedTuple):
 def predict_stops(state: EngineState, forecast: Forecast, requests: int, rate: float) -> Stops:
     """Return the predictions for a batch of `requests`; `rate`, tokens/s, prices a second of drafting."""
     k_max, bins = forecast.reach.shape
-    prompt_rows = state.prompt_rows()
     token_s, round_s = state.cost.draft_prices_s()
     alone_s = None
     if requests == 1:  # what it keeps is the whole batch: every row at its own price, not at that of a mean
-        alone_s = state.cost.verify_time_s(np.arange(k_max + 1) + (1.0 + prompt_rows))
+        alone_s = state.cost.beside_prompts_s(np.arange(k_max + 1) + 1.0, 1, state.prompt_rows())
     row_prices = EVERY_ROW_ALIKE if alone_s is None else rate * np.diff(alone_s)
     go_on, table = np.empty((k_max, bins), np.int64), np.empty((PLANES, bins, k_max + 1))
     _tabulate(
         forecast.worth, forecast.reach, forecast.kept, forecast.gain, row_prices, float(rate * token_s),
-        float(rate * round_s), float(prompt_rows), requests, go_on, table,
+        float(rate * round_s), requests, go_on, table,
     )  # fmt: skip
     return Stops(go_on, table, None if alone_s is None else _of_one(alone_s, table[ROWS]))
 
@@ -79,7 +78,7 @@ def _of_one(alone_s: Floats, rows: Floats) -> Floats:
 @compiled
 def _tabulate(
     worth: Floats, reach: Floats, kept: Floats, gain: Floats, row_prices: Floats, token_price: float,
-    round_price: float, prompt_rows: float, requests: int, go_on: Ints, table: Floats,
+    round_price: float, requests: int, go_on: Ints, table: Floats,
 ) -> None:  # fmt: skip
     """Fill in where to go on, and the table, with planes as in models/step_grid.py.
 
@@ -91,7 +90,7 @@ def _tabulate(
         drafted = rounds = rows = tokens = 0.0
         place = free  # every draft begins
         table[0, keep, 0], table[1, keep, 0] = 0.0, requests
-        table[2, keep, 0], table[3, keep, 0] = requests + prompt_rows, 0.0
+        table[2, keep, 0], table[3, keep, 0] = requests, 0.0
         for j in range(k_max):
             if j > 0:
                 # A round that others want anyway costs little more; who goes alone pays all of it.
@@ -110,7 +109,7 @@ def _tabulate(
             rounds += 1.0 - (1.0 - min(wanted, 1.0)) ** requests
             table[0, keep, j + 1] = drafted * requests
             table[1, keep, j + 1] = tokens * requests + requests
-            table[2, keep, j + 1] = rows * requests + (requests + prompt_rows)
+            table[2, keep, j + 1] = rows * requests + requests
             table[3, keep, j + 1] = rounds
 
 

@@ -12,16 +12,18 @@ import numpy.typing as npt
 
 from ..env.acceptance import Floats
 from ..env.simulator import Simulator
-from ..env.step_basis import DRAFT_BASIS, ROUND_EDGES, ROW_EDGES, VERIFY_BASIS
+from ..env.step_basis import DRAFT_BASIS, FIRST_EDGES, ROUND_EDGES, ROW_EDGES, VERIFY_BASIS
 
 _ROWS = 2  # place of the first segment of rows in VERIFY_BASIS
 _SAMPLED = _ROWS + len(ROW_EDGES)
 _KV = VERIFY_BASIS.index("KV tokens")
-_FIRST_PASS = 2  # place in DRAFT_BASIS
+_FIRST_PASS = 2  # place in DRAFT_BASIS, before the segments of that pass's rows
+_FIRST_ROWS = _FIRST_PASS + 1
 _DRAFTING = DRAFT_BASIS.index("drafting requests")
 
 Segments: TypeAlias = tuple[Floats, Floats]  # starts and widths
 _ROW_SEGMENTS: Segments = (np.array(ROW_EDGES), np.append(np.diff(ROW_EDGES), np.inf))
+_FIRST_SEGMENTS: Segments = (np.array(FIRST_EDGES), np.append(np.diff(FIRST_EDGES), np.inf))
 _ROUND_SEGMENTS: Segments = (np.array(ROUND_EDGES), np.append(np.diff(ROUND_EDGES), np.inf))
 
 
@@ -61,7 +63,8 @@ class TrueCost:
         """Return seconds of the drafting round at a place (0: the first), and of each token drafted in it."""
         terms = self._draft
         if place == 0:
-            return float(terms[_FIRST_PASS]) if self._skips else 0.0, float(terms[_DRAFTING])
+            skipped = (float(terms[_FIRST_PASS]), float(terms[_FIRST_ROWS])) if self._skips else (0.0, 0.0)
+            return skipped[0], float(terms[_DRAFTING]) + skipped[1]
         return float(terms[_DRAFTING + 1]), float(terms[_DRAFTING + 2])
 
     def beside_s(self, running: int, context: int) -> float:
@@ -70,6 +73,8 @@ class TrueCost:
 
     def draft_s(self, requests: npt.ArrayLike, rounds: npt.ArrayLike, drawn: npt.ArrayLike) -> Floats:
         """Return seconds of drafting, any shapes that go together.
+
+        Of a drafter that skips who does not draft, the first pass is charged with one row for each request.
 
         :param requests: that draft at least one token
         :param rounds: of the longest draft
@@ -80,10 +85,11 @@ class TrueCost:
         further = np.maximum(rounds - 1.0, 0.0)
         mean = np.divide(drawn - requests, further, out=np.zeros(np.broadcast(drawn, further).shape), where=further > 0)
         # A drafter that leaves nothing out reads every new token, whether or not it then drafts.
-        passes = (requests > 0.0) if self._skips else 1.0
+        first_rows = terms[_FIRST_ROWS : _FIRST_ROWS + len(FIRST_EDGES)]
+        own_pass = terms[_FIRST_PASS] * (requests > 0.0) + _segments(requests, _FIRST_SEGMENTS) @ first_rows
         seconds: Floats = (
             terms[0]
-            + terms[_FIRST_PASS] * passes
+            + (own_pass if self._skips else terms[_FIRST_PASS])
             + terms[_DRAFTING] * requests
             + terms[_DRAFTING + 1] * further
             + further * (_segments(mean, _ROUND_SEGMENTS) @ terms[_DRAFTING + 2 : _DRAFTING + 2 + len(ROUND_EDGES)])

@@ -1,7 +1,7 @@
 """The worlds that policies are trained and judged in: engines, acceptance, load. Held-out ones are never trained in.
 
-Called by models/evaluate.py and models/train.py. No profile here was measured as a whole; costs are of published fits
-or of the tables in docs/, and each world says which. A shipped, calibrated profile can stand in for any of them.
+Called by models/evaluate.py and models/train.py. One profile was measured as a whole, the embedded pair's; the others'
+costs are of published fits or of the tables in docs/, and each world says which.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from ..env.acceptance_model import QUANTILES, AcceptanceModel
-from ..env.engine_model import EngineProfile, Exit, synthetic_profile
+from ..env.engine_model import EngineProfile, Exit, shipped_profile, synthetic_profile
 from ..env.scenario import Scenario, ServiceClass
 from ..env.trace import Trace
 
@@ -129,6 +129,11 @@ def held_out() -> tuple[WorldSpec, ...]:
             "drafts that cost nothing, requests that differ much, no confidence: 6 ms + 40 us per row",
             _profile("gpu-ngram", moody, step_s=6e-3, row_s=40e-6, round_s=2e-5),
             has_confidence=False,
+        ),
+        WorldSpec(
+            "cpu-embedded",
+            "measured (`faser profile`): the embedded pair, whose drafter reads prompts, sits out and catches up",
+            shipped_profile(),
         ),
     )  # fmt: skip
 

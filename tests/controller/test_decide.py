@@ -20,6 +20,7 @@ from faser.engine_adapter.protocol import (
 from faser.env.requests import FORGOTTEN_RECORDS
 from faser.env.spaces import Action, Capabilities
 from faser.env.state import EngineState, observe
+from faser.models.baselines import FixedLength
 from faser.models.policy import make_policy
 
 CAPABILITIES = Capabilities(k_max=5, max_batched_tokens=96)
@@ -151,6 +152,18 @@ def test_an_answer_that_does_not_fit_the_requests_becomes_the_default() -> None:
     decision = decide(EngineState(capabilities), make_record(0, [row(1), row(2)]), Broken(), LeaseTerms(), 1, 0)
     assert decision.action.lengths.tolist() == [1, 1]
     assert "1 lengths for 2 requests" in decision.reason
+
+
+def test_a_long_queue_takes_no_drafts_from_who_is_in_the_batch() -> None:
+    state = EngineState(CAPABILITIES)
+    arrivals = [RequestEvent("arrival", handle, 0.0, 10, f"r{handle}") for handle in range(1, 201)]
+    observe(state, make_record(0, [row(1), row(2)], arrivals))
+    decision = decide(state, make_record(1, [row(1), row(2)]), FixedLength(5), LeaseTerms(), 1, 0)
+    lengths = dict(zip(state.handles().tolist(), decision.action.lengths.tolist(), strict=True))
+    assert (lengths[1], lengths[2]) == (5, 5)
+    crowd = [row(handle) for handle in range(1, 31)]
+    decision = decide(state, make_record(2, crowd), FixedLength(5), LeaseTerms(), 1, 0)
+    assert set(decision.action.lengths.tolist()) == {2}  # 30 requests x (1 + 2) rows fit 96
 
 
 def test_gaps_are_counted_and_late_records_ignored() -> None:

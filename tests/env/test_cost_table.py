@@ -176,6 +176,43 @@ def test_what_making_up_for_skipped_tokens_costs_is_learnt_by_itself() -> None:
     assert table.catch_up_time_s(0) == 0.0
 
 
+@pytest.mark.parametrize(("idle_row_s", "extra_s"), [(0.0, 0.07), (7e-5, 0.0)])
+def test_reading_prompts_is_a_price_of_drafting_only_where_a_drafter_else_skips_them(
+    idle_row_s: float, extra_s: float
+) -> None:
+    table = CostTable()
+    for number in range(400):
+        drafts, prompt = number // 8 % 2, 300 if number % 8 == 0 else 0
+        read_s = prompt * (7e-5 if drafts else idle_row_s)
+        plain = make_step(16, 2 * drafts, 1.0)
+        table.learn(
+            replace(
+                plain, rows=plain.rows + prompt, prefill_rows=prompt, total_s=plain.total_s + read_s + 0.0003 * prompt,
+                draft_s=plain.draft_s + read_s, all_draft=bool(drafts),
+            )
+        )  # fmt: skip
+    assert table.keep_up_time_s(1000) == pytest.approx(extra_s, rel=0.15, abs=0.01)
+
+
+def test_prompts_behind_which_not_everybody_drafts_teach_nothing_about_reading() -> None:
+    """Some of their rows were left out, and nobody says how many."""
+
+    def taught(read_s: float) -> CostTable:
+        table = CostTable()
+        for number in range(200):
+            plain, prompt = make_step(16, 2, 1.0), 300 if number % 8 == 0 else 0
+            extra_s = read_s if prompt else 0.0
+            table.learn(
+                replace(
+                    plain, rows=plain.rows + prompt, prefill_rows=prompt, total_s=plain.total_s + extra_s,
+                    draft_s=plain.draft_s + extra_s,
+                )
+            )  # fmt: skip
+        return table
+
+    assert taught(1.0).keep_up_time_s(1000) == taught(0.0).keep_up_time_s(1000)
+
+
 def test_prompts_do_not_make_drafts_beside_them_look_cheap() -> None:
     """A prompt's row costs half of a row that decodes: no LM head, no sampler."""
     random, table = np.random.default_rng(5), CostTable()
@@ -191,6 +228,22 @@ def test_prompts_do_not_make_drafts_beside_them_look_cheap() -> None:
     rows_s = (table.verify_time_s(beside + 32) - table.verify_time_s(beside)) / 32
     assert rows_s.mean() == pytest.approx(0.00075, rel=0.2)
     assert table.prefill_time_s(16, table.prompt_rows(150)) == pytest.approx(150 * 0.000375, rel=0.25)
+
+
+def test_a_row_beside_prompts_costs_at_least_what_it_costs_without_them() -> None:
+    """Even where the curve is too flat at many rows, because a prompt's row is taken for more than it is."""
+    flat, steep = CostTable(), CostTable()
+    for table, row_s in ((flat, 1e-5), (steep, 3e-3)):
+        for _ in range(200):
+            for n in (4, 16, 24, 64, 96):
+                table.learn(StepCost(n, 0, n, 0, 0, 0, 0.01 + 1e-3 * min(n, 24) + row_s * max(n - 24, 0), 0.0, 0.0))
+    rows = np.array([16.0, 24.0])
+    alone_s = flat.verify_time_s(rows)
+    assert flat.beside_prompts_s(rows, 16, 0.0) == pytest.approx(alone_s)
+    assert flat.beside_prompts_s(rows, 16, 60.0) == pytest.approx(alone_s)
+    beside_s = steep.beside_prompts_s(rows, 16, 60.0)
+    assert beside_s[0] == pytest.approx(steep.verify_time_s(16)), "their own time is not counted"
+    assert beside_s[1] - beside_s[0] == pytest.approx(8 * 3e-3, rel=0.15)
 
 
 def test_a_prompts_row_is_never_dearer_than_one_that_decodes() -> None:

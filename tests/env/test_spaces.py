@@ -67,17 +67,30 @@ def test_a_stop_rule_is_brought_into_bounds_or_dropped() -> None:
     assert clamped(rule, k_max=0) is None
 
 
-@given(st.lists(st.floats() | st.integers(-(1 << 40), 1 << 40), max_size=80), st.integers(0, 64), st.integers(0, 300))
-def test_clamped_lengths_are_in_bounds_and_fit_the_batch(raw: list[float], k_max: int, max_rows: int) -> None:
-    capabilities = Capabilities(k_max=k_max, max_batched_tokens=max_rows)
-    lengths = clamp(Action(np.array(raw), 0), capabilities).lengths
+@given(
+    st.lists(st.tuples(st.floats() | st.integers(-(1 << 40), 1 << 40), st.booleans()), max_size=80),
+    st.integers(0, 64), st.integers(0, 300),
+)  # fmt: skip
+def test_lengths_are_brought_into_bounds_and_fit_the_batch(
+    raw: list[tuple[float, bool]], k_max: int, max_rows: int
+) -> None:
+    clamped = clamp(Action(np.array([value for value, _ in raw]), 0), Capabilities(k_max=k_max)).lengths
+    in_batch = np.array([inside for _, inside in raw], np.bool_)
+    lengths = fit_rows(clamped, max_rows, in_batch)
     assert lengths.shape == (len(raw),)
     assert ((lengths >= 0) & (lengths <= k_max)).all()
-    assert max_rows == 0 or lengths.sum() == 0 or len(raw) + lengths.sum() <= max_rows
+    rows = in_batch.sum() + lengths[in_batch].sum()
+    assert max_rows == 0 or lengths[in_batch].sum() == 0 or rows <= max_rows
 
 
 def test_the_deepest_requests_give_rows_first() -> None:
-    assert fit_rows(np.array([1, 5, 2]), 9).tolist() == [1, 3, 2]
+    assert fit_rows(np.array([1, 5, 2]), 9, np.ones(3, np.bool_)).tolist() == [1, 3, 2]
+
+
+def test_requests_that_wait_take_no_rows() -> None:
+    in_batch = np.arange(600) < 3
+    assert fit_rows(np.full(600, 5), 18, in_batch).tolist() == [5] * 600
+    assert set(fit_rows(np.full(600, 5), 12, in_batch).tolist()) == {3}
 
 
 def test_capabilities_take_over_what_the_engine_introduced() -> None:

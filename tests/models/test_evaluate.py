@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from faser.controller.cli import app
 from faser.controller.errors import FaserError
 from faser.controller.evaluate import decided
-from faser.env.engine_model import check
+from faser.env.engine_model import check, shipped_profile
 from faser.env.simulated_record import Recorder
 from faser.env.state import EngineState
 from faser.models.evaluate import (
@@ -99,7 +99,7 @@ def test_worlds_to_judge_in_are_none_of_those_to_train_in_and_cover_the_loads() 
     trained = {tuple(profile.verify.coefficients) for profile in training(64, 0)}
     assert not trained & {tuple(world.profile.verify.coefficients) for world in WORLDS.values()}
     assert LOADS == (1, 2, 4, 8, 16, 32, 64, 128)
-    assert all(world.profile.k_max == K_MAX for world in WORLDS.values())
+    assert {world.profile.k_max for world in WORLDS.values()} == {K_MAX, shipped_profile().k_max}
 
 
 def test_some_engines_to_train_in_have_exit_heads_and_the_others_stay_what_they_were() -> None:

@@ -147,6 +147,24 @@ def test_drafting_begins_only_where_what_was_skipped_pays_back(spec: str, missed
     assert (actions[-1].lengths.max() > 0) == drafts
 
 
+@pytest.mark.parametrize("spec", ["price", "price:history"])
+@pytest.mark.parametrize(("prompt_rows", "drafts"), [(0, True), (10, True), (10_000, False)])
+def test_nobody_drafts_where_reading_every_new_prompt_costs_more_than_drafts_bring(
+    spec: str, prompt_rows: int, drafts: bool
+) -> None:
+    state = make_confident_state(row_ms=0.15)
+    beside_s = float(state.cost.draft_time_s(8, 1, 8))
+    for _ in range(40):
+        step = StepCost(608, 600, 8, 0, 1, 8, 0.1, beside_s + 5e-5 * 600, 0.0, all_draft=True)
+        state.cost.learn_drafting(step)
+    state.load.steady_prefill_rows = prompt_rows
+    assert state.keep_up_s() == pytest.approx(prompt_rows * 5e-5, rel=0.05)
+    policy = make_policy(spec, state.capabilities)
+    actions = [policy.act(state) for _ in range(4 * COMPARE_DECISIONS)]
+    assert "probing" not in actions[-1].reason
+    assert (actions[-1].lengths.max() > 0) == drafts
+
+
 def test_a_request_is_up_to_date_once_it_drafts() -> None:
     state = EngineState(CAPABILITIES)
 
@@ -240,6 +258,19 @@ def test_a_probe_pays_for_what_the_drafter_must_make_up_for() -> None:
     dear = ProbeAccount().choose(state, 8, 1.0, 0, Chances(np.full(K_MAX, 0.5), np.full(K_MAX, 0.4)), begin_s=1e3)
     assert free is not None
     assert dear is None
+
+
+def test_nothing_is_probed_that_reading_prompts_would_eat_up() -> None:
+    def probe(prompt_rows: float) -> int | None:
+        state = make_state(dict.fromkeys(range(1, 9), 0.6), row_ms=0.05)
+        for _ in range(40):
+            state.cost.learn_drafting(StepCost(608, 600, 8, 0, 1, 8, 0.1, 5e-5 * 600, 0.0, all_draft=True))
+        state.load.steady_prefill_rows = prompt_rows
+        people = Chances(np.full(K_MAX, 0.5), np.full(K_MAX, 0.4))
+        return ProbeAccount().choose(state, 8, 8 / 0.0105, 0, people)
+
+    assert probe(10.0) is not None
+    assert probe(10_000.0) is None
 
 
 def test_amid_prompts_most_of_the_credit_for_probes_waits() -> None:
