@@ -45,6 +45,7 @@ class Benchmark:
         target, drafter = options.cores
         environment = {
             "FASER_DRAFTER_CORES": str(drafter),
+            "FASER_DRAFT_AHEAD": "always",
             "FASER_PING_PONG": "always",
             "FASER_ENDPOINT": f"ipc://{folder}/engine.sock",  # where nobody listens
             "VLLM_CPU_OMP_THREADS_BIND": str(target),

@@ -131,7 +131,7 @@ class Engine:
     def run(self, prompt: list[int], tokens: int, is_ahead: bool) -> dict[str, Any]:
         """Return what was said, and every step's phases."""
 
-        def not_ahead(wishes: list[Wish]) -> None:
+        def not_ahead(wishes: list[Wish], requests: int) -> None:
             """Draft in turn."""
 
         self._steering.default.length = self._steering.default.frontier = self._length

@@ -3,12 +3,12 @@
 SmolLM2-135M-Instruct and its EAGLE-3 head on vLLM (V1, CPU, greedy), held-out prompts of five kinds, 1 to 16 requests
 at once. Six arms in turns, prompt set by prompt set. With one core for the target and one for the drafter's process:
 `own` (vLLM's own drafter on the target's core), `in turn` (the process drafts after verification), `ahead` (and goes
-on while the target verifies, where the adapter expects that to pay), `groups` (two groups take turns wherever they
+on while the target verifies, where a request's hits promise to pay), `groups` (two groups take turns wherever they
 can), `gated` (ahead, and groups where they were measured to pay: what a user gets who switches both on). `unsplit` is a
 second engine with both cores for both phases and no process. Prints JSON: tokens per second of each arm with median and
 spread, ratios of pairs of runs, how often frontiers were of use, and how many tokens were accepted of those drafted in
-turn and ahead. An hour on two quiet cores, most of it at 16 requests; the file is written when a load is done, with those
-before it. --quick is a dry run.
+turn and ahead. An hour on two quiet cores, most of it at 16 requests; the file is written when a load is done, with
+those before it. --quick is a dry run.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class Engine:
         if self._groups is not None:
             self._groups.mode = ALWAYS if arm == "groups" else AUTO
         if remote is not None:
-            remote.go_on = self._go_on if arm in ("ahead", "gated") else lambda wishes: self._go_on([])
+            remote.mode = AUTO if arm == "gated" else ALWAYS
+            remote.go_on = self._go_on if arm in ("ahead", "gated") else lambda *_: self._go_on([], 0)
         before = self._counts()
         found = self._generate(texts, tokens)
         return found | {name: after - before[name] for name, after in self._counts().items()}

@@ -1,6 +1,7 @@
 """Whether a mechanism pays, found out by measuring: seconds per emitted token with and without it, by batch size.
 
-One gate for each mechanism: pruning (runner_pruning.py), two groups (ping_pong.py). Pure; who steps asks before a step
+One gate for each mechanism: pruning (runner_pruning.py), drafting ahead (remote_drafting.py), two groups
+(ping_pong.py). Pure; who steps asks before a step
 and reports after it. Where the mechanism is not faster beyond chance it stays off, but for a few probing steps. With
 pruning, what is asked in one step holds for the next one's verification, so that no decision can know the drafts it
 cuts (a step's time depends on how long its drafts grew).

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from .frontier import Drafted, Frontiers, Tally
+from .gate import Gate
+from .settings import ALWAYS
 
 if TYPE_CHECKING:
     from .drafter_process import DrafterProcess, Wish
@@ -22,11 +24,19 @@ SMOOTHING: Final = 0.1
 
 
 class RemoteDrafting:
-    """One engine's drafter process, its frontiers, and what both cost."""
+    """One engine's drafter process, its frontiers, and what both cost.
 
-    def __init__(self, process: DrafterProcess) -> None:
+    :param mode: "auto": drafts ahead where steps were measured to be faster with it, since a busy process also slows
+        the target down; "always": wherever a request's hits promise to pay
+    """
+
+    def __init__(self, process: DrafterProcess, mode: str) -> None:
         self.process = process
+        self.mode = mode
         self.frontiers = Frontiers()
+        self._gate = Gate()
+        # Requests, and whether they might be drafted ahead: beside the step under way, and beside the next one.
+        self._ahead_of: tuple[tuple[int, bool] | None, tuple[int, bool] | None] = (None, None)
         self.serial_s = FIRST_GUESS_S  # of drafting in turn, as the engine waits for it
         self.delay_s = 0.0  # until the process has left a frontier nobody wants any more
         self.overlap_s = 0.0  # of this step: the process drafted while the engine did something else
@@ -51,6 +61,7 @@ class RemoteDrafting:
             self._learn(late.ended_s - late.began_s)  # else a drafter that got slower would never be waited for again
         self.overlap_s, self.rounds, self.turns, self.drafted = 0.0, (), {}, {}
         self.hits = self.misses = 0
+        self._ahead_of = self._ahead_of[1], None
         self.met = self._meet()
 
     @property
@@ -160,17 +171,31 @@ class RemoteDrafting:
     def _learn(self, took_s: float) -> None:
         self.serial_s += SMOOTHING * (took_s - self.serial_s)
 
-    def go_on(self, wishes: Sequence[Wish]) -> None:
-        """Let the process draft ahead of the chunks that the target is about to verify."""
+    def go_on(self, wishes: Sequence[Wish], requests: int) -> None:
+        """Let the process draft ahead of the chunks that the target is about to verify, of a batch of `requests`."""
         self._handed = {
             wish.request: (wish.chunk, self._tallies[wish.request]) for wish in wishes if wish.request in self._tallies
         }
+        if not wishes or not self._may_go_on(requests):
+            return
         wanted = [wish for wish in wishes if self.frontiers.is_wanted(wish.request, self.serial_s, self.delay_s)]
         sent_s = time.monotonic()
         if wanted and self.process.send(wanted):
             self._ahead_s = sent_s
             for wish in wanted:
                 self.frontiers.open(wish.request, wish.chunk)
+
+    def _may_go_on(self, requests: int) -> bool:
+        if self.mode == ALWAYS:
+            return True
+        may = self._gate.ask(requests)
+        self._ahead_of = self._ahead_of[0], (requests, may)
+        return may
+
+    def note_step(self, requests: int, took_s: float, emitted: int) -> None:
+        """Take in what a step took that read no prompt: target, sampler and drafting."""
+        if (asked := self._ahead_of[0]) is not None and asked[0] == requests:
+            self._gate.note(requests, asked[1], took_s, emitted)
 
     def forget(self, requests: set[str]) -> None:
         """Forget requests that ended."""

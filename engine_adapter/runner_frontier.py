@@ -42,6 +42,7 @@ class FrontierRunner:
     _states: TargetStates | None = None  # None: the process needs none
     _blocks: NDArray[Any] | None = None  # of this step, (requests, blocks): where its states are
     _owes_states = False  # the target ran and nobody has kept its states yet
+    _is_decoding = False  # no prompt is read in the step under way
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Let vLLM set up its KV cache; then start the drafter's process, which loads while vLLM warms up."""
@@ -68,7 +69,7 @@ class FrontierRunner:
             logger.info("FASER: the drafter's process gets its own cores, %s", partition)
         shared = [] if self._states is None else [self._states.descriptor]
         process = DrafterProcess([*command, *map(str, shared)], partition, shared=shared)
-        self.remote = RemoteDrafting(process)
+        self.remote = RemoteDrafting(process, load_settings().draft_ahead)
 
     def _shared_states(self) -> TargetStates | None:
         """Return memory for the target's states, for a process that needs them."""
@@ -96,6 +97,10 @@ class FrontierRunner:
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the target for one step."""
         self._order = getattr(scheduler_output, "faser", None)
+        if self.remote is not None:
+            verified = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
+            rows = len(scheduler_output.num_scheduled_tokens) + verified
+            self._is_decoding = scheduler_output.total_num_scheduled_tokens == rows
         self._remotely(lambda remote: remote.forget(scheduler_output.finished_req_ids))
         if self._states is not None:
             if self._owes_states:  # vLLM drafts nothing where a request is too long for its drafter
@@ -192,10 +197,15 @@ class FrontierRunner:
             for row, tokens in kept.items():
                 drafted[row] = len(tokens)
             if self._order is not None and self._order.frontier:
-                remote.go_on(self._behind(remote.turns, joined, drafted))
+                remote.go_on(self._behind(remote.turns, joined, drafted), len(drafted))
 
         self._remotely(join)
         return joined
+
+    def note_ahead(self, runner_s: float, sampled: list[list[int]]) -> None:
+        """Tell the gate of drafting ahead what the step took; one that read a prompt says nothing."""
+        if self.remote is not None and self._is_decoding:
+            self.remote.note_step(len(sampled), runner_s, sum(map(len, sampled)))
 
     def report_frontiers(self, report: StepReport) -> None:
         """Add what the process did in this step: its time counts as drafting, and as overlap where it was hidden."""

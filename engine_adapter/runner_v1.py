@@ -228,7 +228,8 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
         if not request_ids:  # vLLM's empty output is one object for all
             return
         drafter = getattr(self, "drafter", None) if self.drafted else None
-        self.note_step(spent.get("runner", 0.0), inner.sampled_token_ids)
+        for note in self.note_step, self.note_ahead:
+            note(spent.get("runner", 0.0), inner.sampled_token_ids)
         inner.faser = StepReport(
             verify_s=spent.get("verify", 0.0),
             sample_s=spent.get("sample", 0.0),

@@ -50,6 +50,7 @@ class Settings:
     exit_heads: str
     drafter_cores: str = ""
     frontier: int = 0
+    draft_ahead: str = AUTO
     ping_pong: str = NEVER
     server_key: str = ""
     engine_key: str = ""
@@ -164,6 +165,13 @@ SETTINGS: Final = {
         "0",
         "Tokens to draft ahead per request where no lease says so; needs FASER_DRAFTER_CORES.",
         _integer(0, MAX_DRAFT_LENGTH),
+    ),
+    "draft_ahead": Setting(
+        "FASER_DRAFT_AHEAD",
+        AUTO,
+        "Where to draft ahead as far as FASER_FRONTIER or a lease says: auto (at numbers of requests at which that was "
+        "measured to be faster) or always.",
+        _choice(AUTO, ALWAYS),
     ),
     "ping_pong": Setting(
         "FASER_PING_PONG",

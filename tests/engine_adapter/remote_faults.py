@@ -23,7 +23,7 @@ COMPARED: list[dict[str, Any]] = []  # of the newest batch: what the process and
 
 def install(given: dict[str, Any]) -> None:
     """Let the runner start a process: known_drafter.py with the file `texts`; without one, the draft model's own."""
-    os.environ["FASER_DRAFTER_CORES"] = "all"
+    os.environ["FASER_DRAFTER_CORES"], os.environ["FASER_DRAFT_AHEAD"] = "all", "always"
     drafter_process.FIRST_PAUSE_S = 0.01  # type: ignore[misc]
     # Whether an answer comes in time shall not depend on the machine's other work.
     remote_drafting.SMOOTHING, remote_drafting.FIRST_GUESS_S = 0.0, LIMIT_S  # type: ignore[misc]
@@ -102,7 +102,7 @@ def _draft_twice(runner: Any, remote: Any) -> None:
         return whole.hand_over(runner, drafts, drafted)
 
     runner.draft_remotely, runner.hand_over = draft_remotely, hand_over
-    remote.go_on = lambda wishes: None
+    remote.go_on = lambda wishes, requests: None
 
 
 def _wait(process: DrafterProcess) -> None:

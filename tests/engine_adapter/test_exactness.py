@@ -120,6 +120,7 @@ def run_gauntlet(
         "FASER_EXIT_HEADS": "coins" if exit_layers else "",
         "FASER_DRAFTER_CORES": "all" if frontier else "",
         "FASER_FRONTIER": str(frontier),
+        "FASER_DRAFT_AHEAD": "always",
         "FASER_DEFAULT_K": "2" if is_killed else "0",  # so that steps without a sidecar draft too
         "FASER_LEASE_STEPS": "8" if is_killed else "32",  # the gauntlet is short
     }

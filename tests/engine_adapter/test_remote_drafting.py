@@ -10,9 +10,11 @@ import pytest
 
 from faser.engine_adapter.drafter_process import Wish
 from faser.engine_adapter.frontier import Drafted
+from faser.engine_adapter.gate import EVIDENCE_STEPS
 from faser.engine_adapter.mailbox import Reply
 from faser.engine_adapter.protocol import StopRule
 from faser.engine_adapter.remote_drafting import FIRST_GUESS_S, PATIENCE, RemoteDrafting
+from faser.engine_adapter.settings import ALWAYS, AUTO
 
 TOKENS = np.arange(5, dtype=np.int32)
 
@@ -65,7 +67,7 @@ def process() -> Pretender:
 @pytest.fixture
 def remote(process: Pretender) -> RemoteDrafting:
     given: Any = process
-    made = RemoteDrafting(given)
+    made = RemoteDrafting(given, ALWAYS)
     made.begin_step()
     return made
 
@@ -75,7 +77,7 @@ def wish(request: str, chunk: tuple[int, ...] = ()) -> Wish:
 
 
 def test_a_hit_is_had_without_waiting_once_it_is_there(remote: RemoteDrafting, process: Pretender) -> None:
-    remote.go_on([wish("a", (6, 7))])
+    remote.go_on([wish("a", (6, 7))], 1)
     process.answer = {"a": Drafted((8, 9, 10), (0.9, 0.9, 0.9))}
     remote.begin_step()
     assert remote.take({"a": [6, 7, 8]}, {"a": 5}) == {"a": Drafted((9, 10), (0.9, 0.9))}
@@ -84,7 +86,7 @@ def test_a_hit_is_had_without_waiting_once_it_is_there(remote: RemoteDrafting, p
 
 
 def test_what_cannot_be_of_use_is_not_waited_for(remote: RemoteDrafting, process: Pretender) -> None:
-    remote.go_on([wish("a", (6, 7))])
+    remote.go_on([wish("a", (6, 7))], 1)
     remote.begin_step()
     assert remote.take({"a": [6, 99]}, {"a": 5}) == {}
     assert process.waited == [0.0]
@@ -94,7 +96,7 @@ def test_what_cannot_be_of_use_is_not_waited_for(remote: RemoteDrafting, process
 def test_what_may_be_of_use_is_waited_for_as_long_as_drafting_in_turn_takes(
     remote: RemoteDrafting, process: Pretender
 ) -> None:
-    remote.go_on([wish("a", (6, 7)), wish("b", (6,))])
+    remote.go_on([wish("a", (6, 7)), wish("b", (6,))], 1)
     remote.begin_step()
     assert remote.take({"a": [6, 99], "b": [6, 50]}, {"a": 5, "b": 5}) == {}
     assert process.waited == [FIRST_GUESS_S]
@@ -102,7 +104,7 @@ def test_what_may_be_of_use_is_waited_for_as_long_as_drafting_in_turn_takes(
 
 
 def test_a_miss_leaves_the_frontier_and_drafts_in_turn(remote: RemoteDrafting, process: Pretender) -> None:
-    remote.go_on([wish("a", (6, 7))])
+    remote.go_on([wish("a", (6, 7))], 1)
     remote.begin_step()
     remote.take({"a": [99]}, {"a": 5})
 
@@ -117,12 +119,12 @@ def test_a_miss_leaves_the_frontier_and_drafts_in_turn(remote: RemoteDrafting, p
 
 
 def test_a_process_that_hangs_is_waited_for_once(remote: RemoteDrafting, process: Pretender) -> None:
-    remote.go_on([wish("a", (6, 7))])
+    remote.go_on([wish("a", (6, 7))], 1)
     for _ in range(5):
         remote.begin_step()
         remote.take({"a": [6, 7, 8]}, {"a": 5})
         assert remote.draft([wish("a")]) == {}
-        remote.go_on([wish("a", (6, 7))])
+        remote.go_on([wish("a", (6, 7))], 1)
     assert process.waited == [FIRST_GUESS_S, FIRST_GUESS_S, 0.0, 0.0, 0.0, 0.0]
     assert len(process.sent) == 1
 
@@ -138,10 +140,10 @@ def test_one_that_answers_late_is_waited_for_longer_the_next_time(remote: Remote
 
 
 def test_late_answers_never_fill_the_next_steps_chains(remote: RemoteDrafting, process: Pretender) -> None:
-    remote.go_on([wish("a", (6, 7))])
+    remote.go_on([wish("a", (6, 7))], 1)
     remote.begin_step()
     remote.take({"a": [6, 7, 8]}, {"a": 5})
-    remote.go_on([wish("a", (9,))])  # the process is busy: nothing is sent, so nothing may be taken
+    remote.go_on([wish("a", (9,))], 1)  # the process is busy: nothing is sent, so nothing may be taken
     process.answer = {"a": Drafted((8, 9, 10), (0.9, 0.9, 0.9))}
     remote.begin_step()
     assert remote.take({"a": [9, 8]}, {"a": 5}) == {}
@@ -217,7 +219,7 @@ def test_an_answer_that_does_not_come_is_given_up_and_the_process_not_ready(
 
 
 def test_parting_ends_frontiers(remote: RemoteDrafting, process: Pretender) -> None:
-    remote.go_on([wish("a", (6, 7))])
+    remote.go_on([wish("a", (6, 7))], 1)
     process.answer = {"a": DRAFTED}
     remote.begin_step()
     remote.part([wish("a")], stop=None)
@@ -225,3 +227,36 @@ def test_parting_ends_frontiers(remote: RemoteDrafting, process: Pretender) -> N
     process.answer = {"a": DRAFTED}
     remote.begin_step()
     assert remote.take({"a": [6, 7, 8]}, {"a": 5}) == {}
+
+
+def share_ahead(ahead_s: float, steps: int = 8 * EVIDENCE_STEPS) -> float:
+    """Return how often the process was sent ahead, late in a run, where a step beside it takes so long, else 50 ms."""
+    process: Any = Pretender()
+    remote = RemoteDrafting(process, AUTO)
+    sent, is_beside = [], False
+    for step in range(steps):
+        remote.begin_step()
+        before = len(process.sent)
+        remote.go_on([wish("a", (6, 7))], 4)
+        process.is_busy = False
+        remote.note_step(4, (ahead_s if is_beside else 0.05) * (1.0 + 0.01 * (step % 3)), 8)
+        is_beside = len(process.sent) > before
+        sent.append(is_beside)
+        remote.frontiers.clear()
+    return sum(sent[steps // 2 :]) / (steps - steps // 2)
+
+
+def test_nothing_is_drafted_ahead_where_steps_beside_a_busy_process_were_slower() -> None:
+    assert share_ahead(0.052) < 0.05
+    assert share_ahead(0.04) > 0.95
+
+
+def test_steps_of_another_batch_tell_nothing_of_drafting_ahead() -> None:
+    process: Any = Pretender()
+    remote = RemoteDrafting(process, AUTO)
+    for _ in range(4 * EVIDENCE_STEPS):
+        remote.begin_step()
+        remote.go_on([wish("a", (6, 7))], 4)
+        process.is_busy = False
+        remote.note_step(5, 9.9, 8)  # somebody came in between
+    assert remote._gate.gain(4) is remote._gate.gain(5) is None

@@ -15,6 +15,7 @@ from faser.engine_adapter.phases import HostPhases
 from faser.engine_adapter.protocol import StopRule
 from faser.engine_adapter.remote_drafting import RemoteDrafting
 from faser.engine_adapter.runner_v1 import FaserRunnerV1
+from faser.engine_adapter.settings import ALWAYS
 from faser.engine_adapter.steps import StepOrder, StepReport
 
 torch = pytest.importorskip("torch")
@@ -74,7 +75,7 @@ class Runner(FaserRunnerV1, Vllm):
         self.order = self._order = StepOrder(lengths, frontier=2, stop=stop)
         self.process = Process()
         given: Any = self.process
-        self.remote = RemoteDrafting(given)
+        self.remote = RemoteDrafting(given, ALWAYS)
         self._notes = object()  # type: ignore[assignment]
         self._late, self._stopwatch = {}, HostPhases()
         tokens = np.arange(300, dtype=np.int32).reshape(3, 100)
@@ -160,8 +161,21 @@ def apart(lengths: dict[str, int], stop: StopRule | None = None) -> Runner:
 def scheduled(*names: str, finished: tuple[str, ...] = ()) -> Any:
     return SimpleNamespace(
         faser=StepOrder({}, is_apart=True), num_scheduled_tokens=dict.fromkeys(names, 1),
-        finished_req_ids=set(finished), total_num_scheduled_tokens=len(names),
+        finished_req_ids=set(finished), total_num_scheduled_tokens=len(names), scheduled_spec_decode_tokens={},
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("prompt_rows", "noted"), [(0, [(3, 0.25, 5)]), (4, [])])
+def test_the_gate_is_told_of_steps_that_read_no_prompt(prompt_rows: int, noted: list[tuple[int, float, int]]) -> None:
+    runner, told = Runner(False, {"a": 3, "b": 2, "c": 0}), []
+    assert runner.remote is not None
+    runner.remote.note_step = lambda *step: told.append(step)  # type: ignore[method-assign]
+    step = scheduled("a", "b", "c")
+    step.scheduled_spec_decode_tokens = {"a": [1, 2], "b": [3]}
+    step.total_num_scheduled_tokens = 6 + prompt_rows
+    runner.execute_model(step)
+    runner.note_ahead(0.25, [[1, 2, 3], [4], [5]])
+    assert told == noted
 
 
 def next_step(runner: Runner, *names: str, finished: tuple[str, ...] = ()) -> Any:
