@@ -32,7 +32,7 @@ SPLIT = ("own", "in turn", "ahead", "groups", "gated")
 ARMS = (*SPLIT, "unsplit")
 PAIRS = (("ahead", "in turn"), ("ahead", "own"), ("ahead", "unsplit"), ("own", "unsplit"), ("groups", "in turn"),
          ("gated", "in turn"), ("gated", "ahead"), ("gated", "groups"))  # fmt: skip
-GATE_RUNS = 4  # the groups' gate wants 64 steps of either kind before it settles
+GATE_RUNS = 8  # each gate wants 64 steps of either kind before it settles
 READY_S = 60.0
 MAX_MODEL_LEN = 1024
 MAX_PROMPT_TOKENS = 300
