@@ -42,6 +42,7 @@ BOUNDS: dict[str, Callable[[Scenario, int], CutAfterwards]] = {  # upper bounds
 RIVALS = ("goodput", "smartspec", "adaspec", "ema", "bandit", "gplcb")
 OURS = ("price", "price:history")
 FULL = 0.9  # of the requests that a load names
+FILL_HORIZONS = 10.0  # a batch that is not full after so many times the run's length never will be: memory lacks
 WARM_SHARE = 0.3  # of the time, not counted: estimates settle
 DRIFT_RUNS = 4  # a drifting load is watched so many times as long
 LEAST_GAP = 0.005  # log; below it there is nothing to close
@@ -90,7 +91,8 @@ class Meter:
         now_s = float(engine["clock_s"])
         self.good += float(self.simulator.state.terms[0, 0])
         if self.full_s is None:
-            self.full_s = now_s if int(engine["running"]) >= self.full else None
+            is_full = int(engine["running"]) >= self.full
+            self.full_s = now_s if is_full or now_s > FILL_HORIZONS * self.horizon_s else None
             return False
         if self.start is None and now_s >= self.full_s + WARM_SHARE * self.horizon_s:
             self.start = (now_s, float(engine["emitted"]), self.good)

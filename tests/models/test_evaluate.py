@@ -102,6 +102,13 @@ def test_worlds_to_judge_in_are_none_of_those_to_train_in_and_cover_the_loads() 
     assert {world.profile.k_max for world in WORLDS.values()} == {K_MAX, shipped_profile().k_max}
 
 
+def test_a_batch_that_memory_never_lets_fill_is_judged_all_the_same() -> None:
+    world = WORLDS["cpu-embedded"]
+    profile = msgspec.structs.replace(world.profile, kv_blocks=40)  # of 128 tokens
+    small = type(world)("small", "", profile)
+    assert simulate(Cell("fixed:1", "small", 32, 1, 20), decided, (small,)).tokens_per_s > 0.0
+
+
 def test_some_engines_to_train_in_have_exit_heads_and_the_others_stay_what_they_were() -> None:
     plain, some = training(64, 0), training(64, 0, 0.5)
     assert 15 < sum(bool(profile.exits) for profile in some) < 49
