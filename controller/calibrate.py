@@ -61,6 +61,7 @@ class CalibrateOptions:
     output: Path
     name: str = ""
     base: Path | None = None  # a profile whose step costs keep their shape: their level and acceptance are fitted
+    keeps_costs: bool = False  # the base's step costs stay altogether
     acceptance: str = ""  # an accept trace, shipped or a file, instead of the telemetry's own drafts
     command: str = ""
     json: bool = False
@@ -73,6 +74,8 @@ class CalibrateOptions:
             raise UsageError("no telemetry", "one file at least")
         if any(self.output.absolute() == path.absolute() for path in self.telemetry):
             raise UsageError(f"--output {self.output} is a telemetry file itself", "another one")
+        if self.keeps_costs and self.base is None:
+            raise UsageError("--keep-costs without --base", "the profile whose costs are kept")
         if self.output.is_dir():
             raise UsageError(f"--output {self.output} is a folder", "a file")
 
@@ -91,7 +94,8 @@ def calibrate(options: CalibrateOptions, console: Console) -> int:
     samples = StepSamples.joined([freed(one.samples, one.steps, load_waiting(one.path)) for one in measured])
     if options.base is not None:
         base = require_fitting(load_profile_or_fail(options.base), hello, options.base)
-        profile = levelled(base, samples, acceptance)
+        kept = msgspec.structs.replace(base, acceptance=acceptance)
+        profile = kept if options.keeps_costs else levelled(base, samples, acceptance)
     else:
         fits = fit_all(samples, options, tuple(hello.graph_sizes))
         profile = profile_of(hello, fits, samples, acceptance, options)

@@ -62,6 +62,9 @@ def calibrate(
     base: Annotated[
         Path | None, typer.Option(help="Keep the shape of this profile's step costs; fit level and acceptance.")
     ] = None,
+    keep_costs: Annotated[
+        bool, typer.Option("--keep-costs", help="Leave the base's step costs as they are; fit acceptance alone.")
+    ] = False,
     acceptance: Annotated[
         str, typer.Option(help="Fit acceptance to an accept trace instead: spec_bench__eagle, ..., or a file.")
     ] = "",
@@ -79,8 +82,8 @@ def calibrate(
 
     command = command_line(("faser", *map(shlex.quote, sys.argv[1:])))
     options = CalibrateOptions(
-        tuple(telemetry), output, name=name, base=base, acceptance=acceptance, command=command, json=json,
-        least_repeats=repeats,
+        tuple(telemetry), output, name=name, base=base, keeps_costs=keep_costs, acceptance=acceptance,
+        command=command, json=json, least_repeats=repeats,
     )  # fmt: skip
     raise typer.Exit(run_calibration(options, Console(stderr=True, highlight=False)))
 

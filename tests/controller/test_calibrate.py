@@ -223,6 +223,17 @@ def test_a_base_profile_keeps_its_shape_and_takes_on_the_level_of_the_telemetry(
     assert sum(after.draft.coefficients) == pytest.approx(sum(before.draft.coefficients), rel=0.03)
 
 
+def test_a_base_profile_may_keep_its_costs_altogether(profile: Path, tmp_path: Path) -> None:
+    slower = [msgspec.structs.replace(record, step_s=2.0 * record.step_s) for record in make_records(12)]
+    telemetry = write_telemetry(tmp_path / "slower.sqlite", slower)
+    calibrate(CalibrateOptions((telemetry,), tmp_path / "p.json", base=profile, keeps_costs=True), CONSOLE)
+    before, after = (load_profile(path) for path in (profile, tmp_path / "p.json"))
+    assert (after.verify, after.draft, after.host) == (before.verify, before.draft, before.host)
+    assert after.acceptance.source == "slower.sqlite"
+    with pytest.raises(UsageError, match="--keep-costs without --base"):
+        CalibrateOptions((telemetry,), tmp_path / "p.json", keeps_costs=True)
+
+
 def test_the_script_behind_the_documents_fits_replays_and_draws(telemetry: Path, tmp_path: Path) -> None:
     script = Path(faser.__file__).parent / "benchmarks" / "fidelity.py"
     made = {"profile": tmp_path / "p.json", "json": tmp_path / "figures.json", "picture": tmp_path / "steps.svg"}
