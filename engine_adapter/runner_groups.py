@@ -57,11 +57,11 @@ class GroupsRunner(FrontierRunner):
 
     def with_met(self, drafts: DraftTokenIds | None) -> DraftTokenIds | None:
         """Return the drafts of this step's requests and behind them what was met."""
-        from vllm.v1.outputs import DraftTokenIds
-
         met, self._met = self._met, None
         if not met:
             return drafts
+        from vllm.v1.outputs import DraftTokenIds
+
         names, tokens = ([], []) if drafts is None else (drafts.req_ids, drafts.draft_token_ids)
         return DraftTokenIds([*names, *met], [*tokens, *map(list, met.values())])
 

@@ -34,7 +34,10 @@ class Runner(FrontierRunner, Vllm):
 
     def run(self, first: int, count: int, is_drafted: bool = True) -> None:
         """Run the target over tokens whose states are their numbers."""
-        scheduled = SimpleNamespace(total_num_scheduled_tokens=count, finished_req_ids=set(), faser=StepOrder({}))
+        scheduled = SimpleNamespace(
+            total_num_scheduled_tokens=count, finished_req_ids=set(), faser=StepOrder({}),
+            num_scheduled_tokens={"a": count}, scheduled_spec_decode_tokens={},
+        )  # fmt: skip
         self.execute_model(scheduled)
         numbers = range(first, first + count)
         slots = torch.tensor([BLOCKS[number // 4] * 4 + number % 4 for number in numbers] + [99])
