@@ -241,12 +241,12 @@ def plan(**parts: Any) -> Plan:
 
 def test_arms_take_turns_of_the_same_work_and_the_faster_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arms = {"faser": FakeArm("faser", burst=8), "k1": FakeArm("k1")}
-    results = measure(plan(), tmp_path, monkeypatch, arms)
+    results = measure(plan(least_tokens=120), tmp_path, monkeypatch, arms)
     assert [turn.arm for turn in results.turns] == ["none", "k1", "faser", "k1", "faser", "none"]
     point = summary(results)["points"][0]
     assert point["envelope_ratio"] > 1.5
     totals = {name: sum(turn.tokens for turn in results.turns if turn.arm == name) for name in arms}
-    assert totals["faser"] == pytest.approx(totals["k1"], rel=0.7)
+    assert totals["faser"] == pytest.approx(totals["k1"], rel=0.4)  # bursts in flight at the end count too
     assert {latency.arm for latency in results.latencies} == {"none", "k1", "faser"}
     assert all(arm.ended for arm in arms.values())
 

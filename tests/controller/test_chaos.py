@@ -78,7 +78,9 @@ class Proxy:
     def close(self) -> None:
         self._is_over.set()
         self._thread.join()
-        self._context.destroy(linger=0)
+        for socket in self._engine, self._sidecar:
+            socket.close(linger=0)
+        self._context.term()
 
     def _run(self) -> None:
         poller = zmq.Poller()
