@@ -98,10 +98,11 @@ def evaluate(
     from rich.progress import Progress
 
     from ..env.spaces import Capabilities
-    from ..models.evaluate import Plan, summary
+    from ..models.evaluate import Plan
     from ..models.evaluate import evaluate as run
     from ..models.policy import PolicyError as PolicyNameError
     from ..models.policy import make_policy
+    from ..models.standing import summary
     from ..models.worlds import held_out
 
     known = {world.name: world for world in held_out()}

@@ -161,11 +161,19 @@ class CostTable:
         kernel.confidence(self._table, self._sizes, known.reshape(-1))
         return known
 
-    def time_range_s(self, rows: Floats, rounds: Floats, drafted: Floats) -> tuple[Floats, Floats]:
+    def time_range_s(
+        self, rows: Floats, rounds: Floats, drafted: Floats, prompt_rows: float = 0.0
+    ) -> tuple[Floats, Floats]:
         """Return (least, most) plausible seconds of steps, (m,) each; the first is the step without drafts.
 
-        What was never measured may be as cheap as that step, or as much dearer again as the guess says.
+        What was never measured may be as cheap as that step, or as much dearer again as the guess says. Prompts count
+        as in `beside_prompts_s`.
         """
+        if prompt_rows > 0.0:
+            prefill_s = self.prefill_time_s(int(rows[0]), prompt_rows)
+            alone_s, together_s = (self.time_range_s(each, rounds, drafted) for each in (rows, rows + prompt_rows))
+            least_s, most_s = np.maximum(alone_s, np.subtract(together_s, prefill_s))
+            return least_s, most_s
         draft_s = self.draft_time_s(rows, rounds, drafted)
         doubt = self._drafting.doubt(rounds, float(rows[0]))
         kernel.time_range(
@@ -194,7 +202,7 @@ class CostTable:
         units, is_mostly_prompt = cost.draft_s / self.level_s, cost.prefill_rows * 2 > cost.rows
         if not cost.caught_up and not is_mostly_prompt:
             self._drafting.learn(cost.rows, cost.requests, cost.rounds, cost.drafted, units)
-        elif cost.rounds == 0:
+        elif cost.rounds == 0 and not cost.caught_up:
             self._drafting.learn_idle_reading(cost.prefill_rows, units)
         elif cost.all_draft or not is_mostly_prompt:  # no measure of drafting: it would look dear, or cheap per row
             prompt_rows = cost.prefill_rows if cost.all_draft else 0

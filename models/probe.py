@@ -88,15 +88,8 @@ class ProbeAccount:
 
 
 def _time_range_s(state: EngineState, lengths: Floats, drafted: Floats, rows: Floats) -> tuple[Floats, Floats]:
-    """Return (least, most) plausible seconds of steps, (m,) each, without prompts, which only make rows dearer."""
-    cost, prompt_rows = state.cost, state.prompt_rows()
-    least_s, most_s = cost.time_range_s(rows, lengths, drafted)
-    if prompt_rows > 0.0:
-        prefill_s = cost.prefill_time_s(int(rows[0]), prompt_rows)
-        for alone_s, together_s in zip(
-            (least_s, most_s), cost.time_range_s(rows + prompt_rows, lengths, drafted), strict=True
-        ):
-            np.maximum(alone_s, together_s - prefill_s, out=alone_s)
+    """Return (least, most) plausible seconds of steps, (m,) each, new prompts' part in drafting among them."""
+    least_s, most_s = state.cost.time_range_s(rows, lengths, drafted, state.prompt_rows())
     keep_up_s = state.keep_up_s()  # what is found is to be drafted with for long, behind new prompts too
     least_s[1:] += keep_up_s
     most_s[1:] += keep_up_s

@@ -37,12 +37,12 @@ class Choice(NamedTuple):
 
 
 def choose(
-    table: Floats, state: EngineState, requests: int, begin_s: float, cell: tuple[int, int],
+    table: Floats, state: EngineState, requests: int, reading_s: float, cell: tuple[int, int],
     verify_s: Floats | None = None,
 ) -> Choice:  # fmt: skip
     """Return the best cell, or the one in force if that is nearly as good.
 
-    :param begin_s: what a step in which all draft is charged for what the drafter must read first, and for new prompts
+    :param reading_s: what a step in which all draft is charged for what the drafter missed, and for new prompts
     :param cell: (threshold, deepest round) in force
     :param verify_s: seconds of everything but drafting and prompts per cell, where they are not those of its rows
     """
@@ -50,19 +50,19 @@ def choose(
     if verify_s is None:
         verify_s = state.cost.beside_prompts_s(rows, requests, state.prompt_rows())
     draft_s = state.cost.draft_time_s(rows, rounds, drafted)
-    return Choice(*_best(table, verify_s, draft_s, begin_s, requests, *cell))
+    return Choice(*_best(table, verify_s, draft_s, reading_s, requests, *cell))
 
 
 @compiled
 def _best(
-    table: Floats, verify_s: Floats, draft_s: Floats, begin_s: float, requests: int, threshold: int, depth: int
+    table: Floats, verify_s: Floats, draft_s: Floats, reading_s: float, requests: int, threshold: int, depth: int
 ) -> tuple[int, int, float, float, float]:  # fmt: skip
     best, best_threshold, best_depth, now, plain = -np.inf, 0, 0, 0.0, 0.0
     for i in range(table.shape[1]):
         for j in range(table.shape[2]):
             step_s = verify_s[i, j] + draft_s[i, j]
             if j > 0:
-                step_s += begin_s * min(table[DRAFTED, i, 1] / requests, 1.0)
+                step_s += reading_s * min(table[DRAFTED, i, 1] / requests, 1.0)
             rate = table[TOKENS, i, j] / step_s
             if i == 0 and j == 0:
                 plain = rate

@@ -194,6 +194,16 @@ def test_reading_prompts_is_a_price_of_drafting_only_where_a_drafter_else_skips_
     assert table.keep_up_time_s(1000) == pytest.approx(extra_s, rel=0.15, abs=0.01)
 
 
+def test_a_step_that_only_catches_up_is_no_idle_reading() -> None:
+    """The drafter makes up for a part and nobody drafts yet: its time is not that of the prompt beside it."""
+    table, idle = CostTable(), make_step(16, 0, 1.0)
+    for number in range(200):
+        table.learn(make_step(16, number % 3, 1.0))
+        table.learn(replace(idle, rows=416, prefill_rows=400, caught_up=512, draft_s=0.036, total_s=0.3))
+    assert table.keep_up_time_s(1000) == pytest.approx(table.catch_up_time_s(1000))
+    assert table.catch_up_time_s(1000) > 0.0
+
+
 def test_prompts_behind_which_not_everybody_drafts_teach_nothing_about_reading() -> None:
     """Some of their rows were left out, and nobody says how many."""
 
@@ -244,6 +254,9 @@ def test_a_row_beside_prompts_costs_at_least_what_it_costs_without_them() -> Non
     beside_s = steep.beside_prompts_s(rows, 16, 60.0)
     assert beside_s[0] == pytest.approx(steep.verify_time_s(16)), "their own time is not counted"
     assert beside_s[1] - beside_s[0] == pytest.approx(8 * 3e-3, rel=0.15)
+    for table, extra_s in ((flat, alone_s[1] - alone_s[0]), (steep, beside_s[1] - beside_s[0])):
+        for bound_s in table.time_range_s(rows, np.zeros(2), np.zeros(2), 60.0):
+            assert bound_s[1] - bound_s[0] == pytest.approx(extra_s, rel=0.5)
 
 
 def test_a_prompts_row_is_never_dearer_than_one_that_decodes() -> None:

@@ -27,13 +27,11 @@ from faser.models.evaluate import (
     Plan,
     Table,
     evaluate,
-    interval,
-    point,
     simulate,
-    summary,
 )
 from faser.models.policy import make_policy
 from faser.models.simulated import SimulatedEngine
+from faser.models.standing import interval, point, summary
 from faser.models.worlds import K_MAX, LOADS, WorldSpec, confidence_auc, held_out, training
 
 WORLDS = {world.name: world for world in held_out()}
@@ -104,7 +102,7 @@ def test_worlds_to_judge_in_are_none_of_those_to_train_in_and_cover_the_loads() 
 
 def test_a_batch_that_memory_never_lets_fill_is_judged_all_the_same() -> None:
     world = WORLDS["cpu-embedded"]
-    profile = msgspec.structs.replace(world.profile, kv_blocks=40)  # of 128 tokens
+    profile = msgspec.structs.replace(world.profile, kv_blocks=20)  # of 128 tokens
     small = type(world)("small", "", profile)
     assert simulate(Cell("fixed:1", "small", 32, 1, 20), decided, (small,)).tokens_per_s > 0.0
 
