@@ -59,10 +59,34 @@ def published() -> str:
 
 def closed_loop() -> str:
     """Return how far a replayed run is from the real one."""
-    found = read()["closed_loop"]
+    return _replayed(read()["closed_loop"])
+
+
+def ahead() -> str:
+    """Return what drafting ahead came to, and how far a replayed run that does so is from the real one."""
+    found = read().get("ahead")
+    if found is None:
+        return _replayed(None)
+    fitted = found["fitted"]
+    return "\n".join(
+        [
+            f"Fitted: the next draft was there behind {percent(fitted['ready'])} of the drafts that were accepted as a "
+            f"whole, {percent(fitted['hidden'])} of its time was hidden, it was accepted {fitted['acceptance']:.2f} "
+            f"times as often, and verification beside a busy drafter took {fitted['verify_factor']:.3f} times as long.",
+            "",
+            _replayed(found["closed_loop"]),
+        ]
+    )
+
+
+def _replayed(found: Any) -> str:
     if found is None:
         return "Not measured with this profile yet."
-    lines = [
+    lines = []
+    if levels := found.get("levels"):
+        told = ", ".join(f"{phase} {level:.2f}" for phase, level in levels.items())
+        lines += [f"Of what the profile has, the run before took: {told}.", ""]
+    lines += [
         f"| {found['requests']} requests, {found['steps']} steps, {found['runs']} replays | error "
         "| engine's own spread | bar |",
         "|---|---|---|---|",

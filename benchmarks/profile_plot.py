@@ -15,8 +15,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
+from faser.controller.calibrate import steadied
 from faser.controller.measured import read_measured
-from faser.controller.starvation import freed, load_waiting
 from faser.env.calibration import Fit, fit_phase
 from faser.env.step_basis import Phase
 from faser.env.step_samples import StepSamples
@@ -55,8 +55,7 @@ def draw(fits: dict[Phase, Fit], output: Path) -> None:
 
 def draw_surveys(telemetry: list[Path], output: Path = DEFAULT_OUTPUT) -> None:
     """Fit these files and draw."""
-    measured = [read_measured(path) for path in telemetry]
-    samples = StepSamples.joined([freed(one.samples, one.steps, load_waiting(one.path)) for one in measured])
+    samples = StepSamples.joined(steadied([read_measured(path) for path in telemetry])[0])
     phases: tuple[Phase, ...] = ("verify", "draft")
     draw({phase: fit_phase(samples, phase) for phase in phases}, output)
 

@@ -26,9 +26,21 @@ from ..engine_adapter.protocol import Hello
 from ..env.accept_traces import SHIPPED, read_accept_trace, shipped_accept_trace
 from ..env.acceptance_fit import Description, DraftTrial, describe, fit_acceptance
 from ..env.acceptance_model import AcceptanceModel
-from ..env.calibration import COUNTED_REPEATS, HELD_OUT_SHARE, CalibrationError, Fit, domain_of, fit_phase, phase_level
+from ..env.ahead_fit import LEAST_STEPS, AheadSteps, fit_ahead
+from ..env.calibration import (
+    COUNTED_REPEATS,
+    HELD_OUT_SHARE,
+    CalibrationError,
+    Fit,
+    domain_of,
+    fit_phase,
+    fitted_kinds,
+    phase_level,
+)
+from ..env.drift import WINDOW_S, drift
 from ..env.engine_model import (
     PROFILE_VERSION,
+    Ahead,
     Card,
     EngineProfile,
     Exit,
@@ -39,10 +51,10 @@ from ..env.engine_model import (
 )
 from ..env.exit_fit import Look, fit_exits
 from ..env.step_basis import Phase
-from ..env.step_samples import StepSamples
+from ..env.step_samples import Floats, StepSamples
 from ..env.trace import TraceError
 from .errors import ModelError, StoreError, UsageError
-from .measured import Measured, looks, read_measured, trials
+from .measured import Measured, ahead_steps, looks, read_measured, trials
 from .starvation import freed, load_waiting
 
 PHASES: Final[tuple[Phase, ...]] = ("verify", "draft", "host")
@@ -91,32 +103,85 @@ def calibrate(options: CalibrateOptions, console: Console) -> int:
     acceptance = fit_acceptance(drafts, hello.k_max, Path(source).name)
     seen = [look for one in measured for look in looks(one)]
     fits: dict[Phase, Fit] = {}
-    samples = StepSamples.joined([freed(one.samples, one.steps, load_waiting(one.path)) for one in measured])
+    each, slower = steadied(measured, options.held_out)
+    steps = AheadSteps.joined([ahead_steps(one, own) for one, own in zip(measured, each, strict=True)])
+    samples = quiet(StepSamples.joined(each), steps)
+    levels: dict[Phase, float] = {}
     if options.base is not None:
         base = require_fitting(load_profile_or_fail(options.base), hello, options.base)
-        kept = msgspec.structs.replace(base, acceptance=acceptance)
-        profile = kept if options.keeps_costs else levelled(base, samples, acceptance)
+        if not options.keeps_costs:
+            levels = levels_of(base, samples)
+        profile = msgspec.structs.replace(levelled(base, levels), acceptance=acceptance)
     else:
         fits = fit_all(samples, options, tuple(hello.graph_sizes))
         profile = profile_of(hello, fits, samples, acceptance, options)
     if seen:  # else a base keeps the exits that it has
         profile = msgspec.structs.replace(profile, exits=fit_exits(seen, hello.released_prune))
+    if steps.is_busy.any() and not options.keeps_costs:
+        profile = msgspec.structs.replace(profile, ahead=ahead_of(profile, steps))
     try:
         save_profile(profile, options.output)
     except OSError as error:
         raise ModelError(f"{options.output} cannot be written: {error.strerror}", "a writable path") from None
     if options.json:
-        sys.stdout.write(json.dumps(figures(fits, profile, drafts)) + "\n")
+        told = figures(fits, profile, drafts) | {"drift": _range(slower), "levels": levels}
+        sys.stdout.write(json.dumps(told) + "\n")
         sys.stdout.flush()
     else:
         out = Console(highlight=False)
         if fits:
             out.print(error_table(fits))
+            low, high = _range(slower)
+            out.print(f"the machine's own drift, taken out: {low - 1.0:+.1%} to {high - 1.0:+.1%} in 90 % of the steps")
+        if levels:
+            out.print("times as long as in the base: " + ", ".join(f"{name} {of:.2f}" for name, of in levels.items()))
         out.print(acceptance_table(describe(profile.acceptance, drafts)) if drafts else "no drafts measured")
         if seen:
             out.print(exit_table(profile.exits, seen))
+        if steps.is_busy.any() and profile.ahead is not None:
+            out.print(ahead_line(profile.ahead, int(steps.is_busy.sum())))
     console.print(f"faser: profile {options.output}", highlight=False, soft_wrap=True)
     return 0
+
+
+def steadied(measured: list[Measured], held_out: bool = True) -> tuple[list[StepSamples], Floats]:
+    """Return each file's steps without waiting for a core and the machine's drift; and of all, how much slower it was.
+
+    Files are laid one behind the other, far apart: one of a slower day drifts against the others.
+    """
+    each = [freed(one.samples, one.steps, load_waiting(one.path)) for one in measured]
+    clock_s, start_s = [], 0.0
+    for one in measured:
+        for engine in np.unique(one.steps.engine):
+            own_s = one.steps.time_s[one.steps.engine == engine]
+            clock_s.append(own_s - own_s[0] + start_s)
+            start_s += own_s[-1] - own_s[0] + 2.0 * WINDOW_S
+    samples = StepSamples.joined(each)
+    kinds = fitted_kinds(samples, HELD_OUT_SHARE if held_out else 0.0)
+    slower = drift(np.concatenate(clock_s), samples.verify_s, kinds)
+    ends = np.cumsum([len(one) for one in each])[:-1]
+    parts = np.split(slower, ends)
+    return [one.on_a_machine(part) for one, part in zip(each, parts, strict=True)], slower
+
+
+def quiet(samples: StepSamples, steps: AheadSteps) -> StepSamples:
+    """Return the steps beside which nothing was drafted: what a step costs by itself."""
+    found = samples.where(~steps.is_busy)
+    if len(found) < LEAST_STEPS < len(samples):
+        raise ModelError(
+            f"{len(found)} of {len(samples)} steps without drafting ahead", f"{LEAST_STEPS} or more",
+            "measure with FASER_DRAFT_AHEAD=auto, or add such telemetry",
+        )  # fmt: skip
+    return found
+
+
+def ahead_of(profile: EngineProfile, steps: AheadSteps) -> Ahead:
+    """Return how steps differ beside which drafts were made ahead; raise ModelError where too few were measured."""
+    verify, draft = np.array(profile.verify.coefficients), np.array(profile.draft.coefficients)
+    try:
+        return fit_ahead(steps, verify, draft, profile.graph_sizes)
+    except CalibrationError as error:
+        raise ModelError(str(error)) from None
 
 
 def fit_all(samples: StepSamples, options: CalibrateOptions, graph_sizes: tuple[int, ...]) -> dict[Phase, Fit]:
@@ -224,15 +289,23 @@ def profile_of(
     )
 
 
-def levelled(base: EngineProfile, samples: StepSamples, acceptance: AcceptanceModel) -> EngineProfile:
-    """Return the profile with each phase as much slower or faster as these steps are in all, and other acceptance."""
+def levels_of(base: EngineProfile, samples: StepSamples) -> dict[Phase, float]:
+    """Return how many times as long these steps took in all as the profile has it, by phase."""
+    models: dict[Phase, PhaseModel] = {phase: getattr(base, phase) for phase in PHASES}
+    return {
+        phase: phase_level(samples, phase, np.array(model.coefficients), base.graph_sizes)
+        for phase, model in models.items()
+    }
+
+
+def levelled(base: EngineProfile, levels: dict[Phase, float]) -> EngineProfile:
+    """Return the profile with each phase as much slower."""
     phases = {}
-    for phase in PHASES:
+    for phase, level in levels.items():
         model: PhaseModel = getattr(base, phase)
-        level = phase_level(samples, phase, np.array(model.coefficients), base.graph_sizes)
         scaled = tuple(value * level for value in model.coefficients)
         phases[phase] = msgspec.structs.replace(model, coefficients=scaled)
-    return msgspec.structs.replace(base, acceptance=acceptance, **phases)
+    return msgspec.structs.replace(base, **phases)
 
 
 def machine() -> str:
@@ -314,6 +387,15 @@ def exit_table(exits: tuple[Exit, ...], seen: list[Look]) -> Table:
     return table
 
 
+def ahead_line(ahead: Ahead, steps: int) -> str:
+    """Return what drafting ahead came to."""
+    return (
+        f"drafting ahead, {steps} steps: there behind {_percent(ahead.ready)} of the drafts that were accepted as a "
+        f"whole, {_percent(ahead.hidden)} of their time hidden, accepted {ahead.acceptance:.2f} times as often, "
+        f"verification beside it {ahead.verify_factor:.3f} times as long"
+    )
+
+
 def figures(fits: dict[Phase, Fit], profile: EngineProfile, drafts: list[DraftTrial]) -> dict[str, object]:
     """Return what --json prints."""
     found: dict[str, object] = {
@@ -336,7 +418,13 @@ def figures(fits: dict[Phase, Fit], profile: EngineProfile, drafts: list[DraftTr
         "model_auc": acceptance.model_auc if acceptance else [],
     }
     found["exits"] = [msgspec.to_builtins(each) for each in profile.exits]
+    found["ahead"] = msgspec.to_builtins(profile.ahead)
     return found
+
+
+def _range(slower: Floats) -> tuple[float, float]:
+    low, high = np.quantile(slower, (0.05, 0.95)).tolist()
+    return low, high
 
 
 def _percent(value: float | None) -> str:

@@ -19,13 +19,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from ..env.ahead_fit import AheadSteps
 from ..env.engine_model import EngineProfile, shipped_profile
 from ..env.replay import replay
 from ..env.retrace import RecordedRequest
 from ..env.step_samples import StepSamples
 from .calibrate import load_profile_or_fail, require_fitting, require_same
 from .errors import ModelError, StoreError, UsageError
-from .measured import Life, Measured, lives, read_measured
+from .measured import Life, Measured, ahead_steps, lives, read_measured
 from .starvation import Waiting, freed, load_waiting
 
 Floats = npt.NDArray[np.float64]
@@ -84,10 +85,14 @@ def compare(measured: Measured, profile: EngineProfile, options: FidelityOptions
     real = run_of([life for life, _ in found])
     requests = [request for _, request in found]
     seeds = track(range(options.runs), "replaying", console=Console(stderr=True), transient=True)
-    simulated = [replayed(profile, requests, seed) for seed in seeds]
-    result: dict[str, object] = step_errors(freed(measured.samples, measured.steps, waiting), profile)
     if not profile.exits and not np.isnan(measured.steps.prune_layer).all():
         raise ModelError(f"{measured.path}: steps with pruning", "a profile that knows exit heads", "calibrate one")
+    samples = freed(measured.samples, measured.steps, waiting)
+    steps = ahead_steps(measured, samples)
+    if profile.ahead is None and steps.is_busy.any():
+        raise ModelError(f"{measured.path}: drafts made ahead", "a profile that knows of it", "calibrate one")
+    simulated = [replayed(profile, requests, seed, goes_ahead=steps.is_usual) for seed in seeds]
+    result: dict[str, object] = step_errors(samples, steps, profile)
     result |= {f"{name}_error": value for name, value in run_errors(real, simulated).items()}
     result["repeat_spread"] = _repeat_spread(real, found, options.repeat)
     result["requests"] = len(found)
@@ -143,8 +148,8 @@ def run_of(found: list[Life]) -> Run:
     return _figures(arrival_s, first_s, end_s, np.array([life.output_tokens for life in found], np.float64))
 
 
-def replayed(profile: EngineProfile, requests: list[RecordedRequest], seed: int) -> Run:
-    """Run the recording once through the simulator."""
+def replayed(profile: EngineProfile, requests: list[RecordedRequest], seed: int, *, goes_ahead: bool = False) -> Run:
+    """Run the recording once through the simulator; with drafts made ahead always, or never."""
     served = replay(
         [request.arrival_s for request in requests],
         [request.prompt_tokens for request in requests],
@@ -153,6 +158,7 @@ def replayed(profile: EngineProfile, requests: list[RecordedRequest], seed: int)
         profile,
         seed=seed,
         pruned=[pruned_by_emitted(request) for request in requests],
+        goes_ahead=goes_ahead,
     )
     return Run(served.ttft_s, served.tpot_s, served.e2e_s, served.tokens_per_s)
 
@@ -189,18 +195,25 @@ def _median_error(value: Floats, wanted: Floats) -> float:
     return float(np.median(np.abs(value[known] / wanted[known] - 1.0))) if known.any() else math.nan
 
 
-def step_errors(samples: StepSamples, profile: EngineProfile) -> dict[str, object]:
+def step_errors(samples: StepSamples, steps: AheadSteps, profile: EngineProfile) -> dict[str, object]:
     """Return the errors over recorded steps, each of them a single one: its own scatter is in them.
 
-    Deciding what is pruned is in neither side; it is a fraction of a step.
+    Deciding what is pruned is in neither side; it is a fraction of a step. Drafting beside a verification is in
+    neither side either: of drafts, what was waited for counts.
     """
     verify_s = samples.basis("verify", profile.graph_sizes) @ np.array(profile.verify.coefficients)
     draft_s = samples.basis("draft") @ np.array(profile.draft.coefficients)
-    drafted = samples.drafting_requests > 0
     real_draft_s = np.nan_to_num(samples.draft_s)
+    drafted = samples.drafting_requests > 0
+    if profile.ahead is not None and (busy := steps.is_busy).any():
+        serial_s = steps.serial_s(np.array(profile.draft.coefficients))
+        verify_s[busy] *= profile.ahead.verify_factor
+        left_s = serial_s - profile.ahead.hidden * steps.hideable_s(serial_s, verify_s)
+        draft_s[busy], real_draft_s[busy] = left_s[busy], steps.waited_s[busy]
+        drafted[busy] = steps.samples.drafting_requests[busy] > 0
     return {
         "step_time_error": _quantiles(verify_s + draft_s, samples.verify_s + real_draft_s),
-        "draft_error": _quantiles(draft_s[drafted], samples.draft_s[drafted]),
+        "draft_error": _quantiles(draft_s[drafted], real_draft_s[drafted]),
         "verify_error": _quantiles(verify_s, samples.verify_s),
     }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ..engine_adapter.protocol import Hello, RequestRow
 from ..env.acceptance_fit import DraftTrial
+from ..env.ahead_fit import AheadSteps, Chains
 from ..env.exit_fit import Look
 from ..env.step_samples import StepSamples
 from .errors import StoreError
@@ -102,7 +103,8 @@ def _arrivals(path: Path, steps: StepTable) -> Floats:
 
 def _samples(steps: StepTable, rows: list[list[RequestRow]], arrivals: Floats) -> StepSamples:
     names = [item.name for item in fields(StepSamples)]
-    table = np.array([_work(cells, steps, index) for index, cells in enumerate(rows)], np.float64)
+    drawn = steps.drawn_tokens
+    table = np.array([_work(cells, steps, index, drawn[index]) for index, cells in enumerate(rows)], np.float64)
     host_s = np.full(len(steps), np.nan)
     pause_s = steps.time_s[1:] - steps.step_s[1:] - steps.time_s[:-1]
     follows = (np.diff(steps.engine) == 0) & (np.diff(steps.counter) == 1) & (steps.running[:-1] > 0) & (pause_s > 0)
@@ -114,11 +116,10 @@ def _samples(steps: StepTable, rows: list[list[RequestRow]], arrivals: Floats) -
     return StepSamples(**dict(zip(names, columns, strict=True)))
 
 
-def _work(cells: list[RequestRow], steps: StepTable, index: int) -> tuple[float, ...]:
-    """Return the fields of engine_model.Work up to `draft_attended_tokens`."""
+def _work(cells: list[RequestRow], steps: StepTable, index: int, drawn: float) -> tuple[float, ...]:
+    """Return the fields of engine_model.Work up to `draft_attended_tokens`; `drawn` NaN: as many as handed over."""
     decode = drafts = prompts = prompt_tokens = sampled = kv = attended = drafting = handed = first = 0
     prompt_attended, draft_attended = 0.0, 0
-    drawn = steps.drawn_tokens[index]
     is_told = not np.isnan(drawn)
     total = sum([row.drafted for row in cells])
     has_dropped = is_told and drawn > total  # under a stop rule even a request that hands nothing over has drafted
@@ -148,6 +149,38 @@ def _work(cells: list[RequestRow], steps: StepTable, index: int) -> tuple[float,
         float(len(cells)), decode, drafts, prompts, prompt_tokens, sampled, kv, attended, prompt_attended, drafting,
         rounds, float(drawn) if is_told else float(total), first_rows, max(rows - first, 0), draft_attended,
     )  # fmt: skip
+
+
+def ahead_steps(measured: Measured, samples: StepSamples) -> AheadSteps:
+    """Return which steps had drafts made ahead beside them, and what came of those.
+
+    :param samples: the file's own, or with their waiting for a core taken out
+    """
+    steps = measured.steps
+    is_busy = (steps.overlap_s > 0.0) & (steps.frontier > 0.0)
+    in_turn = [_work(cells, steps, index, np.nan) for index, cells in enumerate(measured.rows)]
+    names = [item.name for item in fields(StepSamples)]
+    as_handed = dict(zip(names, np.array(in_turn, np.float64).T, strict=False))
+    # All drafts count, the wasted ones too, in what the record says was drawn: here only those that were handed over.
+    return AheadSteps(
+        replace(samples, **as_handed), is_busy, steps.frontier_hits.astype(np.float64),
+        steps.draft_s - steps.overlap_s, _chains(measured),
+    )  # fmt: skip
+
+
+def _chains(measured: Measured) -> Chains:
+    newest: dict[tuple[int, int], int] = {}  # by request: place in `found` of the draft that waits for its test
+    where, found = list[int](), list[float]()
+    for index, cells in enumerate(measured.rows):
+        for row in cells:
+            key = int(measured.steps.engine[index]), row.handle
+            if (place := newest.pop(key, None)) is not None and row.verified:
+                found[place] = float(row.accepted > 0)
+            if row.verified and row.accepted == row.verified and row.drafted:
+                newest[key] = len(found)
+                where.append(index)
+                found.append(np.nan)
+    return Chains(np.array(where, np.int64), np.array(found, np.float64))
 
 
 def looks(measured: Measured) -> Iterator[Look]:

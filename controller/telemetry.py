@@ -28,12 +28,13 @@ Ints = npt.NDArray[np.int64]
 _INT_COLUMNS: Final = (
     "engine", "counter", "step", "running", "waiting", "prefill_tokens", "decode_tokens", "draft_tokens", "drafted",
     "verified", "pruned", "accepted", "emitted", "lease_epoch", "dropped", "rejected", "caught_up", "wrongly_pruned",
+    "frontier_hits",
 )  # fmt: skip
 _FLOAT_COLUMNS: Final = (
     "time_s", "step_s", "schedule_s", "verify_s", "sample_s", "draft_s", "overlap_s", "adapter_s", "kv_usage",
     "prune_s", "saved_rows",
 )  # fmt: skip
-_TOLD_COLUMNS: Final = ("draft_rounds", "drawn_tokens", "prune_layer")
+_TOLD_COLUMNS: Final = ("draft_rounds", "drawn_tokens", "prune_layer", "frontier")
 _DECISION_COLUMNS: Final = ("decision_sequence", "decision_is_sent", "decision_s", "decision_price")
 
 
@@ -42,7 +43,7 @@ class StepTable:
     """All steps of a file, by engine and then in the engine's order; arrays (n,). Units as in protocol.StepRecord.
 
     `decision_*` is NaN where no decision was made on a record, `draft_rounds` and `drawn_tokens` where the engine did
-    not say, `prune_layer` where no exit heads looked.
+    not say, `prune_layer` where no exit heads looked, `frontier` where nothing was to be drafted ahead.
     """
 
     engine: Ints
@@ -63,6 +64,7 @@ class StepTable:
     rejected: Ints
     caught_up: Ints
     wrongly_pruned: Ints
+    frontier_hits: Ints
     time_s: Floats
     step_s: Floats
     schedule_s: Floats
@@ -77,6 +79,7 @@ class StepTable:
     draft_rounds: Floats
     drawn_tokens: Floats
     prune_layer: Floats
+    frontier: Floats
     decision_sequence: Floats
     decision_is_sent: Floats
     decision_s: Floats

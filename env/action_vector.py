@@ -83,7 +83,7 @@ def choice(value: float, options: int) -> int:
 def decode(vector: npt.ArrayLike, state: EngineState) -> Action:
     """Return the action that `vector` (len(ACTION),) in -1..1 means for the live requests of `state`.
 
-    Only what the wire carries: overlapping stays in the simulator until an engine can do it.
+    Overlapping stays in the simulator: a real engine's own gates measure whether groups or drafting ahead pay.
     """
     means = meant(np.reshape(vector, len(ACTION)))
     capabilities = state.capabilities

@@ -88,10 +88,7 @@ def cells_of(samples: StepSamples, phase: Phase, least_repeats: int, held_out_sh
     keys = _keys(samples, phase)
     groups: dict[tuple[int, ...], list[int]] = {}
     for index in np.flatnonzero(np.isfinite(times)).tolist():
-        key = tuple(keys[index].tolist())
-        if phase == "verify" and key[-2:] == (0, 0):  # named as before there was pruning: so the same are held out
-            key = key[:-2]
-        groups.setdefault(key, []).append(index)
+        groups.setdefault(_name(phase, keys[index].tolist()), []).append(index)
     kept = {key: places for key, places in groups.items() if len(places) >= least_repeats}
     basis = samples.basis(phase, graph_sizes)
     rows, measured, repeats, spreads, halves, held, counts = [], [], [], [], [], [], []
@@ -186,6 +183,19 @@ def domain_of(samples: StepSamples) -> dict[str, Range]:
     }
     assert set(values) == set(Work(1, 1).quantities())
     return {name: Range(float(found.min()), float(found.max())) for name, found in values.items()}
+
+
+def fitted_kinds(samples: StepSamples, held_out_share: float = HELD_OUT_SHARE) -> Ints:
+    """Return (n,) the number of each step's verify cell, -1 where the cell is held out."""
+    keys, kind = np.unique(_keys(samples, "verify"), axis=0, return_inverse=True)
+    is_held_out = np.array([_share_of("verify", _name("verify", key)) < held_out_share for key in keys.tolist()])
+    kinds: Ints = np.where(is_held_out[kind], -1, kind)
+    return kinds
+
+
+def _name(phase: Phase, key: list[int]) -> tuple[int, ...]:
+    """Return a cell's name; without pruning as before there was any, so that the same cells are held out."""
+    return tuple(key[:-2] if phase == "verify" and key[-2:] == [0, 0] else key)
 
 
 def _keys(samples: StepSamples, phase: Phase) -> Ints:

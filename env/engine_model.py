@@ -70,7 +70,10 @@ class Range(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Split(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One partition of the machine: factors on both phases, and the share of the shorter one that is hidden."""
+    """One partition of the machine: factors on both phases.
+
+    `overlap` is the share of the shorter phase that two groups of requests hide by taking turns.
+    """
 
     name: str
     verify_factor: float = 1.0
@@ -90,6 +93,15 @@ class Exit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     false_alarm: float = 0.01  # share of the accepted tokens at which a draft is cut
     look_s: float = 0.0  # of each step whose drafts are looked at: deciding, cutting, metadata
     look_token_s: float = 0.0  # of each draft token that is looked at
+
+
+class Ahead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Drafting ahead while the target verifies: how often it is of use, what that hides, and what all of it slows."""
+
+    ready: float = 1.0  # share of the requests with all drafts accepted whose next draft had been made ahead
+    hidden: float = 1.0  # of what those drafts take in turn, the share that nobody waits for
+    verify_factor: float = 1.0  # verification beside a busy drafter, over the same alone
+    acceptance: float = 0.9  # factor on the chance that a token drafted ahead is accepted
 
 
 class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -135,6 +147,7 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     graph_sizes: tuple[int, ...] = ()  # rows; empty: eager, any size
     splits: tuple[Split, ...] = (Split("unsplit"),)
     exits: tuple[Exit, ...] = ()
+    ahead: Ahead | None = None  # None: this engine drafts nothing ahead
 
     def packed(self) -> PackedProfile:
         """Return the numbers as arrays, for compiled code."""
@@ -290,6 +303,10 @@ def check(profile: EngineProfile, where: str) -> None:
             math.isfinite(value) and value >= 0.0 for value in (exit_.look_s, exit_.look_token_s)
         ):
             raise ProfileError(f"{where}, exits: {exit_}; expected shares in 0..1 and finite seconds of at least 0")
+    if (ahead := profile.ahead) is not None:
+        shares = (ahead.ready, ahead.hidden, ahead.acceptance)
+        if not all(0.0 <= share <= 1.0 for share in shares) or not 0.0 < ahead.verify_factor < math.inf:
+            raise ProfileError(f"{where}, ahead: {ahead}; expected shares in 0..1 and a finite factor above 0")
     if unknown := sorted(set(profile.domain) - set(DOMAIN)):
         raise ProfileError(f"{where}, domain: {', '.join(unknown)}; expected {', '.join(DOMAIN)}")
 

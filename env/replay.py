@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ..engine_adapter.protocol import StepRecord, StopRule
 from ..engine_adapter.stop_rule import fitted
 from .acceptance_model import AcceptanceModel
-from .action_vector import ACTION, KEEP, PRUNE
+from .action_vector import ACTION, KEEP, OVERLAP, PRUNE, outside
 from .engine_model import EngineProfile
 from .scenario import Scenario, ServiceClass
 from .simulated_record import Recorder
@@ -34,12 +34,13 @@ STEPS_AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What a decision asks for: draft lengths by handle, of all others, a stop rule, and pruning."""
+    """What a decision asks for: draft lengths by handle, of all others, a stop rule, pruning and drafting ahead."""
 
     lengths: dict[int, int]
     default_length: int = 0
     stop: StopRule | None = None
     prunes: bool = False  # what is drafted in that step is pruned while it is verified
+    goes_ahead: bool = False  # while that step verifies, the drafter goes on, if the profile's engine can
 
 
 Decide = Callable[[StepRecord], Orders]
@@ -79,6 +80,7 @@ def replay(
     limit_tokens: int | None = None,
     noise: float = 1.0,
     pruned: Sequence[npt.ArrayLike] | None = None,
+    goes_ahead: bool = False,
     keep_steps: bool = False,
 ) -> Served:
     """Serve n requests by themselves and return their times.
@@ -88,6 +90,7 @@ def replay(
         record's step; or one sequence of draft lengths per request, entry m for the step after which it has emitted m
         tokens (the last entry holds on); or one length for all
     :param pruned: beside recorded lengths, whether what is drafted there is pruned while it is verified
+    :param goes_ahead: beside recorded lengths, whether drafts are made ahead in every step
     :param acceptance: instead of the profile's own
     :param limit_tokens: the most that an answer may have, as requests say; as long as it is, unless given
     """
@@ -108,7 +111,7 @@ def replay(
         table = _decision_table(decisions, len(arrivals), pruned)
         simulator = Simulator(scenario, 1, mode=RECORDED, results=len(arrivals), seed=seed, decisions=table)
         simulator.reset()
-        step_s = _run(simulator, keep_steps)
+        step_s = _run(simulator, keep_steps, goes_ahead)
     return _served(simulator, arrivals, step_s)
 
 
@@ -143,11 +146,12 @@ def _decision_table(
     return offsets, lengths
 
 
-def _run(simulator: Simulator, keep_steps: bool) -> list[float]:
+def _run(simulator: Simulator, keep_steps: bool, goes_ahead: bool) -> list[float]:
+    vector = outside(overlap=float(goes_ahead))
     step_s: list[float] = []
     steps = 1 if keep_steps else STEPS_AT_ONCE
     for _ in range(0, MOST_STEPS, steps):
-        simulator.run(steps)
+        simulator.run(steps, vector)
         if keep_steps:
             step_s.append(float(simulator.state.engines[0]["step_s"]))
         if simulator.is_done[0]:
@@ -166,6 +170,7 @@ def _drive(simulator: Simulator, decide: Decide, staleness: int) -> list[float]:
     step_s: list[float] = []
     for sequence in range(1, MOST_STEPS):
         vector[0, KEEP], vector[0, PRUNE] = -1.0, float(orders.prunes)
+        vector[0, OVERLAP] = 1.0 if orders.goes_ahead else -1.0
         if orders.stop is not None:
             vector[0, KEEP] = 1.0
             _set_rule(simulator, fitted(orders.stop, positions))

@@ -1,7 +1,7 @@
 """What a simulation is about: engines, workloads, load, service classes, mechanisms, reward; and its constants.
 
 Called by the environment, the replay and the benchmark. Everything random about an episode is drawn from the ranges
-given here, by the kernel and by seed; a mechanism that no engine has yet is off unless a profile or a field says so.
+given here, by the kernel and by seed; a mechanism is off unless a profile has its numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from .engine_model import EngineProfile, Exit, Split, Work, synthetic_profile
+from .engine_model import Ahead, EngineProfile, Exit, Split, Work, synthetic_profile
 from .trace import Trace, TraceError, shipped_trace
 from .world import (
     CELLS,
@@ -55,13 +55,6 @@ class RewardWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class Mechanisms:
-    """What no engine does yet, as numbers; without effect until a profile has splits that hide time."""
-
-    ahead_acceptance: float = 0.9  # factor on acceptance where drafts are made ahead of their verification
-
-
-@dataclass(frozen=True, slots=True)
 class Scenario:
     """One distribution of episodes."""
 
@@ -78,7 +71,6 @@ class Scenario:
     staleness: int = 0  # steps by which a decision comes later than the next step
     classes: tuple[ServiceClass, ...] = (ServiceClass("interactive", 0.8), ServiceClass("batch", 0.2, 50.0, 8.0, 1))
     weights: RewardWeights = field(default_factory=RewardWeights)
-    mechanisms: Mechanisms = field(default_factory=Mechanisms)
     episode_steps: int = 2000
     max_output_tokens: int = 1 << 20  # the most that a request's answer may have, as the request says
     randomises: bool = True  # False: engine, workload and load are the first ones, as they are
@@ -108,11 +100,10 @@ class Scenario:
 
     def settings(self, mode: int = PRICED, *, own_rules: bool = False) -> Records:
         """Return the numbers that the kernel takes, (1,) of SETTINGS."""
-        weights, mechanisms = self.weights, self.mechanisms
+        weights = self.weights
         values = (
-            self.positions, self.staleness, mode, own_rules, self.randomises, self.noise,
-            mechanisms.ahead_acceptance, weights.discount_per_s, weights.good, weights.token,
-            weights.request, weights.waste,
+            self.positions, self.staleness, mode, own_rules, self.randomises, self.noise, weights.discount_per_s,
+            weights.good, weights.token, weights.request, weights.waste,
         )  # fmt: skip
         return np.array([values], SETTINGS)
 
@@ -165,7 +156,7 @@ def _profile_numbers(profile: EngineProfile, scenario: Scenario) -> tuple[float,
     return (
         profile.kv_blocks, profile.block_size, profile.token_budget, min(profile.max_requests, scenario.slots),
         profile.max_context, profile.catch_up_tokens, profile.k_max, len(profile.splits),
-        *_released_exit(profile), *noise,
+        *_released_exit(profile), *_ahead(profile), *noise,
         math.sqrt(model.request_share), math.sqrt(1.0 - model.request_share), model.carry,
         math.sqrt(1.0 - model.carry * model.carry), model.hidden,
     )  # fmt: skip
@@ -176,6 +167,12 @@ def _released_exit(profile: EngineProfile) -> tuple[float, ...]:
         return (0.0,) * 5
     first = profile.exits[0]
     return first.saved_share, first.recall, first.false_alarm, first.look_s, first.look_token_s
+
+
+def _ahead(profile: EngineProfile) -> tuple[float, ...]:
+    if (ahead := profile.ahead) is None:
+        return (0.0,) * 4
+    return ahead.ready, ahead.hidden, ahead.verify_factor, ahead.acceptance
 
 
 def _rows(scenario: Scenario, seed: int) -> Records:
@@ -273,6 +270,6 @@ def _objectives(profile: EngineProfile, scenario: Scenario) -> list[tuple[float,
 
 
 def with_mechanisms(profile: EngineProfile) -> EngineProfile:
-    """Return the profile with splits that hide time and an exit head, as guesses: to try mechanisms out."""
+    """Return the profile with overlap and an exit head, as guesses: to try mechanisms out."""
     splits = (Split("unsplit", 1.0, 1.0, 0.4), Split("half", 1.5, 1.3, 0.9), Split("quarter", 1.2, 2.0, 0.9))
-    return msgspec.structs.replace(profile, splits=splits, exits=(Exit(16, 0.5),))
+    return msgspec.structs.replace(profile, splits=splits, exits=(Exit(16, 0.5),), ahead=Ahead())

@@ -92,10 +92,11 @@ class Recorder:
             draft_s=float(engine["draft_s"]), overlap_s=float(engine["overlap_s"]), adapter_s=0.0,
             running=at["running"], waiting=at["waiting"], prefill_tokens=at["prefill_tokens"],
             decode_tokens=at["decode_tokens"], draft_tokens=at["draft_tokens"],
-            kv_usage=1.0 - at["free_blocks"] / total, split=None, frontier=None,
+            kv_usage=1.0 - at["free_blocks"] / total, split=None, frontier=at["frontier"] or None,
             lease_epoch=1 if lease_sequence else 0, lease_sequence=lease_sequence, dropped=0, rejected=0,
             events=self._events(order), rows=rows, caught_up=at["caught_up"], draft_rounds=at["rounds"],
-            drawn_tokens=at["drawn"], **pruning_of(engine, self._simulator.scenario.profiles[at["profile"]], rows),
+            drawn_tokens=at["drawn"], frontier_hits=at["frontier_hits"],
+            **pruning_of(engine, self._simulator.scenario.profiles[at["profile"]], rows),
         )  # fmt: skip
         self._cells, self._dropped = state.cells[e].copy(), self._was_dropped(at["is_ruled"])
         self._drafted_for = ints[HANDLE].astype(np.int64)

@@ -122,7 +122,7 @@ class Simulator:
         :param lengths: (engines, slots) int8 in the mode NAMED; -1: not named
         :param until_s: engines whose clock is past it stay as they are
         """
-        means = self._neutral if vectors is None else meant(np.reshape(np.asarray(vectors), self._neutral.shape))
+        means = self._means(vectors)
         named = self._no_lengths if lengths is None else lengths
         if self._pool is None:
             self._run(0, self.engines, means, named, until_s)
@@ -136,9 +136,12 @@ class Simulator:
             job.result()
         return self.rewards
 
-    def run(self, steps: int) -> None:
-        """Step all engines so many times without decisions, in one call; for lengths that are recorded, or none."""
-        self._run(0, self.engines, self._neutral, self._no_lengths, FOREVER_S, steps)
+    def _means(self, vectors: npt.ArrayLike | None) -> Singles:
+        return self._neutral if vectors is None else meant(np.reshape(np.asarray(vectors), self._neutral.shape))
+
+    def run(self, steps: int, vectors: npt.ArrayLike | None = None) -> None:
+        """Step all engines so many times under one decision, in one call; for lengths that are recorded, or none."""
+        self._run(0, self.engines, self._means(vectors), self._no_lengths, FOREVER_S, steps)
 
     def _run(self, first: int, last: int, means: Singles, lengths: Bytes, until_s: float, steps: int = 1) -> None:
         step_engines(first, last, steps, until_s, means, lengths, self.rewards, *self.state, *self.world)

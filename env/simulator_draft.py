@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from .action_vector import AHEAD, DEPTH, GO_ON, KEEP, OVERLAP, PRUNE, RULED_FROM, THRESHOLD
-from .simulator_schedule import GOLDEN, gaussian, mixed
+from .simulator_schedule import GOLDEN, gaussian, mixed, uniform
 from .simulator_state import (
     ACCEPTANCE,
+    ACCEPTED,
     CHAIN,
     COMPUTED,
     CONTEXT,
@@ -34,6 +35,7 @@ from .simulator_state import (
     RESIDUAL,
     RUNNING,
     SCHEDULED,
+    VERIFIED,
     Bytes,
     Cells,
     Floats,
@@ -46,8 +48,9 @@ from .world import CELLS, NAMED, RECORDED, SIGMOID_CELLS, VALUES, Ints, compiled
 _S8, _LOW_24, _FIRST_TOKEN = np.uint64(8), np.uint64(0xFFFFFF), np.uint64(16)
 _ZERO, _ONE, _HALF_RANGE = np.float32(0.0), np.float32(1.0), np.float32(12.0)
 _PER_LOGIT, _PER_SIGMA, _UNIT = np.float32(SIGMOID_CELLS / 24.0), np.float32(CELLS / 8.0), np.float32(2.0**-24)
-# What drafting does, in `work`; see simulator_step.
-DRAFTING, ROUNDS, DRAWN, FIRST_ROWS, KEPT_ROWS, DRAFT_ATTENDED = range(6)
+_AHEAD_KEY = np.uint64(0xD1342543DE82EF95)
+# What drafting does, in `work`; see simulator_step. The last: tokens that were drafted while the target verified.
+DRAFTING, ROUNDS, DRAWN, FIRST_ROWS, KEPT_ROWS, DRAFT_ATTENDED, AHEAD_TOKENS = range(7)
 
 
 @compiled
@@ -108,9 +111,10 @@ def draft(
     engine.is_ruled = 1 if vector[KEEP] >= np.float32(RULED_FROM) else 0
     is_ruled = engine.is_ruled != 0
     engine.prunes = 1 if vector[PRUNE] > 0.0 else 0
-    factor = np.float32(settings.ahead_acceptance) if int(vector[OVERLAP] * 3.0) >= AHEAD else _ONE
+    goes_ahead = profile.ahead_verify > 0.0 and int(vector[OVERLAP] * 3.0) >= AHEAD
+    engine.frontier = settings.positions if goes_ahead else 0
     hardness = np.float32(engine.hardness_now)
-    drafting = rounds = tokens = first_rows = kept_rows = caught_up = 0
+    drafting = rounds = tokens = first_rows = kept_rows = caught_up = hits = ahead_tokens = 0
     attended = 0.0
     for i in range(ints.shape[1]):
         ints[KEPT, i] = 0
@@ -150,6 +154,9 @@ def draft(
         base = profile.request_share * (traits[LEVEL, i] + hardness)
         residual = profile.hidden * traits[RESIDUAL, i]
         chain, key = traits[CHAIN, i], keys[i] + (np.uint64(ints[EMITTED, i]) + _FIRST_TOKEN) * GOLDEN
+        is_ahead = goes_ahead and ints[VERIFIED, i] > 0 and ints[ACCEPTED, i] == ints[VERIFIED, i]
+        is_ahead = is_ahead and uniform(mixed(key ^ _AHEAD_KEY)) < profile.ahead_ready
+        factor = np.float32(profile.ahead_acceptance) if is_ahead else _ONE
         survival, lucky, alive, kept, drawn_tokens = _ONE, 0, 1, length, length
         for j in range(length):
             bits = mixed(key)
@@ -174,11 +181,13 @@ def draft(
         ints[KEPT, i], ints[LUCKY, i] = kept, min(lucky, kept)
         drafting += 1
         tokens += drawn_tokens
+        hits += 1 if is_ahead else 0
+        ahead_tokens += drawn_tokens if is_ahead else 0
         rounds = max(rounds, drawn_tokens)
         attended += float(drawn_tokens) * ints[COMPUTED, i]
-    engine.caught_up, engine.rounds, engine.drawn = caught_up, rounds, tokens
+    engine.caught_up, engine.rounds, engine.drawn, engine.frontier_hits = caught_up, rounds, tokens, hits
     work[DRAFTING], work[ROUNDS], work[DRAWN], work[FIRST_ROWS] = drafting, rounds, tokens, first_rows
-    work[KEPT_ROWS], work[DRAFT_ATTENDED] = kept_rows, attended
+    work[KEPT_ROWS], work[DRAFT_ATTENDED], work[AHEAD_TOKENS] = kept_rows, attended, ahead_tokens
 
 
 @compiled

@@ -73,6 +73,8 @@ _WHOLE = (
     "prunes",  # the drafts of this step will be pruned while the next one verifies them
     "looked",  # draft tokens of this step that exit heads looked at
     "wrongly_pruned",  # drafts cut at a token that was then accepted
+    "frontier",  # tokens that may be drafted ahead of each draft of this step
+    "frontier_hits",  # requests whose draft was made ahead
 )  # fmt: skip
 _REAL = (
     "clock_s", "next_arrival_s",

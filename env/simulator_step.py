@@ -14,9 +14,10 @@ from typing import Any
 import numba
 import numpy as np
 
-from .action_vector import AHEAD, OVERLAP, PING_PONG, SPLIT
+from .action_vector import OVERLAP, PING_PONG, SPLIT
 from .reward import reward
 from .simulator_draft import (
+    AHEAD_TOKENS,
     DRAFT_ATTENDED,
     DRAFTING,
     DRAWN,
@@ -86,8 +87,8 @@ from .world import RECORDED, Ints, compiled
 # A step's work: behind simulator_draft's, the parameters of fill_verify_basis and what is counted beside.
 (
     REQUESTS, DECODE_ROWS, DRAFT_TOKENS, PROMPTS, PROMPT_TOKENS, SAMPLED, KV_TOKENS, ATTENDED, ATTENDED_PROMPT,
-    ALL_PRUNED, ALL_FRESH, WASTED, AHEAD_TOKENS, WORK,
-) = range(6, 20)  # fmt: skip
+    ALL_PRUNED, ALL_FRESH, WASTED, WORK,
+) = range(7, 20)  # fmt: skip
 _V, _D, _H = len(VERIFY_BASIS), len(DRAFT_BASIS), len(HOST_BASIS)
 _PRUNE_KEY = np.uint64(0x5851F42D4C957F2D)
 
@@ -192,16 +193,12 @@ def _prune(profile: Any, key: np.uint64, emitted: int, verified: int, hits: int)
 
 
 @compiled
-def _hand_over(ints: Shorts, work: Floats) -> None:
-    """Hand the drafts over to the next step; count those that could have been made ahead."""
-    ahead = 0
+def _hand_over(ints: Shorts) -> None:
+    """Hand the drafts over to the next step."""
     for i in range(ints.shape[1]):
         ints[CONTEXT, i] = ints[COMPUTED, i]
         if ints[SCHEDULED, i] > 0:
             ints[DRAFTS, i] = ints[KEPT, i]
-            if ints[VERIFIED, i] > 0 and ints[ACCEPTED, i] == ints[VERIFIED, i]:
-                ahead += ints[KEPT, i]
-    work[AHEAD_TOKENS] = ahead
 
 
 @compiled
@@ -209,10 +206,14 @@ def _time(
     engine: Any, profile: Any, settings: Any, vector: Singles, coefficients: Floats, graphs: Floats, splits: Floats,
     normal: Singles, work: Floats, basis: Floats, scratch: Floats,
 ) -> None:  # fmt: skip
-    """Fill in how long the step takes: its phases, and how much of them ran side by side."""
-    overlap = min(int(vector[OVERLAP] * 3.0), AHEAD)
+    """Fill in how long the step takes: its phases, and how much of them ran side by side.
+
+    Beside every verification of drafts the drafter goes on for as long as drafting in turn takes; what nobody had to
+    wait for is that of requests whose draft was there.
+    """
+    in_groups = int(vector[OVERLAP] * 3.0) == PING_PONG
     split = splits[min(int(vector[SPLIT] * profile.splits), profile.splits - 1)]
-    parts = 2.0 if overlap == PING_PONG and work[REQUESTS] > 1.0 else 1.0
+    parts = 2.0 if in_groups and work[REQUESTS] > 1.0 else 1.0
     verify_s = parts * _verify_time(profile, coefficients, graphs, work, basis, scratch, 1.0 / parts) * split[0]
     draft_s = parts * _draft_time(coefficients, work, basis, 1.0 / parts) * split[1]
     sigma = settings.noise * profile.noise_verify
@@ -223,13 +224,16 @@ def _time(
         draft_s *= math.exp(sigma * gaussian(normal, drawn(engine)))
     engine.prune_s = profile.look_s + profile.look_token_s * engine.looked if engine.looked > 0 else 0.0
     verify_s += engine.prune_s
-    hidden_s = 0.0
-    if overlap == PING_PONG:
-        hidden_s = split[2] * min(verify_s, draft_s)
-    elif overlap == AHEAD and work[DRAWN] > 0.0:  # only drafts behind a fully accepted one are of use
-        hidden_s = split[2] * min(verify_s, draft_s * work[AHEAD_TOKENS] / work[DRAWN])
-    engine.verify_s, engine.draft_s, engine.overlap_s = verify_s, draft_s, hidden_s
-    engine.step_s = verify_s + draft_s - hidden_s
+    overlap_s = 0.0
+    if in_groups:
+        overlap_s = split[2] * min(verify_s, draft_s)
+    elif engine.frontier > 0 and work[DRAFT_TOKENS] > 0.0:
+        verify_s *= profile.ahead_verify
+        overlap_s = min(verify_s, draft_s)
+        share = work[AHEAD_TOKENS] / work[DRAWN] if work[DRAWN] > 0.0 else 0.0
+        draft_s += overlap_s - profile.ahead_hidden * min(verify_s, draft_s * share)
+    engine.verify_s, engine.draft_s, engine.overlap_s = verify_s, draft_s, overlap_s
+    engine.step_s = verify_s + draft_s - overlap_s
 
 
 @compiled
@@ -369,7 +373,7 @@ def _entry(sources: str) -> Any:
                 engine, profile, settings, ints, traits, keys, population, lengths[place], vector, rules,
                 all_chances[e], all_cells[e], all_tables[engine.profile], sigmoid, normal, offsets, decisions, work,
             )  # fmt: skip
-            _hand_over(ints, work)
+            _hand_over(ints)
             _time(
                 engine, profile, settings, vector, coefficients, all_graphs[engine.profile],
                 all_splits[engine.profile], normal, work, basis, scratch_basis,

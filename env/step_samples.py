@@ -68,6 +68,12 @@ class StepSamples:
         """Return the steps with so much less time in each of both phases, (n,) each."""
         return replace(self, verify_s=self.verify_s - verify_s, draft_s=self.draft_s - draft_s)
 
+    def on_a_machine(self, slower: Floats) -> StepSamples:
+        """Return the steps as they would have been on a machine that was not slower by these factors, (n,)."""
+        return replace(
+            self, verify_s=self.verify_s / slower, draft_s=self.draft_s / slower, host_s=self.host_s / slower
+        )
+
     def times(self, phase: Phase) -> Floats:
         """Return one phase's times."""
         times: Floats = getattr(self, f"{phase}_s")

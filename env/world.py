@@ -40,6 +40,10 @@ PROFILE: Final = np.dtype(
         ("false_alarm", np.float64),
         ("look_s", np.float64),
         ("look_token_s", np.float64),
+        ("ahead_ready", np.float64),  # as engine_model.Ahead has them
+        ("ahead_hidden", np.float64),
+        ("ahead_verify", np.float64),  # 0: nothing can be drafted ahead
+        ("ahead_acceptance", np.float64),
         ("noise_verify", np.float64),  # standard deviation of the log
         ("noise_draft", np.float64),
         ("noise_host", np.float64),
@@ -64,8 +68,7 @@ ROW: Final = np.dtype(
 )
 _WHOLE = ("positions", "staleness", "mode", "own_rules", "repeats")
 _REAL = (
-    "noise", "ahead_acceptance", "discount_per_s", "good_weight", "token_weight",
-    "request_weight", "waste_weight",
+    "noise", "discount_per_s", "good_weight", "token_weight", "request_weight", "waste_weight",
 )  # fmt: skip
 # Numbers that are the same for all engines; see env/scenario.py. own_rules: stop rules are set from outside.
 SETTINGS: Final = np.dtype([*((name, np.int64) for name in _WHOLE), *((name, np.float64) for name in _REAL)])
@@ -77,7 +80,7 @@ class World(NamedTuple):
     settings: Records  # (1,) of SETTINGS
     profiles: Records  # (profiles,) of PROFILE
     graphs: Floats  # (profiles, sizes) captured rows, ascending, filled up with 0
-    splits: Floats  # (profiles, splits, 3) factor on verify, factor on draft, hidden share of the shorter one
+    splits: Floats  # (profiles, splits, 3) factor on verify, factor on draft, what groups hide
     tables: Singles  # (profiles, 3, positions, CELLS)
     sigmoid: Singles  # (SIGMOID_CELLS,)
     normal: Singles  # (NORMAL_CELLS,) quantiles

@@ -21,7 +21,7 @@ from faser.controller.starvation import Waiting, freed, load_waiting, save_waiti
 from faser.controller.store import EngineEntry, RunEntry, StepEntry, Store
 from faser.engine_adapter.protocol import Hello, Prune, RequestEvent, RequestRow, StepRecord
 from faser.env.accept_traces import SHIPPED
-from faser.env.engine_model import Exit, Work, load_profile, save_profile, synthetic_profile
+from faser.env.engine_model import Ahead, Card, Exit, Work, load_profile, save_profile, synthetic_profile
 from faser.env.replay import Orders, replay
 
 CONSOLE = Console(quiet=True)
@@ -186,6 +186,65 @@ def test_pruning_is_found_again_from_telemetry_and_replayed(tmp_path: Path, caps
         run_fidelity(FidelityOptions(second, bare, json=True))
 
 
+AHEAD = Ahead(ready=0.6, hidden=0.8, verify_factor=1.2, acceptance=0.7)
+AHEAD_PROFILE = msgspec.structs.replace(PRUNED_PROFILE, exits=(), ahead=AHEAD)
+
+
+def make_ahead_records(seed: int, share: float) -> list[StepRecord]:
+    """Return what a simulated engine did that drafts ahead in this share of its steps, in stretches of 20."""
+    chance, records = np.random.default_rng(seed), list[StepRecord]()
+
+    def decide(record: StepRecord) -> Orders:
+        records.append(record)
+        goes_ahead = np.random.default_rng([seed, len(records) // 20]).random() < share
+        return Orders({}, (2, 4)[int(chance.integers(2))], goes_ahead=bool(goes_ahead))
+
+    arrivals = np.sort(chance.uniform(0.0, 12.0, 60))
+    replay(arrivals, chance.integers(10, 60, 60), chance.integers(40, 90, 60), decide, AHEAD_PROFILE, seed=seed)
+    return records
+
+
+def test_drafting_ahead_is_found_again_from_telemetry_and_replayed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hello = make_hello(boot_id="simulated", frontier=4)
+    first, second, third = (
+        write_telemetry(tmp_path / f"{seed}.sqlite", make_ahead_records(seed, share), hello)
+        for seed, share in ((1, 0.5), (2, 1.0), (3, 0.0))
+    )
+    card = Card("target", "drafter", vllm_version="0.32.0")
+    serial = msgspec.structs.replace(AHEAD_PROFILE, ahead=None, card=card)
+    slower = msgspec.structs.replace(serial.verify, coefficients=tuple(2.0 * c for c in serial.verify.coefficients))
+    base = tmp_path / "base.json"
+    save_profile(msgspec.structs.replace(serial, verify=slower), base)
+    calibrate(CalibrateOptions((first,), tmp_path / "p.json", base=base, json=True), CONSOLE)
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    found = load_profile(tmp_path / "p.json").ahead
+    assert found is not None
+    assert told["ahead"] == msgspec.to_builtins(found)
+    assert told["levels"]["verify"] == pytest.approx(0.5, rel=0.03)  # of the quiet steps
+    assert told["levels"]["draft"] == pytest.approx(1.0, rel=0.05)
+    assert found.ready == pytest.approx(AHEAD.ready, abs=0.08)
+    assert found.hidden == pytest.approx(AHEAD.hidden, abs=0.15)
+    assert found.verify_factor == pytest.approx(AHEAD.verify_factor, rel=0.03)
+    run_fidelity(FidelityOptions(second, tmp_path / "p.json", runs=4, json=True))
+    errors = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert errors["verify_error"]["median"] < 0.03
+    assert errors["draft_error"]["median"] < 0.15
+    assert errors["tokens_per_s_error"] < 0.05
+    blind = tmp_path / "blind.json"
+    profile = load_profile(tmp_path / "p.json")
+    save_profile(msgspec.structs.replace(profile, ahead=Ahead(ready=0.0, acceptance=1.0)), blind)
+    run_fidelity(FidelityOptions(second, blind, runs=4, json=True))
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["verify_error"]["median"] > 0.1
+    calibrate(CalibrateOptions((third,), tmp_path / "serial.json", base=base, json=True), CONSOLE)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["ahead"] is None
+    with pytest.raises(ModelError, match="drafts made ahead"):
+        run_fidelity(FidelityOptions(second, tmp_path / "serial.json", json=True))
+    with pytest.raises(ModelError, match="without drafting ahead"):
+        calibrate(CalibrateOptions((second,), tmp_path / "q.json", base=base), CONSOLE)
+
+
 def test_a_replay_looks_where_the_recording_did() -> None:
     lengths = [[3] * 41] * 8
     slow_to_look = msgspec.structs.replace(PRUNED_PROFILE, exits=(Exit(15, 0.5, look_s=0.1),))
@@ -238,7 +297,14 @@ def test_the_script_behind_the_documents_fits_replays_and_draws(telemetry: Path,
     script = Path(faser.__file__).parent / "benchmarks" / "fidelity.py"
     made = {"profile": tmp_path / "p.json", "json": tmp_path / "figures.json", "picture": tmp_path / "steps.svg"}
     flags = [part for name, path in made.items() for part in (f"--{name}", str(path))]
-    command = [sys.executable, str(script), str(telemetry), *flags, "--run", str(telemetry), "--repeat", str(telemetry)]
+    hello = make_hello(boot_id="simulated", frontier=4)
+    both, ahead = (
+        write_telemetry(tmp_path / f"{seed}.sqlite", make_ahead_records(seed, share), hello)
+        for seed, share in ((1, 0.5), (2, 1.0))
+    )
+    runs = {"answers": telemetry, "run": telemetry, "repeat": telemetry, "both": both, "ahead": ahead}
+    flags += [part for name, path in runs.items() for part in (f"--{name}", str(path))]
+    command = [sys.executable, str(script), str(telemetry), *flags, "--ahead-repeat", str(ahead)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     told = json.loads(made["json"].read_text())
@@ -246,6 +312,8 @@ def test_the_script_behind_the_documents_fits_replays_and_draws(telemetry: Path,
     assert told["calibration"]["verify"]["cells"] > 8
     assert told["closed_loop"]["repeat_spread"] == {"ttft": 0.0, "tpot": 0.0, "e2e": 0.0, "tokens_per_s": 0.0}
     assert set(told["published"]) == set(SHIPPED)
+    assert told["ahead"]["fitted"]["ready"] == pytest.approx(AHEAD.ready, abs=0.1)
+    assert told["ahead"]["closed_loop"]["repeat_spread"]["tpot"] == 0.0
     assert made["picture"].read_text().startswith("<?xml")
 
 

@@ -96,6 +96,8 @@ def spoil(profile: EngineProfile, **changes: object) -> bytes:
         (spoil(synthetic_profile(), version=99), "profile version 99"),
         (spoil(synthetic_profile(), kv_blocks=0), "kv_blocks"),
         (spoil(synthetic_profile(), strange=1), "strange"),
+        (spoil(synthetic_profile(), ahead={"ready": 1.5}), "ahead: .*expected shares in 0..1"),
+        (spoil(synthetic_profile(), ahead={"verify_factor": 0.0}), "finite factor above 0"),
         (spoil(synthetic_profile(), domain={"sheep": {"low": 0, "high": 1}}), "domain: sheep"),
     ],
 )

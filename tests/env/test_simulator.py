@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from faser.engine_adapter.protocol import StepRecord, StopRule
 from faser.env.action_vector import ACTION, outside
-from faser.env.engine_model import EngineProfile, Exit, synthetic_profile
+from faser.env.engine_model import Ahead, EngineProfile, Exit, synthetic_profile
 from faser.env.replay import Orders, Served, replay
 from faser.env.scenario import Scenario, with_mechanisms
 from faser.env.simulator import Simulator
@@ -323,9 +323,9 @@ def test_decisions_come_as_late_as_their_staleness() -> None:
     assert [first_draft(staleness) for staleness in (0, 1, 5)] == [0, 1, 5]
 
 
-@pytest.mark.parametrize("component", ["overlap", "split", "prune"])
-def test_mechanisms_without_a_profile_for_them_change_nothing_but_two_passes(component: str) -> None:
-    """No exit heads and one split: pruning and splitting are neutral; overlap only reads the weights twice."""
+@pytest.mark.parametrize(("component", "value"), [("overlap", 0.5), ("overlap", 1.0), ("split", 0.5), ("prune", 0.5)])
+def test_mechanisms_without_a_profile_for_them_change_nothing_but_two_passes(component: str, value: float) -> None:
+    """No exit heads, one split, nothing ahead: all are neutral; two half-batches only read the weights twice."""
 
     def run(**means: float) -> tuple[float, float]:
         simulator = Simulator(Scenario(profiles=(synthetic_profile(),), load=(0.8, 0.8)), 2, seed=6)
@@ -334,9 +334,9 @@ def test_mechanisms_without_a_profile_for_them_change_nothing_but_two_passes(com
             simulator.step(np.tile(outside(depth=0.5, threshold=0.2, **means), (2, 1)))
         return float(simulator.state.engines["clock_s"][0]), float(simulator.state.engines["overlap_s"].sum())
 
-    plain, moved = run(), run(**{component: 0.5})
+    plain, moved = run(), run(**{component: value})
     assert moved[1] == 0.0
-    assert moved[0] > plain[0] if component == "overlap" else moved == plain
+    assert moved[0] > plain[0] if (component, value) == ("overlap", 0.5) else moved == plain
 
 
 def test_mechanisms_help_where_a_profile_has_them() -> None:
@@ -359,6 +359,42 @@ def test_mechanisms_help_where_a_profile_has_them() -> None:
     assert served(prune=1.0, look_s=0.1) < served()
     assert served(look_s=0.1) == served()
     assert served(overlap=0.5) > served() * 1.01
+
+
+def test_drafting_ahead_hides_what_is_of_use_and_slows_what_it_runs_beside() -> None:
+    plain = synthetic_profile(step_s=1e-2, row_s=1e-6, round_s=5e-3)  # drafting takes more than half of a step
+
+    def served(ahead: Ahead | None, overlap: float = 1.0) -> tuple[float, float, int, float]:
+        profile = msgspec.structs.replace(plain, ahead=ahead)
+        simulator = Simulator(Scenario(profiles=(profile,), load=(6.0, 6.0), noise=0.0), 4, seed=6)
+        simulator.reset()
+        hits = 0
+        for _ in range(300):
+            simulator.step(np.tile(outside(depth=0.4, overlap=overlap), (4, 1)))
+            hits += int(simulator.state.engines["frontier_hits"].sum())
+        engines = simulator.state.engines
+        rate = float(engines["emitted"].sum() / engines["busy_s"].sum())
+        return (
+            rate,
+            float(engines["accepted"].sum() / engines["drafted"].sum()),
+            hits,
+            float(engines["overlap_s"].sum()),
+        )
+
+    in_turn = served(None)
+    assert in_turn == served(Ahead(), overlap=0.0)
+    assert in_turn[2:] == (0, 0.0)
+    at_best = served(Ahead(acceptance=1.0))
+    assert at_best[0] > in_turn[0] * 1.05
+    assert at_best[1] == pytest.approx(in_turn[1], abs=0.02)
+    assert at_best[2] > 1000
+    assert at_best[3] > 0.0
+    assert 0.3 < served(Ahead(ready=0.5, acceptance=1.0))[2] / at_best[2] < 0.7
+    assert served(Ahead(hidden=0.5, acceptance=1.0))[0] == pytest.approx((at_best[0] + in_turn[0]) / 2.0, rel=0.03)
+    assert served(Ahead(acceptance=0.5))[1] < in_turn[1] - 0.03
+    useless = served(Ahead(ready=0.0, verify_factor=1.5))
+    assert useless[2] == 0
+    assert useless[0] < in_turn[0] * 0.9
 
 
 def test_lengths_can_be_named_slot_by_slot() -> None:

@@ -1,0 +1,67 @@
+"""What drafting ahead did in measured steps: arithmetic by hand, and too little told apart from nothing."""
+
+from dataclasses import fields, replace
+
+import msgspec
+import numpy as np
+import pytest
+
+from faser.env.ahead_fit import LEAST_STEPS, AheadSteps, Chains, fit_ahead
+from faser.env.calibration import CalibrationError
+from faser.env.step_basis import DRAFT_BASIS, VERIFY_BASIS
+from faser.env.step_samples import StepSamples
+
+VERIFY = np.array([0.1 if name == "step" else 0.0 for name in VERIFY_BASIS])
+DRAFT = np.array([0.02 if name == "step" else 0.0 for name in DRAFT_BASIS])
+HALF = LEAST_STEPS
+
+
+def make_steps(verify_s: float = 0.11, waited_s: float = 0.004, hits: float = 4.0, is_busy: bool = True) -> AheadSteps:
+    """Return equal steps of four requests whose drafts were all accepted; every other one has no hit and waits."""
+    n = 2 * HALF
+    zeros = {item.name: np.zeros(n) for item in fields(StepSamples)}
+    samples = StepSamples(**zeros)
+    samples = replace(samples, drafting_requests=np.full(n, 4.0), verify_s=np.full(n, verify_s))
+    has_hits = np.arange(n) % 2 == 0
+    first = np.where(has_hits.repeat(4), np.arange(4 * n) % 4 < 1, np.arange(4 * n) % 4 < 2).astype(np.float64)
+    return AheadSteps(
+        samples, np.full(n, is_busy), np.where(has_hits, hits, 0.0), np.where(has_hits, waited_s, 0.02),
+        Chains(np.arange(n).repeat(4), first),
+    )  # fmt: skip
+
+
+def test_the_numbers_by_hand() -> None:
+    found = fit_ahead(make_steps(), VERIFY, DRAFT)
+    assert found.ready == pytest.approx(0.5)  # four of four, or none
+    assert found.hidden == pytest.approx(0.8)  # 16 of 20 ms
+    assert found.verify_factor == pytest.approx(1.1)
+    assert found.acceptance == pytest.approx(0.5)  # one of four against two of four
+
+
+def test_a_machine_on_which_drafting_got_slower_hides_no_less() -> None:
+    steps = make_steps(waited_s=0.008)
+    slower = replace(steps, waited_s=np.where(steps.hits > 0.0, 0.008, 0.04))
+    assert fit_ahead(steps, VERIFY, DRAFT).hidden == pytest.approx(0.6)
+    assert fit_ahead(slower, VERIFY, DRAFT).hidden == pytest.approx(0.8)
+
+
+def test_a_verification_hides_no_more_than_it_lasts() -> None:
+    steps = make_steps(verify_s=0.005, waited_s=0.015)
+    assert fit_ahead(steps, VERIFY, DRAFT).hidden == pytest.approx(1.0)
+
+
+def test_requests_that_hit_beside_others_say_nothing_of_acceptance() -> None:
+    assert fit_ahead(make_steps(hits=2.0), VERIFY, DRAFT).acceptance == pytest.approx(0.9)  # the default
+
+
+def test_steps_of_several_files_keep_their_chains() -> None:
+    both = AheadSteps.joined([make_steps(), make_steps()])
+    assert len(both.samples) == 4 * HALF
+    assert both.chains.step.tolist() == np.arange(4 * HALF).repeat(4).tolist()
+    found, alone = (msgspec.structs.astuple(fit_ahead(steps, VERIFY, DRAFT)) for steps in (both, make_steps()))
+    assert found == pytest.approx(alone)
+
+
+def test_too_few_busy_steps_are_refused() -> None:
+    with pytest.raises(CalibrationError, match=r"0 steps .* expected 20 or more"):
+        fit_ahead(make_steps(is_busy=False), VERIFY, DRAFT)
