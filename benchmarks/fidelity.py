@@ -8,9 +8,9 @@ of two runs of one load, never fitted (`faser demo --seed M`, twice): `faser fid
 levelled to --level if given: telemetry of another load just before, because a shared machine has faster and slower
 hours.
 
-With --both, --ahead and --ahead-repeat, runs of an engine with a drafter's process (docs/simulator.md, drafting
-ahead), costs are levelled and drafting ahead is fitted to the first ones, and --ahead is replayed. Then run
-`python docs/figures.py`. Takes a minute or two.
+With --ahead-survey, --ahead and --ahead-repeat the same for an engine with a drafter's process (docs/simulator.md,
+drafting ahead): a survey that drafts ahead at times, and two runs that always do. Then run `python docs/figures.py`.
+Takes a minute or two.
 """
 
 from __future__ import annotations
@@ -55,28 +55,28 @@ def published() -> dict[str, Any]:
     return found
 
 
-def closed_loop(options: argparse.Namespace) -> dict[str, Any] | None:
-    """Return how far a replay is from a run that nothing was fitted to."""
-    if options.run is None:
-        return None
+def replay(profile: Path, level: Path | None, run: Path, again: Path) -> dict[str, Any]:
+    """Return how far a replay is from a run that nothing was fitted to, through a profile levelled to another run."""
     with tempfile.TemporaryDirectory() as folder:
-        profile, levels = options.profile, None
-        if options.level is not None:
-            profile = Path(folder) / "levelled.json"
-            levels = told("calibrate", options.level, "--base", options.profile, "-o", profile)["levels"]
-        replayed = told("fidelity", options.run, "--profile", profile, "--repeat", options.repeat)
-    return replayed | {"levels": levels}
+        levels = None
+        if level is not None:
+            levelled = Path(folder) / "levelled.json"
+            levels = told("calibrate", level, "--base", profile, "-o", levelled)["levels"]
+            profile = levelled
+        return told("fidelity", run, "--profile", profile, "--repeat", again) | {"levels": levels}
 
 
 def drafting_ahead(options: argparse.Namespace) -> dict[str, Any] | None:
-    """Return what was fitted to a run that drafts ahead at times, and how far a replay is from one that always does."""
-    if options.both is None:
+    """Return what a survey with a drafter's process came to, and how far a replay is from a run that drafts ahead."""
+    if options.ahead_survey is None:
         return None
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) / "ahead.json"
-        fitted = told("calibrate", *options.both, "--base", options.profile, "-o", profile)
-        replayed = told("fidelity", options.ahead, "--profile", profile, "--repeat", options.ahead_repeat)
-    return {"fitted": fitted["ahead"], "closed_loop": replayed}
+        fitted = told("calibrate", options.ahead_survey, "-o", profile)
+        if options.answers:
+            told("calibrate", *options.answers, "--base", profile, "--keep-costs", "-o", profile)
+        replayed = replay(profile, options.ahead_level, options.ahead, options.ahead_repeat)
+    return {"calibration": {name: fitted[name] for name in ("verify", "draft", "ahead")}, "closed_loop": replayed}
 
 
 def main() -> None:
@@ -88,7 +88,8 @@ def main() -> None:
         "--answers", type=Path, nargs="+", default=[], help="telemetry of real answers at a fixed length"
     )
     parser.add_argument("--level", type=Path, help="telemetry that tells how fast the machine is beside --run")
-    parser.add_argument("--both", type=Path, nargs="+", help="telemetry with steps that draft ahead and that do not")
+    parser.add_argument("--ahead-survey", type=Path, help="a survey of an engine that drafts ahead at times")
+    parser.add_argument("--ahead-level", type=Path, help="as --level, of that engine")
     parser.add_argument("--ahead", type=Path, help="telemetry of one that always does")
     parser.add_argument("--ahead-repeat", type=Path, help="telemetry of the same load again")
     parser.add_argument("--run", type=Path, help="telemetry of a run that is not fitted")
@@ -98,15 +99,18 @@ def main() -> None:
     options = parser.parse_args()
     if (options.run is None) != (options.repeat is None):
         parser.error("--run and --repeat go together: the engine's own spread stands beside every figure")
-    if len({path is None for path in (options.both, options.ahead, options.ahead_repeat)}) > 1:
-        parser.error("--both, --ahead and --ahead-repeat go together")
+    if len({path is None for path in (options.ahead_survey, options.ahead, options.ahead_repeat)}) > 1:
+        parser.error("--ahead-survey, --ahead and --ahead-repeat go together")
     calibration = told("calibrate", *options.surveys, "-o", options.profile, "--name", "embedded")
     if options.answers:
         kept = ("--base", options.profile, "--keep-costs", "-o", options.profile)
         calibration["acceptance"] = told("calibrate", *options.answers, *kept)["acceptance"]
+    closed_loop = None
+    if options.run is not None:
+        closed_loop = replay(options.profile, options.level, options.run, options.repeat)
     report = {
         "machine": msgspec.to_builtins(machine_facts()), "versions": versions(), "commit": commit(),
-        "surveys": len(options.surveys), "calibration": calibration, "closed_loop": closed_loop(options),
+        "surveys": len(options.surveys), "calibration": calibration, "closed_loop": closed_loop,
         "ahead": drafting_ahead(options), "published": published(),
     }  # fmt: skip
     options.json.write_text(json.dumps(report, indent=1) + "\n")

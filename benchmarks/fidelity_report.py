@@ -67,9 +67,15 @@ def ahead() -> str:
     found = read().get("ahead")
     if found is None:
         return _replayed(None)
-    fitted = found["fitted"]
+    fitted = found["calibration"]["ahead"]
+    cells = "; ".join(
+        f"{phase} {percent(each['held_out_median'])} and {percent(each['held_out_p90'])} in {each['held_out_cells']}"
+        for phase in ("verify", "draft")
+        for each in [found["calibration"][phase]]
+    )
     return "\n".join(
         [
+            f"Held-out cells, median and p90: {cells} cells.",
             f"Fitted: the next draft was there behind {percent(fitted['ready'])} of the drafts that were accepted as a "
             f"whole, {percent(fitted['hidden'])} of its time was hidden, it was accepted {fitted['acceptance']:.2f} "
             f"times as often, and verification beside a busy drafter took {fitted['verify_factor']:.3f} times as long.",

@@ -118,7 +118,7 @@ def calibrate(options: CalibrateOptions, console: Console) -> int:
     if seen:  # else a base keeps the exits that it has
         profile = msgspec.structs.replace(profile, exits=fit_exits(seen, hello.released_prune))
     if steps.is_busy.any() and not options.keeps_costs:
-        profile = msgspec.structs.replace(profile, ahead=ahead_of(profile, steps))
+        profile = with_ahead(profile, steps, console)
     try:
         save_profile(profile, options.output)
     except OSError as error:
@@ -175,13 +175,14 @@ def quiet(samples: StepSamples, steps: AheadSteps) -> StepSamples:
     return found
 
 
-def ahead_of(profile: EngineProfile, steps: AheadSteps) -> Ahead:
-    """Return how steps differ beside which drafts were made ahead; raise ModelError where too few were measured."""
+def with_ahead(profile: EngineProfile, steps: AheadSteps, console: Console) -> EngineProfile:
+    """Return the profile with how steps differ beside which drafts were made ahead; as it is where too few were."""
     verify, draft = np.array(profile.verify.coefficients), np.array(profile.draft.coefficients)
     try:
-        return fit_ahead(steps, verify, draft, profile.graph_sizes)
+        return msgspec.structs.replace(profile, ahead=fit_ahead(steps, verify, draft, profile.graph_sizes))
     except CalibrationError as error:
-        raise ModelError(str(error)) from None
+        console.print(f"faser: drafting ahead is not fitted: {error}", highlight=False, soft_wrap=True)
+        return profile
 
 
 def fit_all(samples: StepSamples, options: CalibrateOptions, graph_sizes: tuple[int, ...]) -> dict[Phase, Fit]:

@@ -89,7 +89,7 @@ def compare(measured: Measured, profile: EngineProfile, options: FidelityOptions
         raise ModelError(f"{measured.path}: steps with pruning", "a profile that knows exit heads", "calibrate one")
     samples = freed(measured.samples, measured.steps, waiting)
     steps = ahead_steps(measured, samples)
-    if profile.ahead is None and steps.is_busy.any():
+    if profile.ahead is None and steps.is_usual:
         raise ModelError(f"{measured.path}: drafts made ahead", "a profile that knows of it", "calibrate one")
     simulated = [replayed(profile, requests, seed, goes_ahead=steps.is_usual) for seed in seeds]
     result: dict[str, object] = step_errors(samples, steps, profile)

@@ -5,6 +5,7 @@ import sqlite3
 import subprocess
 import sys
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import msgspec
@@ -13,10 +14,10 @@ import pytest
 from rich.console import Console
 
 import faser
-from faser.controller.calibrate import CalibrateOptions, calibrate
+from faser.controller.calibrate import CalibrateOptions, calibrate, with_ahead
 from faser.controller.errors import ModelError, StoreError, UsageError
 from faser.controller.fidelity import FidelityOptions, run_fidelity
-from faser.controller.measured import read_measured
+from faser.controller.measured import ahead_steps, read_measured
 from faser.controller.starvation import Waiting, freed, load_waiting, save_waiting
 from faser.controller.store import EngineEntry, RunEntry, StepEntry, Store
 from faser.engine_adapter.protocol import Hello, Prune, RequestEvent, RequestRow, StepRecord
@@ -190,7 +191,7 @@ AHEAD = Ahead(ready=0.6, hidden=0.8, verify_factor=1.2, acceptance=0.7)
 AHEAD_PROFILE = msgspec.structs.replace(PRUNED_PROFILE, exits=(), ahead=AHEAD)
 
 
-def make_ahead_records(seed: int, share: float) -> list[StepRecord]:
+def make_ahead_records(seed: int, share: float, requests: int = 60, seconds: float = 12.0) -> list[StepRecord]:
     """Return what a simulated engine did that drafts ahead in this share of its steps, in stretches of 20."""
     chance, records = np.random.default_rng(seed), list[StepRecord]()
 
@@ -199,8 +200,9 @@ def make_ahead_records(seed: int, share: float) -> list[StepRecord]:
         goes_ahead = np.random.default_rng([seed, len(records) // 20]).random() < share
         return Orders({}, (2, 4)[int(chance.integers(2))], goes_ahead=bool(goes_ahead))
 
-    arrivals = np.sort(chance.uniform(0.0, 12.0, 60))
-    replay(arrivals, chance.integers(10, 60, 60), chance.integers(40, 90, 60), decide, AHEAD_PROFILE, seed=seed)
+    arrivals = np.sort(chance.uniform(0.0, seconds, requests))
+    prompts, answers = chance.integers(10, 60, requests), chance.integers(40, 90, requests)
+    replay(arrivals, prompts, answers, decide, AHEAD_PROFILE, seed=seed)
     return records
 
 
@@ -232,8 +234,13 @@ def test_drafting_ahead_is_found_again_from_telemetry_and_replayed(
     assert errors["verify_error"]["median"] < 0.03
     assert errors["draft_error"]["median"] < 0.15
     assert errors["tokens_per_s_error"] < 0.05
-    blind = tmp_path / "blind.json"
-    profile = load_profile(tmp_path / "p.json")
+    blind, profile = tmp_path / "blind.json", load_profile(tmp_path / "p.json")
+    measured = read_measured(first)
+    steps = ahead_steps(measured, measured.samples)
+    few = replace(steps, is_busy=steps.is_busy & (np.cumsum(steps.is_busy) < 9))
+    out = StringIO()
+    assert with_ahead(profile, few, Console(file=out, width=200)) is profile
+    assert "drafting ahead is not fitted: " in out.getvalue()
     save_profile(msgspec.structs.replace(profile, ahead=Ahead(ready=0.0, acceptance=1.0)), blind)
     run_fidelity(FidelityOptions(second, blind, runs=4, json=True))
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["verify_error"]["median"] > 0.1
@@ -299,10 +306,11 @@ def test_the_script_behind_the_documents_fits_replays_and_draws(telemetry: Path,
     flags = [part for name, path in made.items() for part in (f"--{name}", str(path))]
     hello = make_hello(boot_id="simulated", frontier=4)
     both, ahead = (
-        write_telemetry(tmp_path / f"{seed}.sqlite", make_ahead_records(seed, share), hello)
-        for seed, share in ((1, 0.5), (2, 1.0))
+        write_telemetry(tmp_path / f"{seed}.sqlite", make_ahead_records(seed, share, requests, 2.0 * requests), hello)
+        for seed, share, requests in ((1, 0.5, 100), (2, 1.0, 20))
     )
-    runs = {"answers": telemetry, "run": telemetry, "repeat": telemetry, "both": both, "ahead": ahead}
+    runs = {"answers": telemetry, "level": telemetry, "run": telemetry, "repeat": telemetry}
+    runs |= {"ahead-survey": both, "ahead": ahead}
     flags += [part for name, path in runs.items() for part in (f"--{name}", str(path))]
     command = [sys.executable, str(script), str(telemetry), *flags, "--ahead-repeat", str(ahead)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
@@ -312,7 +320,8 @@ def test_the_script_behind_the_documents_fits_replays_and_draws(telemetry: Path,
     assert told["calibration"]["verify"]["cells"] > 8
     assert told["closed_loop"]["repeat_spread"] == {"ttft": 0.0, "tpot": 0.0, "e2e": 0.0, "tokens_per_s": 0.0}
     assert set(told["published"]) == set(SHIPPED)
-    assert told["ahead"]["fitted"]["ready"] == pytest.approx(AHEAD.ready, abs=0.1)
+    assert told["closed_loop"]["levels"] == pytest.approx({"verify": 1.0, "draft": 1.0, "host": 1.0}, abs=0.05)
+    assert told["ahead"]["calibration"]["ahead"]["ready"] == pytest.approx(AHEAD.ready, abs=0.1)
     assert told["ahead"]["closed_loop"]["repeat_spread"]["tpot"] == 0.0
     assert made["picture"].read_text().startswith("<?xml")
 

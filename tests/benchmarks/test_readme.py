@@ -1,0 +1,39 @@
+"""What the README shows of its two commands is what they printed, less the places of one machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+
+PROGRESS = "faser: starting\nnoise\nfaser: time 5 s, lengths 0..4   \nfaser: time 10 s\nfaser: stopping\n"
+RESULT = {"engine": {"name": "vllm", "model": "/home/me/target", "drafter": "/home/me/drafter"}, "steps": 7,
+          "telemetry_path": "/home/me/telemetry.sqlite", "report_path": "/home/me/report.html"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def readme(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    return load_script("readme")
+
+
+def test_a_demos_places_are_left_out(readme: ModuleType) -> None:
+    told = readme.told_demo(("faser", "demo"), PROGRESS, f"table\n{json.dumps(RESULT)}\n")
+    assert "/home/me" not in json.dumps(told)
+    assert told["command"] == "faser demo"
+    assert told["printed"] == [
+        "faser: starting",
+        "faser: time 5 s, lengths 0..4",
+        "faser: time 10 s",
+        "faser: stopping",
+    ]
+    assert told["result"]["steps"] == 7
+
+
+def test_only_tests_that_all_passed_are_shown(readme: ModuleType) -> None:
+    parts = ["==== 2037 passed in 765.15s (0:12:45) ====", "== 99 passed, 2083 deselected in 292.41s (0:04:52) =="]
+    assert readme.told_tests("\n".join(["...", parts[0], "make: x", parts[1]])) == parts
+    for log in (parts[0], "==== 1 failed, 2036 passed in 765.15s (0:12:45) ====\n" + parts[1]):
+        with pytest.raises(SystemExit, match="1 parts of `make test` that passed; expected 2"):
+            readme.told_tests(log)
