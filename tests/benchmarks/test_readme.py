@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 
 PROGRESS = "faser: starting\nnoise\nfaser: time 5 s, lengths 0..4   \nfaser: time 10 s\nfaser: stopping\n"
-RESULT = {"engine": {"name": "vllm", "model": "/home/me/target", "drafter": "/home/me/drafter"}, "steps": 7,
-          "telemetry_path": "/home/me/telemetry.sqlite", "report_path": "/home/me/report.html"}  # fmt: skip
+RESULT = {"engine": {"name": "vllm", "model": "/elsewhere/target", "drafter": "/elsewhere/drafter"}, "steps": 7,
+          "telemetry_path": "/elsewhere/telemetry.sqlite", "report_path": "/elsewhere/report.html"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def readme(load_script: Callable[[str], ModuleType]) -> ModuleType:
 
 def test_a_demos_places_are_left_out(readme: ModuleType) -> None:
     told = readme.told_demo(("faser", "demo"), PROGRESS, f"table\n{json.dumps(RESULT)}\n")
-    assert "/home/me" not in json.dumps(told)
+    assert "/elsewhere" not in json.dumps(told)
     assert told["command"] == "faser demo"
     assert told["printed"] == [
         "faser: starting",
