@@ -141,10 +141,11 @@ class Pruning:
         decision = self.heads.decide(layer, step.prune.threshold, self._checks(step, hidden, residual), step.batch)
         self.layer = layer
         cut, index = decision.cut, decision.rows
-        if len(index) == step.common.num_actual_tokens:
+        removed = cut.removed
+        if not removed.any():
             return None
         kept = self._compacted(index, positions, hidden, residual)
-        common = cut_common(step.common, index, step.batch, cut, kept[0])
+        common = cut_common(step.common, index, removed, kept[0])
         short = shortened_speculation(step.metadata, step.batch, cut)
         cut_attention(self._runner, common, self._behind[layer])  # builds first, replaces last
         step.index, step.positions, step.short, self.cut = index, kept[0], short, cut

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -16,7 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..cut import Batch, Cut
+    from ..cut import Batch, Cut, Ints
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below "vllm", whose handler shows the operator INFO lines too
 
@@ -92,8 +91,8 @@ def attention_layer(layer: Any) -> str:
     return name
 
 
-def cut_common(common: Any, index: Tensor, batch: Batch, cut: Cut, positions: Tensor) -> Any:
-    """Return a copy of CommonAttentionMetadata for the rows `index`, which are those that a cut leaves.
+def cut_common(common: Any, index: Tensor, removed: Ints, positions: Tensor) -> Any:
+    """Return a copy of CommonAttentionMetadata for the rows `index`, without the last `removed[i]` of request i.
 
     `seq_lens` shrink too: behind the cut nothing writes the KV slots of the rows that left, so nothing may read them.
 
@@ -101,24 +100,24 @@ def cut_common(common: Any, index: Tensor, batch: Batch, cut: Cut, positions: Te
     """
     import torch
 
-    count = len(cut.removed)
-    cpu_starts = torch.from_numpy(batch.starts(cut))
-    gone = torch.from_numpy(cut.removed.astype(np.int32))
+    count = len(removed)
+    starts = common.query_start_loc_cpu[: count + 1].numpy().copy()
+    starts[1:] -= removed.cumsum()
+    cpu_starts = torch.from_numpy(starts)
+    gone = torch.from_numpy(removed.astype(np.int32))
     upper = common.seq_lens_cpu_upper_bound
-    found = copy(common)  # dataclasses.replace asks for every field by name, and this is a forward pass
-    vars(found).update(
+    return common.replace(
         query_start_loc_cpu=cpu_starts,
         query_start_loc=cpu_starts.to(common.query_start_loc.device),
         seq_lens=common.seq_lens[:count] - gone.to(common.seq_lens.device),
         seq_lens_cpu_upper_bound=None if upper is None else upper[:count] - gone,
         num_actual_tokens=len(index),
-        max_query_len=int((batch.lengths - cut.removed).max()),
+        max_query_len=int((starts[1:] - starts[:-1]).max()),
         slot_mapping=common.slot_mapping.index_select(0, index),
         positions=None if common.positions is None else positions,
         _num_computed_tokens_cache=None,
         _token_to_req_indices_cache=None,
     )
-    return found
 
 
 def cut_attention(runner: Any, common: Any, names: frozenset[str]) -> None:
@@ -160,26 +159,19 @@ def shortened_speculation(metadata: Any, batch: Batch, cut: Cut) -> Any:
     import torch
 
     tested, tests = batch.tested(cut), cut.tests
+    ends = (tests + 1).cumsum()
+    targets = np.arange(len(tested)) + batch.owner[tested]  # each request before has a bonus row in between
+    flat = torch.from_numpy(np.concatenate([tests.cumsum(), ends, ends - 1, targets]).astype(np.int32))
     count, device = len(tests), metadata.cu_num_draft_tokens.device
-    flat = np.empty(3 * count + len(tested), np.int32)
-    ends = tests.cumsum()
-    flat[:count] = ends
-    bonus = np.add(ends, np.arange(count), out=flat[2 * count : 3 * count])  # a row for each request before
-    np.add(bonus, 1, out=flat[count : 2 * count])
-    np.add(np.arange(len(tested)), batch.owner[tested], out=flat[3 * count :])
-    drafts, sampled, bonuses, targets = torch.split(
-        torch.from_numpy(flat).to(device), [count, count, count, len(tested)]
-    )
+    drafts, sampled, bonus, target = torch.split(flat.to(device), [count, count, count, len(tested)])
     return type(metadata)(
         draft_token_ids=metadata.draft_token_ids.index_select(0, torch.from_numpy(tested).to(device)),
         num_draft_tokens=tests.tolist(),
         cu_num_draft_tokens=drafts,
         cu_num_sampled_tokens=sampled,
-        bonus_logits_indices=bonuses,
-        target_logits_indices=targets,
-        logits_indices=metadata.logits_indices[
-            : int(bonus[-1]) + 1
-        ],  # of the right length; the sampler does not read it
+        bonus_logits_indices=bonus,
+        target_logits_indices=target,
+        logits_indices=metadata.logits_indices[: int(ends[-1])],  # of the right length; the sampler does not read it
     )
 
 

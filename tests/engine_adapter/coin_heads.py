@@ -70,12 +70,12 @@ def install(layers: list[int], kind: str = "coin") -> None:
     engine_facts.usable_exits = lambda path, config: (facts, None)
 
 
-def _reads_unwritten(whole: Any, index: Any, batch: Any, cut: Cut, positions: Any) -> Any:
-    return _common(whole, index, batch, cut, positions).replace(seq_lens=whole.seq_lens[: len(cut.kept)].clone())
+def _reads_unwritten(whole: Any, index: Any, removed: Any, positions: Any) -> Any:
+    return _common(whole, index, removed, positions).replace(seq_lens=whole.seq_lens[: len(removed)].clone())
 
 
-def _writes_first_slots(whole: Any, index: Any, batch: Any, cut: Cut, positions: Any) -> Any:
-    return _common(whole, index, batch, cut, positions).replace(slot_mapping=whole.slot_mapping[: len(index)])
+def _writes_first_slots(whole: Any, index: Any, removed: Any, positions: Any) -> Any:
+    return _common(whole, index, removed, positions).replace(slot_mapping=whole.slot_mapping[: len(index)])
 
 
 def _shifts_logits(pruned: Any, call: Any, logits: Any, metadata: Any) -> Any:

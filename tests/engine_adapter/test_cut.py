@@ -41,18 +41,16 @@ def test_rows_behind_the_first_failing_one_leave(batch: Requests) -> None:
     assert cut.kept.tolist() == kept
     assert cut.tests.tolist() == [min(k, len(checks)) for k, (_, checks) in zip(kept, batch, strict=True)]
     assert cut.has_bonus.tolist() == [all(checks) for _, checks in batch]
-    rows, logits, tested, starts = [], [], [], [0]
+    rows, logits, tested = [], [], []
     start = logit = draft = 0
     for (before, checks), k in zip(batch, kept, strict=True):
         rows += range(start, start + before + k)
         logits += range(logit, logit + k)
         tested += range(draft, draft + min(k, len(checks)))
-        starts.append(len(rows))
         start, logit, draft = start + before + len(checks) + 1, logit + len(checks) + 1, draft + len(checks)
     assert shape_of(batch).rows(cut).tolist() == rows
     assert cut.logit_rows().tolist() == logits
     assert shape_of(batch).tested(cut).tolist() == tested
-    assert shape_of(batch).starts(cut).tolist() == starts
 
 
 def test_spared_tokens_pass_unseen() -> None:
