@@ -17,13 +17,18 @@ from typing import Any
 
 import msgspec
 
-from faser.controller.bench_machine import machine_facts
-from faser.controller.calibrate import commit
+from faser.controller.bench_machine import commit, machine_facts
 
 RESULTS = Path(__file__).resolve().parent / "results" / "readme.json"
 COMMAND = ("faser", "demo", "--duration", "45", "--json")
 SUMMARY = re.compile(r"=+ (\d+ passed.*) in [\d.]+s.* =+")
 PLACES = ("telemetry_path", "report_path")
+DEMO_FIGURES = (
+    "engine", "requests", "tokens_per_s", "ttft_ms", "tpot_ms", "steps", "decisions", "steps_under_lease",
+    "dropped_records", "gaps", "acceptance_rate", "mean_draft_length", "draft_length_histogram",
+    "steps_with_mixed_lengths", "adapter_us_per_step", "adapter_share", "peak_running", "telemetry_path", "report_path",
+)  # fmt: skip
+WIDTH = 125
 NAMED = ("model", "drafter")  # of the engine: places, too
 
 
@@ -52,6 +57,32 @@ def told_tests(log: str) -> list[str]:
     if len(found) != 2:
         raise SystemExit(f"{len(found)} parts of `make test` that passed; expected 2")
     return found
+
+
+def read() -> Any:
+    """Return the results file."""
+    return json.loads(RESULTS.read_text())
+
+
+def demo() -> str:
+    """Return what the README shows of the demo: four lines of its progress, and the first figures of its result."""
+    told = read()["demo"]
+    progress = [line for line in told["printed"] if line.startswith("faser: time ")]
+    dropped = set(progress) - {progress[round(place * (len(progress) - 1) / 3)] for place in range(4)}
+    result = {name: told["result"][name] for name in DEMO_FIGURES}
+    pieces = json.dumps(result, separators=(",", ":")).replace(',"', ',\0"').split("\0")
+    lines = [f"$ {told['command']}", *(line for line in told["printed"] if line not in dropped), ""]
+    for piece in pieces:
+        if len(lines[-1]) + len(piece) > WIDTH:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(["```", *lines, "```"])
+
+
+def tests() -> str:
+    """Return what the README shows of the tests."""
+    first, second = read()["tests"]["lines"]
+    return "\n".join(["```", "$ make test", "...", first, "...", second, "```"])
 
 
 def main() -> None:

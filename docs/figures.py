@@ -33,12 +33,6 @@ KNOWN = {  # by what they know, most first
     "price": "what it has learnt, with confidence",
     "price:history": "what it has learnt, without",
 }
-DEMO_FIGURES = (
-    "engine", "requests", "tokens_per_s", "ttft_ms", "tpot_ms", "steps", "decisions", "steps_under_lease",
-    "dropped_records", "gaps", "acceptance_rate", "mean_draft_length", "draft_length_histogram",
-    "steps_with_mixed_lengths", "adapter_us_per_step", "adapter_share", "peak_running", "telemetry_path", "report_path",
-)  # fmt: skip
-WIDTH = 125
 LOADS = ("1", "2", "4", "8", "16", "32", "64", "128", "drift")
 FIGURE = re.compile(
     r"\d(?: ?%| (?:us|ms|s|GiB|MiB|KiB)\b|(?: tokens| steps)/s)|\d\.\d+ ± |\(\d\.\d+ to \d\.\d+\)|\d\.\d{3}\b"
@@ -63,27 +57,6 @@ def closed_loop() -> str:
         ratios = (report.over_none(told, load), report.envelope_at(told, load).ratio)
         lines.append(f"| {load} | " + " | ".join(f"{r.value:.2f} ({r.low:.2f} to {r.high:.2f})" for r in ratios) + " |")
     return "\n".join(lines)
-
-
-def demo() -> str:
-    """Return what the README shows of the demo: four lines of its progress, and the first figures of its result."""
-    told = read("readme.json")["demo"]
-    progress = [line for line in told["printed"] if line.startswith("faser: time ")]
-    dropped = set(progress) - {progress[round(place * (len(progress) - 1) / 3)] for place in range(4)}
-    result = {name: told["result"][name] for name in DEMO_FIGURES}
-    pieces = json.dumps(result, separators=(",", ":")).replace(',"', ',\0"').split("\0")
-    lines = [f"$ {told['command']}", *(line for line in told["printed"] if line not in dropped), ""]
-    for piece in pieces:
-        if len(lines[-1]) + len(piece) > WIDTH:
-            lines.append("")
-        lines[-1] += piece
-    return "\n".join(["```", *lines, "```"])
-
-
-def tests() -> str:
-    """Return what the README shows of the tests."""
-    first, second = read("readme.json")["tests"]["lines"]
-    return "\n".join(["```", "$ make test", "...", first, "...", second, "```"])
 
 
 def policies_overall() -> str:
@@ -316,8 +289,8 @@ def _span(values: list[float]) -> str:
 
 
 BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
-    ("README.md", "demo"): demo,
-    ("README.md", "tests"): tests,
+    ("README.md", "demo"): partial(reported, "readme", "demo"),
+    ("README.md", "tests"): partial(reported, "readme", "tests"),
     ("README.md", "closed loop"): closed_loop,
     ("docs/policies.md", "policies"): policies_overall,
     ("docs/policies.md", "policies by world"): policies_by_world,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -53,20 +52,6 @@ def test_a_page_that_lost_its_marks_is_named(figures: ModuleType) -> None:
         figures.written("docs/policies.md", "nothing")
     with pytest.raises(SystemExit, match=r"docs/bench\.md: 0 lines begin with"):
         figures.written("docs/bench.md", "<!-- figures: clients -->\n\n<!-- end of figures -->\n")
-
-
-def test_the_demo_is_shown_by_four_lines_of_progress_and_its_first_figures(
-    figures: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    printed = ["faser: starting", *(f"faser: time {second} s" for second in range(5, 55, 5)), "faser: stopping"]
-    result = {key: {"p50": 1.25} for key in (*figures.DEMO_FIGURES, "policy")}
-    told = {"demo": {"command": "faser demo", "printed": printed, "result": result}}
-    monkeypatch.setattr(figures, "read", lambda name: told)
-    fence, command, *lines, end = figures.demo().splitlines()
-    assert (fence, command, end) == ("```", "$ faser demo", "```")
-    assert lines[:6] == ["faser: starting", *(f"faser: time {s} s" for s in (5, 20, 35, 50)), "faser: stopping"]
-    assert json.loads("".join(lines[6:])) == {name: {"p50": 1.25} for name in figures.DEMO_FIGURES}
-    assert max(map(len, lines)) <= figures.WIDTH
 
 
 def test_the_readmes_costs_are_written_from_two_runs(figures: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

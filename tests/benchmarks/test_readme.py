@@ -37,3 +37,17 @@ def test_only_tests_that_all_passed_are_shown(readme: ModuleType) -> None:
     for log in (parts[0], "==== 1 failed, 2036 passed in 765.15s (0:12:45) ====\n" + parts[1]):
         with pytest.raises(SystemExit, match="1 parts of `make test` that passed; expected 2"):
             readme.told_tests(log)
+
+
+def test_the_demo_is_shown_by_four_lines_of_progress_and_its_first_figures(
+    readme: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = ["faser: starting", *(f"faser: time {second} s" for second in range(5, 55, 5)), "faser: stopping"]
+    result = {key: {"p50": 1.25} for key in (*readme.DEMO_FIGURES, "policy")}
+    told = {"demo": {"command": "faser demo", "printed": printed, "result": result}}
+    monkeypatch.setattr(readme, "read", lambda: told)
+    fence, command, *lines, end = readme.demo().splitlines()
+    assert (fence, command, end) == ("```", "$ faser demo", "```")
+    assert lines[:6] == ["faser: starting", *(f"faser: time {s} s" for s in (5, 20, 35, 50)), "faser: stopping"]
+    assert json.loads("".join(lines[6:])) == {name: {"p50": 1.25} for name in readme.DEMO_FIGURES}
+    assert max(map(len, lines)) <= readme.WIDTH
