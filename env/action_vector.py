@@ -44,7 +44,7 @@ RULED_FROM: Final = 0.02  # a stop rule that keeps everything above less is none
 
 def meant(vectors: npt.ArrayLike) -> Singles:
     """Return (..., len(ACTION)) what numbers in -1..1 mean; what is outside is clipped, NaN counts as -1."""
-    raw = np.clip(np.nan_to_num(np.asarray(vectors, np.float32), nan=-1.0), -1.0, 1.0)
+    raw: Singles = np.minimum(np.fmax(np.asarray(vectors, np.float32), np.float32(-1.0)), np.float32(1.0))
     means = (raw + np.float32(1.0)) * np.float32(0.5)
     means[..., PRUNE] = raw[..., PRUNE]
     return means

@@ -21,7 +21,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from .world import compiled
+from .kernel import compiled
 
 Floats = npt.NDArray[np.float64]
 

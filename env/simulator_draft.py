@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from .action_vector import AHEAD, DEPTH, GO_ON, KEEP, OVERLAP, PRUNE, RULED_FROM, THRESHOLD
+from .kernel import compiled
 from .simulator_schedule import GOLDEN, gaussian, mixed, uniform
 from .simulator_state import (
     ACCEPTANCE,
@@ -38,25 +39,31 @@ from .simulator_state import (
     VERIFIED,
     Bytes,
     Cells,
+    Column,
     Floats,
     Shorts,
     Singles,
     Words,
 )
-from .world import CELLS, NAMED, RECORDED, SIGMOID_CELLS, VALUES, Ints, compiled
+from .world import CELLS, NAMED, RECORDED, SIGMOID_CELLS, VALUES, Ints
 
-_S8, _LOW_24, _FIRST_TOKEN = np.uint64(8), np.uint64(0xFFFFFF), np.uint64(16)
-_ZERO, _ONE, _HALF_RANGE = np.float32(0.0), np.float32(1.0), np.float32(12.0)
+_S8, _S52, _LOW_24, _FIRST_TOKEN = np.uint64(8), np.uint64(52), np.uint64(0xFFFFFF), np.uint64(16)
+_ONE, _HALF_RANGE = np.float32(1.0), np.float32(12.0)
 _PER_LOGIT, _PER_SIGMA, _UNIT = np.float32(SIGMOID_CELLS / 24.0), np.float32(CELLS / 8.0), np.float32(2.0**-24)
 _AHEAD_KEY = np.uint64(0xD1342543DE82EF95)
 # What drafting does, in `work`; see simulator_step. The last: tokens that were drafted while the target verified.
 DRAFTING, ROUNDS, DRAWN, FIRST_ROWS, KEPT_ROWS, DRAFT_ATTENDED, AHEAD_TOKENS = range(7)
+# Rows of the kernel's scratch, a column per slot. Of drafts: allowed tokens before and after catching up, drawn tokens,
+# whether made ahead, cell of the first token and whether it would be accepted; a place in a table, or a slot.
+LENGTH, WANT, DRAWN_TOKENS, IS_AHEAD, CELL, ALIVE, PLACE, NOTES = range(8)
+LUCK, SCORE, NUMBER, SURVIVAL, TOKEN = range(5)  # of first tokens
+KEEP_BAR, GO_ON_BAR, BARS = range(3)  # by position: survivals below which a draft ends before, or behind, a token
 
 
 @compiled
 def take_action(
     engine: Any, settings: Any, ints: Shorts, evidence: Singles, lengths: Bytes, vectors: Singles, rules: Singles,
-    vector: Singles, named: Bytes,
+    vector: Singles, named: Bytes, notes: Shorts, token: Singles,
 ) -> int:  # fmt: skip
     """Put this decision on its way; return the place of the one that is in force now.
 
@@ -71,12 +78,15 @@ def take_action(
     elif settings.mode != RECORDED:
         deepest = min(int(vector[DEPTH] * settings.positions + 0.5), settings.positions)
         bar = vector[THRESHOLD]
-        for i in range(ints.shape[1]):
-            survival, length = _ONE, 0
-            for j in range(deepest):
-                survival *= evidence[ACCEPTANCE, j, i]
-                length += 1 if survival >= bar else 0
-            lengths[place, i] = length if ints[PHASE, i] == RUNNING else -1
+        survival, length, chosen = token[SURVIVAL], notes[LENGTH], lengths[place]
+        survival[:], length[:] = _ONE, 0
+        for j in range(deepest):
+            acceptance = evidence[ACCEPTANCE, j]
+            for i in range(len(survival)):
+                survival[i] *= acceptance[i]
+                length[i] += 1 if survival[i] >= bar else 0
+        for i in range(len(chosen)):
+            chosen[i] = length[i] if ints[PHASE, i] == RUNNING else -1
     place = (engine.steps + 1) % len(lengths)
     if settings.own_rules == 0:
         for j in range(settings.positions):
@@ -99,44 +109,80 @@ def _stranger_length(settings: Any, population: Floats, vector: Singles) -> int:
 def draft(
     engine: Any, profile: Any, settings: Any, ints: Shorts, traits: Singles, keys: Words, population: Floats,
     named: Bytes, vector: Singles, rules: Singles, chances: Singles, cells: Cells, values: Singles, sigmoid: Singles,
-    normal: Singles, offsets: Ints, decisions: Bytes, work: Floats,
+    normal: Singles, offsets: Ints, decisions: Bytes, work: Floats, notes: Shorts, token: Singles,
+    bars: Singles,
 ) -> None:  # fmt: skip
     """Draft for the next step: fill each slot's draft limit, kept and lucky tokens, and `work` (DRAFTING ...).
 
     The step's tokens are emitted already; the column CONTEXT still holds what was computed before the step.
+    :param notes: (NOTES, slots) scratch
+    :param token: (TOKEN, slots) scratch
+    :param bars: (BARS, positions) scratch
     """
-    default = _stranger_length(settings, population, vector)
-    room = profile.catch_up
-    skips = room > 0
     engine.is_ruled = 1 if vector[KEEP] >= np.float32(RULED_FROM) else 0
-    is_ruled = engine.is_ruled != 0
     engine.prunes = 1 if vector[PRUNE] > 0.0 else 0
     goes_ahead = profile.ahead_verify > 0.0 and int(vector[OVERLAP] * 3.0) >= AHEAD
     engine.frontier = settings.positions if goes_ahead else 0
-    hardness = np.float32(engine.hardness_now)
-    drafting = rounds = tokens = first_rows = kept_rows = caught_up = hits = ahead_tokens = 0
-    attended = 0.0
-    for i in range(ints.shape[1]):
-        ints[KEPT, i] = 0
-        if ints[SCHEDULED, i] == 0:
-            continue
-        length = int(named[i]) if named[i] >= 0 else default
-        if settings.mode == RECORDED:
-            length = recorded(offsets, decisions, ints[HANDLE, i], ints[EMITTED, i])
-            length = -length - 1 if length < 0 else length
-        length = min(length, settings.positions)
-        samples = ints[FRESH, i] > 0
-        if samples:  # a longer draft than what then remains could never be emitted
-            length = max(min(length, ints[LIMIT, i] - (ints[EMITTED, i] - ints[FRESH, i]) - 2), 0)
-        ints[DRAFT_LIMIT, i] = length if samples else 0
-        done = ints[COMPUTED, i] - ints[CONTEXT, i]
-        can_draft = samples and length > 0
-        if not skips:
-            first_rows += done
-        elif length > 0:
-            lag = ints[CONTEXT, i] - ints[DRAFTER, i]
-            if lag > room:  # it makes up for a part and cannot draft yet
-                can_draft = False
+    _want(settings, ints, named, _stranger_length(settings, population, vector), offsets, decisions, notes)
+    _catch_up(engine, profile, ints, notes, work)
+    _go_ahead(profile, ints, keys, goes_ahead, notes)
+    _first_token(engine, profile, ints, traits, keys, chances, values, sigmoid, normal, notes, token)
+    _further_tokens(
+        engine, profile, traits, keys, ints, rules, chances, cells, values, sigmoid, normal, notes, token, bars
+    )
+    _count(engine, ints, notes, work)
+
+
+@compiled
+def _want(
+    settings: Any, ints: Shorts, named: Bytes, default: int, offsets: Ints, decisions: Bytes, notes: Shorts
+) -> None:
+    """Note how long each draft may be: the draft length in force, less what could never be emitted."""
+    length, want, size = notes[LENGTH], notes[WANT], ints.shape[1]
+    if settings.mode == RECORDED:
+        for i in range(size):
+            chosen = recorded(offsets, decisions, ints[HANDLE, i], ints[EMITTED, i]) if ints[SCHEDULED, i] > 0 else 0
+            length[i] = -chosen - 1 if chosen < 0 else chosen
+    else:
+        for i in range(size):
+            chosen = named[i]
+            length[i] = chosen if chosen >= 0 else default
+    _limit(
+        settings.positions, ints[LIMIT], ints[EMITTED], ints[FRESH], ints[SCHEDULED], ints[DRAFT_LIMIT], length, want
+    )
+
+
+@compiled
+def _limit(
+    positions: int, limit: Column, emitted: Column, fresh: Column, scheduled: Column, draft_limit: Column,
+    length: Column, want: Column,
+) -> None:  # fmt: skip
+    for i in range(len(length)):
+        longest, before = min(length[i], positions), draft_limit[i]
+        left = min(longest, max(limit[i] - (emitted[i] - fresh[i]) - 2, 0))
+        samples = fresh[i] > 0
+        length[i], allowed = left if samples else longest, left if samples else 0
+        want[i], draft_limit[i] = allowed, allowed if scheduled[i] > 0 else before
+
+
+@compiled
+def _catch_up(engine: Any, profile: Any, ints: Shorts, notes: Shorts, work: Floats) -> None:
+    """Count what the drafter's first pass computes; where it lags too far behind, a request cannot draft yet."""
+    first_rows = kept_rows = caught_up = 0
+    room, length, want = profile.catch_up, notes[LENGTH], notes[WANT]
+    if room == 0:
+        for i in range(ints.shape[1]):
+            rows = ints[COMPUTED, i] - ints[CONTEXT, i]
+            first_rows += rows if ints[SCHEDULED, i] > 0 else 0
+    else:
+        for i in range(ints.shape[1]):
+            if ints[SCHEDULED, i] == 0:
+                continue
+            done, lag = ints[COMPUTED, i] - ints[CONTEXT, i], ints[CONTEXT, i] - ints[DRAFTER, i]
+            if length[i] == 0:
+                kept_rows += done
+            elif lag > room:  # it makes up for a part
+                want[i] = 0
                 ints[DRAFTER, i] += room
                 first_rows += room
                 caught_up += room
@@ -147,47 +193,170 @@ def draft(
                 first_rows += lag + done
                 caught_up += lag
                 room -= lag
-        else:
-            kept_rows += done
-        if not can_draft:
-            continue
-        base = profile.request_share * (traits[LEVEL, i] + hardness)
-        residual = profile.hidden * traits[RESIDUAL, i]
-        chain, key = traits[CHAIN, i], keys[i] + (np.uint64(ints[EMITTED, i]) + _FIRST_TOKEN) * GOLDEN
-        is_ahead = goes_ahead and ints[VERIFIED, i] > 0 and ints[ACCEPTED, i] == ints[VERIFIED, i]
-        is_ahead = is_ahead and uniform(mixed(key ^ _AHEAD_KEY)) < profile.ahead_ready
-        factor = np.float32(profile.ahead_acceptance) if is_ahead else _ONE
-        survival, lucky, alive, kept, drawn_tokens = _ONE, 0, 1, length, length
-        for j in range(length):
-            bits = mixed(key)
+    engine.caught_up = caught_up
+    work[FIRST_ROWS], work[KEPT_ROWS] = first_rows, kept_rows
+
+
+@compiled
+def _go_ahead(profile: Any, ints: Shorts, keys: Words, goes_ahead: bool, notes: Shorts) -> None:
+    """Note whose draft was made while the target verified: behind drafts that were accepted as a whole."""
+    ahead = notes[IS_AHEAD]
+    ahead[:] = 0
+    if goes_ahead:
+        for i in range(ints.shape[1]):
+            key = keys[i] + (np.uint64(ints[EMITTED, i]) + _FIRST_TOKEN) * GOLDEN
+            is_ready = uniform(mixed(key ^ _AHEAD_KEY)) < profile.ahead_ready
+            is_behind = ints[VERIFIED, i] > 0 and ints[ACCEPTED, i] == ints[VERIFIED, i]
+            ahead[i] = 1 if is_ready and is_behind else 0
+
+
+@compiled
+def _first_token(
+    engine: Any, profile: Any, ints: Shorts, traits: Singles, keys: Words, chances: Singles, values: Singles,
+    sigmoid: Singles, normal: Singles, notes: Shorts, token: Singles,
+) -> None:  # fmt: skip
+    """Draw every slot's first token, whoever drafts: loops of few arrays, which compilers turn into vectors."""
+    place, cell, number, survival = notes[PLACE], notes[CELL], token[NUMBER], token[SURVIVAL]
+    _draw(keys, ints[EMITTED], place, token[LUCK])
+    for i in range(len(place)):
+        number[i] = normal[np.uint64(place[i])]  # numba takes signed ones from the end where below 0: it need not look
+    _score(profile, np.float32(engine.hardness_now), traits[LEVEL], traits[CHAIN], number, token[SCORE], cell)
+    for i in range(len(place)):
+        number[i] = values[VALUES, 0, np.uint64(cell[i])]
+        survival[i] = chances[0, np.uint64(cell[i])]
+    _lean(profile.hidden, number, traits[RESIDUAL], place)
+    for i in range(len(place)):
+        number[i] = sigmoid[np.uint64(place[i])]
+    _toss(np.float32(profile.ahead_acceptance), token[LUCK], number, notes[IS_AHEAD], notes[ALIVE])
+
+
+@compiled
+def _draw(keys: Words, emitted: Column, place: Column, luck: Singles) -> None:
+    for i in range(len(place)):
+        bits = mixed(keys[i] + (np.uint64(emitted[i]) + _FIRST_TOKEN) * GOLDEN)
+        place[i], luck[i] = np.int32(bits >> _S52), _luck(bits)
+
+
+@compiled
+def _score(
+    profile: Any, hardness: np.float32, level: Singles, chain: Singles, number: Singles, score: Singles, cell: Column
+) -> None:
+    carry, fresh, request_share, token_share = profile.carry, profile.fresh, profile.request_share, profile.token_share
+    for i in range(len(cell)):
+        score[i] = carry * chain[i] + fresh * number[i]
+        cell[i] = score_cell(request_share * (level[i] + hardness) + token_share * score[i])
+
+
+@compiled
+def _lean(hidden: np.float32, logit: Singles, residual: Singles, place: Column) -> None:
+    for i in range(len(place)):
+        place[i] = _sigmoid_cell(logit[i] + hidden * residual[i])
+
+
+@compiled
+def _toss(factor: np.float32, luck: Singles, chance: Singles, ahead: Column, alive: Column) -> None:
+    for i in range(len(alive)):
+        alive[i] = 1 if luck[i] < chance[i] * (factor if ahead[i] != 0 else _ONE) else 0
+
+
+@compiled
+def _further_tokens(
+    engine: Any, profile: Any, traits: Singles, keys: Words, ints: Shorts, rules: Singles, chances: Singles,
+    cells: Cells, values: Singles, sigmoid: Singles, normal: Singles, notes: Shorts, token: Singles,
+    bars: Singles,
+) -> None:  # fmt: skip
+    """End each draft where the stop rule or its length says; note what is kept, drawn and lucky."""
+    want, drawn, order, size = notes[WANT], notes[DRAWN_TOKENS], notes[PLACE], ints.shape[1]
+    for j in range(rules.shape[1]):  # without a stop rule no survival is too small
+        bars[KEEP_BAR, j] = rules[KEEP_FROM, j] if engine.is_ruled != 0 else -_ONE
+        bars[GO_ON_BAR, j] = rules[GO_ON_FROM, j] if engine.is_ruled != 0 else -_ONE
+    survival, goes_on, ahead, alive = token[SURVIVAL], notes[LENGTH], notes[IS_AHEAD], notes[ALIVE]
+    _keep(
+        bars[KEEP_BAR, 0], bars[GO_ON_BAR, 0], ints[SCHEDULED], want, survival, token[SCORE], alive, drawn, goes_on,
+        ints[KEPT], ints[LUCKY], traits[CHAIN],
+    )  # fmt: skip
+    going = 0
+    for i in range(size):
+        cells[i, 0] = notes[CELL, i] if drawn[i] != 0 else cells[i, 0]
+        order[np.uint64(going)] = i
+        going += goes_on[i]
+    hardness, factor, hidden = np.float32(engine.hardness_now), np.float32(profile.ahead_acceptance), profile.hidden
+    carry, fresh, request_share, token_share = profile.carry, profile.fresh, profile.request_share, profile.token_share
+    longest = 0
+    for at in range(going):
+        longest = max(longest, want[np.uint64(order[np.uint64(at)])])
+    for at in range(going):
+        slot = np.uint64(order[np.uint64(at)])
+        base, residual = request_share * (traits[LEVEL, slot] + hardness), hidden * traits[RESIDUAL, slot]
+        chain, lucky, is_alive, now, kept, draws = traits[CHAIN, slot], alive[slot], alive[slot], survival[slot], 1, 1
+        last, is_on, factor_here = want[slot], 1, factor if ahead[slot] != 0 else _ONE
+        key = keys[slot] + (np.uint64(ints[EMITTED, slot]) + _FIRST_TOKEN) * GOLDEN
+        for j in range(1, longest):  # as often for each: a draft's own end would be guessed wrongly, and late
+            place = np.uint64(j)
             key += GOLDEN
-            chain = profile.carry * chain + profile.fresh * gaussian(normal, bits)
-            cell = score_cell(base + profile.token_share * chain)
-            cells[i, j] = cell
-            at = int((values[VALUES, j, cell] + residual + _HALF_RANGE) * _PER_LOGIT)
-            chance = sigmoid[min(max(at, 0), SIGMOID_CELLS - 1)] * factor
-            luck = np.float32((bits >> _S8) & _LOW_24) * _UNIT  # bits that the quantile did not use
-            alive = alive if luck < chance else 0
-            lucky += alive
-            if is_ruled:
-                survival *= chances[j, cell]
-                if survival < rules[KEEP_FROM, j]:
-                    kept, drawn_tokens = j, j + 1
-                    break
-                if survival < rules[GO_ON_FROM, j]:
-                    kept = drawn_tokens = j + 1
-                    break
-        traits[CHAIN, i] = chain
-        ints[KEPT, i], ints[LUCKY, i] = kept, min(lucky, kept)
-        drafting += 1
-        tokens += drawn_tokens
-        hits += 1 if is_ahead else 0
-        ahead_tokens += drawn_tokens if is_ahead else 0
-        rounds = max(rounds, drawn_tokens)
-        attended += float(drawn_tokens) * ints[COMPUTED, i]
-    engine.caught_up, engine.rounds, engine.drawn, engine.frontier_hits = caught_up, rounds, tokens, hits
-    work[DRAFTING], work[ROUNDS], work[DRAWN], work[FIRST_ROWS] = drafting, rounds, tokens, first_rows
-    work[KEPT_ROWS], work[DRAFT_ATTENDED], work[AHEAD_TOKENS] = kept_rows, attended, ahead_tokens
+            bits = mixed(key)
+            score = carry * chain + fresh * gaussian(normal, bits)
+            cell = np.uint64(score_cell(base + token_share * score))
+            chance = sigmoid[np.uint64(_sigmoid_cell(values[VALUES, place, cell] + residual))] * factor_here
+            is_on = is_on if j < last else 0
+            chain = score if is_on != 0 else chain
+            cells[slot, place] = cell if is_on != 0 else cells[slot, place]
+            is_alive = is_alive if _luck(bits) < chance else 0
+            lucky += is_alive & is_on
+            draws += is_on
+            now *= chances[place, cell]
+            is_kept = is_on if now >= bars[KEEP_BAR, place] else 0
+            kept += is_kept
+            is_on = is_kept if now >= bars[GO_ON_BAR, place] else 0
+        traits[CHAIN, slot] = chain
+        ints[KEPT, slot], ints[LUCKY, slot], drawn[slot] = kept, min(lucky, kept), draws
+
+
+@compiled
+def _keep(
+    keep_from: np.float32, go_on_from: np.float32, scheduled: Column, want: Column, survival: Singles, score: Singles,
+    alive: Column, drawn: Column, goes_on: Column, kept: Column, lucky: Column, chain: Singles,
+) -> None:  # fmt: skip
+    """Decide on each first token."""
+    for i in range(len(want)):  # loads before choices: a choice between numbers is no branch
+        chance, longest, lucky_before, chain_before = survival[i], want[i], lucky[i], chain[i]
+        lucky_now, chain_now = alive[i], score[i]
+        drafts = (scheduled[i] > 0) & (longest > 0)
+        keeps = drafts & (chance >= keep_from)
+        drawn[i], kept[i] = drafts, keeps
+        goes_on[i] = keeps & (chance >= go_on_from) & (longest > 1)
+        lucky[i] = (lucky_now if keeps else 0) if drafts else lucky_before
+        chain[i] = chain_now if drafts else chain_before
+
+
+@compiled
+def _count(engine: Any, ints: Shorts, notes: Shorts, work: Floats) -> None:
+    """Sum up what was drawn."""
+    drafting = rounds = tokens = hits = ahead_tokens = attended = 0
+    drawn, ahead = notes[DRAWN_TOKENS], notes[IS_AHEAD]
+    for i in range(ints.shape[1]):
+        drafting += 1 if drawn[i] > 0 else 0
+        tokens += drawn[i]
+        rounds = max(rounds, drawn[i])
+        attended += drawn[i] * ints[COMPUTED, i]
+    for i in range(ints.shape[1]):
+        is_ahead, length = ahead[i], drawn[i]
+        hits += is_ahead if length > 0 else 0
+        ahead_tokens += is_ahead * length
+    engine.rounds, engine.drawn, engine.frontier_hits = rounds, tokens, hits
+    work[DRAFTING], work[ROUNDS], work[DRAWN] = drafting, rounds, tokens
+    work[DRAFT_ATTENDED], work[AHEAD_TOKENS] = attended, ahead_tokens
+
+
+@compiled
+def _luck(bits: np.uint64) -> np.float32:
+    """Return a number in [0, 1) from bits that a quantile does not use."""
+    return np.float32(np.int32((bits >> _S8) & _LOW_24)) * _UNIT
+
+
+@compiled
+def _sigmoid_cell(logit: np.float32) -> int:
+    return min(max(int((logit + _HALF_RANGE) * _PER_LOGIT), 0), SIGMOID_CELLS - 1)
 
 
 @compiled

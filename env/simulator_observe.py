@@ -21,6 +21,7 @@ from .acceptance import (
     UNTRIED_RECORDS,
 )
 from .cost_table import MAX_STEP_S, MIN_STEP_S
+from .kernel import compiled
 from .observation import POSITIONS
 from .simulator_state import (
     ACCEPTANCE,
@@ -46,20 +47,20 @@ from .simulator_state import (
     TRIALS,
     TRIED,
     VERIFIED,
+    Column,
     Floats,
     Shorts,
     Singles,
 )
 from .state import ARRIVAL_WINDOW_S, LOAD_STEPS
 from .step_octaves import LEAST_GAIN, OCTAVES, STEPS
-from .world import compiled
 
 _KEEP = np.float32(1.0 - 1.0 / REQUEST_MEMORY_STEPS)
 _FADE = np.float32(1.0 - 1.0 / UNTRIED_RECORDS)
 _ZERO, _ONE, _LOW, _HIGH = np.float32(0.0), np.float32(1.0), np.float32(0.005), np.float32(0.995)
 _TINY, _WEIGHT, _FORTY = np.float32(1e-9), np.float32(POSITION_TRIALS), np.float32(40.0)
 # Rows of the kernel's scratch, (SCRATCH, slots).
-EXPECTED, VARIANCE, HAD, SCALE, TRIES, HITS, KEEPS, SCRATCH = range(8)
+EXPECTED, VARIANCE, HAD, SCALE, TRIES, HITS, KEEPS, LIVE, SCRATCH = range(9)
 _CONTEXT, _ANSWER, _AGE, _EIGHT = np.float32(1024.0), np.float32(128.0), np.float32(10.0), np.float32(8.0)
 
 
@@ -73,7 +74,7 @@ def observe(
     _count_trials(ints, evidence, scratch, counts, is_fair)
     _see_load(engine, ints)
     _shrink(engine, evidence, population, scratch)
-    _show_requests(engine, ints, times, evidence, priority, shown)
+    _show_requests(engine, ints, times, evidence, priority, shown, scratch[LIVE])
     _show_engine(engine, profile, settings, ints, population, octaves, overall)
     if is_fair:
         _learn_population(population, counts)
@@ -84,30 +85,44 @@ def observe(
 @compiled
 def _count_trials(ints: Shorts, evidence: Singles, scratch: Singles, counts: Floats, is_fair: bool) -> None:
     """Add this step's trials to each request's evidence, with forgetting, and to the sums."""
-    positions, size = evidence.shape[1], ints.shape[1]
-    for j in range(positions):
-        counts[0, j] = counts[1, j] = 0.0
     tries, hits, keeps = scratch[TRIES], scratch[HITS], scratch[KEEPS]
-    for i in range(size):
-        tested = ints[VERIFIED, i] - max(ints[PRUNED, i] - 1, 0)
-        hit = min(ints[ACCEPTED, i], tested)
-        tried = min(tested, hit + 1)
-        keep = _KEEP if tested > 0 and is_fair else _FADE
-        tries[i], hits[i], keeps[i] = tried, hit, keep if ints[SCHEDULED, i] > 0 else _ONE
-        if tried > 0:  # the last position each reaches; summed up below
-            counts[0, tried - 1] += 1.0
-        if hit > 0:
-            counts[1, hit - 1] += 1.0
-    for j in range(positions - 2, -1, -1):
-        counts[0, j] += counts[0, j + 1]
-        counts[1, j] += counts[1, j + 1]
+    deepest = _try(ints[SCHEDULED], ints[VERIFIED], ints[PRUNED], ints[ACCEPTED], is_fair, tries, hits, keeps)
     weight = _ONE if is_fair else _ZERO
-    for j in range(positions):
-        place = np.float32(j)
-        trials, successes = evidence[TRIALS, j], evidence[SUCCESSES, j]
-        for i in range(size):
-            trials[i] = trials[i] * keeps[i] + (weight if place < tries[i] else _ZERO)
-            successes[i] = successes[i] * keeps[i] + (weight if place < hits[i] else _ZERO)
+    for j in range(evidence.shape[1]):
+        _add(np.float32(j), weight, tries, keeps, evidence[TRIALS, j])
+        _add(np.float32(j), weight, hits, keeps, evidence[SUCCESSES, j])
+        counts[0, j] = _deeper(j, tries) if j < deepest else 0.0
+        counts[1, j] = _deeper(j, hits) if j < deepest else 0.0
+
+
+@compiled
+def _try(
+    scheduled: Column, verified: Column, pruned: Column, accepted: Column, is_fair: bool, tries: Singles,
+    hits: Singles, keeps: Singles,
+) -> int:  # fmt: skip
+    """Fill in how deep drafts were tested and accepted and what each request keeps of its evidence; the deepest."""
+    remembers, deepest = _KEEP if is_fair else _FADE, 0
+    for i in range(len(tries)):
+        tested, hit, rows = verified[i] - max(pruned[i] - 1, 0), accepted[i], scheduled[i]
+        hits[i], tries[i] = min(hit, tested), min(hit + 1, tested)
+        keep = remembers if tested > 0 else _FADE
+        keeps[i] = keep if rows > 0 else _ONE
+        deepest = max(deepest, tested)
+    return deepest
+
+
+@compiled
+def _add(place: np.float32, weight: np.float32, depth: Singles, keeps: Singles, sums: Singles) -> None:
+    for i in range(len(sums)):
+        sums[i] = sums[i] * keeps[i] + (weight if place < depth[i] else _ZERO)
+
+
+@compiled
+def _deeper(j: int, depth: Singles) -> int:
+    count = 0
+    for i in range(len(depth)):
+        count += 1 if depth[i] > j else 0
+    return count
 
 
 @compiled
@@ -129,31 +144,24 @@ def _see_load(engine: Any, ints: Shorts) -> None:
 
 
 @compiled
-def _expectation(evidence: Singles, population: Floats, scratch: Singles) -> None:
-    """Fill scratch with the successes the population would have had in each request's trials, and their variance."""
-    expected, variance = scratch[EXPECTED], scratch[VARIANCE]
+def _expect(evidence: Singles, population: Floats, expected: Singles, variance: Singles, had: Singles) -> None:
+    """Fill in what each request had accepted, what the population would have had of its trials, and its variance."""
+    expected[:], variance[:], had[:] = _ZERO, _ZERO, _ZERO
     for j in range(evidence.shape[1]):
-        p = np.float32(population[MEAN, j])
-        q = p * (_ONE - p)
-        trials = evidence[TRIALS, j]
-        if j == 0:
-            for i in range(len(expected)):
-                expected[i], variance[i] = trials[i] * p, trials[i] * q
-        else:
-            for i in range(len(expected)):
-                expected[i] += trials[i] * p
-                variance[i] += trials[i] * q
+        _expect_one(
+            np.float32(population[MEAN, j]), evidence[TRIALS, j], evidence[SUCCESSES, j], expected, variance, had
+        )
 
 
 @compiled
-def _successes(evidence: Singles, scratch: Singles) -> None:
-    """Fill scratch with what each request has had accepted."""
-    had = scratch[HAD]
-    had[:] = evidence[SUCCESSES, 0]
-    for j in range(1, evidence.shape[1]):
-        successes = evidence[SUCCESSES, j]
-        for i in range(len(had)):
-            had[i] += successes[i]
+def _expect_one(
+    p: np.float32, trials: Singles, successes: Singles, expected: Singles, variance: Singles, had: Singles
+) -> None:
+    q = p * (_ONE - p)
+    for i in range(len(had)):
+        expected[i] += trials[i] * p
+        variance[i] += trials[i] * q
+        had[i] += successes[i]
 
 
 @compiled
@@ -164,55 +172,89 @@ def _level_variance(engine: Any) -> float:
 @compiled
 def _shrink(engine: Any, evidence: Singles, population: Floats, scratch: Singles) -> None:
     """Fill the estimated acceptance of every slot, as acceptance.shrink does."""
-    _successes(evidence, scratch)
-    _expectation(evidence, population, scratch)
-    expected, spread, had, scale = scratch[EXPECTED], scratch[VARIANCE], scratch[HAD], scratch[SCALE]
-    variance = np.float32(_level_variance(engine))
+    scale = scratch[SCALE]
+    _expect(evidence, population, scratch[EXPECTED], scratch[VARIANCE], scratch[HAD])
+    _scale(np.float32(_level_variance(engine)), scratch[EXPECTED], scratch[VARIANCE], scratch[HAD], scale)
+    for j in range(evidence.shape[1]):
+        mean = np.float32(population[MEAN, j])
+        _accepts(mean, scale, evidence[TRIALS, j], evidence[SUCCESSES, j], evidence[ACCEPTANCE, j])
+
+
+@compiled
+def _scale(variance: np.float32, expected: Singles, spread: Singles, had: Singles, scale: Singles) -> None:
     for i in range(len(scale)):
         trust = variance * expected[i] / (variance * expected[i] * expected[i] + spread[i] + _TINY)
         scale[i] = _ONE + (had[i] - expected[i]) * trust
-    for j in range(evidence.shape[1]):
-        p = np.float32(population[MEAN, j])
-        trials, successes, acceptance = evidence[TRIALS, j], evidence[SUCCESSES, j], evidence[ACCEPTANCE, j]
-        for i in range(len(scale)):
-            prior = min(max(scale[i] * p, _LOW), _HIGH)
-            value = (successes[i] + _WEIGHT * prior) / (trials[i] + _WEIGHT)
-            acceptance[i] = min(max(value, _LOW), _HIGH)
+
+
+@compiled
+def _accepts(mean: np.float32, scale: Singles, trials: Singles, successes: Singles, acceptance: Singles) -> None:
+    for i in range(len(scale)):
+        prior = min(max(scale[i] * mean, _LOW), _HIGH)
+        value = (successes[i] + _WEIGHT * prior) / (trials[i] + _WEIGHT)
+        acceptance[i] = min(max(value, _LOW), _HIGH)
 
 
 @compiled
 def _show_requests(
-    engine: Any, ints: Shorts, times: Floats, evidence: Singles, priority: Floats, shown: Singles
+    engine: Any, ints: Shorts, times: Floats, evidence: Singles, priority: Floats, shown: Singles, live: Singles
 ) -> None:
-    now_s, positions, size = engine.clock_s, evidence.shape[1], ints.shape[1]
-    live, share = shown[7 + POSITIONS], np.float32(positions)  # `live` becomes the survival below
-    for i in range(size):
-        live[i] = _ONE if ints[PHASE, i] == RUNNING else _ZERO
-    for i in range(size):
-        prefill = live[i] * np.float32(ints[IS_PREFILL, i])
-        shown[0, i], shown[1, i] = live[i] - prefill, prefill
-    for i in range(size):
-        tokens, answer = live[i] * np.float32(ints[CONTEXT, i]), live[i] * np.float32(ints[EMITTED, i])
-        shown[2, i] = tokens / (tokens + _CONTEXT)
-        shown[3, i] = answer / (answer + _ANSWER)
-    for i in range(size):
-        age = live[i] * np.float32(max(now_s - times[ARRIVED, i], 0.0))
-        shown[4, i] = age / (age + _AGE)
-    for i in range(size):
-        shown[5, i] = live[i] * min(max(np.float32(priority[ints[SERVICE, i]]) / _EIGHT, -_ONE), _ONE)
-        is_idle = ints[IS_PREFILL, i] != 0 and ints[KEPT, i] == 0
-        shown[6, i] = _ZERO if is_idle else live[i] * np.float32(ints[DRAFT_LIMIT, i]) / share
+    positions, survival = evidence.shape[1], shown[7 + POSITIONS]
+    _show_phases(ints[PHASE], ints[IS_PREFILL], live, shown[0], shown[1], survival)
+    _show_sizes(engine.clock_s, live, ints[CONTEXT], ints[EMITTED], times[ARRIVED], shown[2], shown[3], shown[4])
+    _show_drafts(
+        np.float32(positions), live, ints[IS_PREFILL], ints[KEPT], ints[DRAFT_LIMIT], evidence[TRIALS, 0], shown[6],
+        shown[8 + POSITIONS],
+    )  # fmt: skip
+    for i in range(len(live)):
+        urgency = np.float32(priority[np.uint64(ints[SERVICE, i])])
+        shown[5, i] = live[i] * min(max(urgency / _EIGHT, -_ONE), _ONE)
     for j in range(POSITIONS):
-        acceptance, row = evidence[ACCEPTANCE, min(j, positions - 1)], shown[7 + j]
-        for i in range(size):
-            row[i] = acceptance[i] * live[i]
-    trials, row = evidence[TRIALS, 0], shown[8 + POSITIONS]
-    for i in range(size):
-        row[i] = live[i] * trials[i] / (trials[i] + _FORTY)
-    for j in range(positions):
-        acceptance = evidence[ACCEPTANCE, j]
-        for i in range(size):
-            live[i] *= acceptance[i]
+        _show_acceptance(j < positions, live, evidence[ACCEPTANCE, min(j, positions - 1)], shown[7 + j], survival)
+    for j in range(POSITIONS, positions):
+        survival *= evidence[ACCEPTANCE, j]
+
+
+@compiled
+def _show_phases(
+    phase: Column, is_prefill: Column, live: Singles, decoding: Singles, prompting: Singles, survival: Singles
+) -> None:
+    for i in range(len(live)):
+        is_live = _ONE if phase[i] == RUNNING else _ZERO
+        prefill = is_live * np.float32(is_prefill[i])
+        live[i], survival[i], decoding[i], prompting[i] = is_live, is_live, is_live - prefill, prefill
+
+
+@compiled
+def _show_sizes(
+    now_s: float, live: Singles, context: Column, emitted: Column, arrived_s: Floats, tokens: Singles,
+    answers: Singles, ages: Singles,
+) -> None:  # fmt: skip
+    for i in range(len(live)):
+        token, answer = live[i] * np.float32(context[i]), live[i] * np.float32(emitted[i])
+        age = live[i] * np.float32(max(now_s - arrived_s[i], 0.0))
+        tokens[i] = token / (token + _CONTEXT)
+        answers[i] = answer / (answer + _ANSWER)
+        ages[i] = age / (age + _AGE)
+
+
+@compiled
+def _show_drafts(
+    share: np.float32, live: Singles, is_prefill: Column, kept: Column, limit: Column, trials: Singles,
+    limits: Singles, trust: Singles,
+) -> None:  # fmt: skip
+    for i in range(len(live)):
+        is_idle = (is_prefill[i] != 0) & (kept[i] == 0)
+        length = live[i] * np.float32(limit[i]) / share
+        limits[i] = _ZERO if is_idle else length
+        trust[i] = live[i] * trials[i] / (trials[i] + _FORTY)
+
+
+@compiled
+def _show_acceptance(counts: bool, live: Singles, acceptance: Singles, row: Singles, survival: Singles) -> None:
+    for i in range(len(live)):
+        row[i] = acceptance[i] * live[i]
+        survival[i] *= acceptance[i] if counts else _ONE
 
 
 @compiled
@@ -262,7 +304,7 @@ def _learn_population(population: Floats, counts: Floats) -> None:
 
 @compiled
 def _learn_levels(engine: Any, ints: Shorts, evidence: Singles, population: Floats, scratch: Singles) -> None:
-    _expectation(evidence, population, scratch)
+    _expect(evidence, population, scratch[EXPECTED], scratch[VARIANCE], scratch[HAD])
     surplus = leverage = 0.0
     for i in range(ints.shape[1]):
         if ints[PHASE, i] != FREE:  # those that just ended are gone

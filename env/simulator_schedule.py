@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from .kernel import compiled
 from .simulator_state import (
     ACCEPTANCE,
     ARRIVED,
@@ -45,6 +46,7 @@ from .simulator_state import (
     TRIALS,
     VERIFIED,
     Bytes,
+    Column,
     Floats,
     Ints,
     Records,
@@ -52,7 +54,6 @@ from .simulator_state import (
     Singles,
     Words,
 )
-from .world import NORMAL_CELLS, compiled
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -84,7 +85,7 @@ def uniform(bits: np.uint64) -> float:
 @compiled
 def gaussian(normal: Singles, bits: np.uint64) -> np.float32:
     """Return a standard normal number from the table of quantiles; takes the 12 highest bits."""
-    number: np.float32 = normal[int(bits >> _S52) % NORMAL_CELLS]
+    number: np.float32 = normal[bits >> _S52]
     return number
 
 
@@ -141,37 +142,54 @@ def _next_arrival(engine: Any, settings: Any, rows: Records, first: int, last: i
 
 
 @compiled
-def schedule(engine: Any, profile: Any, ints: Shorts, order: Ints) -> tuple[bool, int, int]:
+def schedule(engine: Any, profile: Any, ints: Shorts, order: Shorts) -> tuple[bool, int, int]:
     """Choose what the running requests compute in this step and preempt where blocks are missing.
 
     Return whether one was preempted, how many run, and the rows they take; `admit` comes next.
     """
-    size, block, lookahead = ints.shape[1], profile.block_size, profile.lookahead
-    missing = running = total = 0
-    for i in range(size):
-        is_running = ints[PHASE, i] == RUNNING
-        want = ints[PROMPT, i] + ints[EMITTED, i] - ints[COMPUTED, i] + ints[DRAFTS, i] if is_running else 0
-        ints[PREEMPTED_NOW, i] = 0
-        ints[SCHEDULED, i] = want
-        total += want
-        running += 1 if is_running else 0
-    for i in range(size):
-        needed = ints[COMPUTED, i] + ints[SCHEDULED, i] + lookahead
-        if ints[SCHEDULED, i] > 0 and needed > ints[BLOCKS, i] * block:
-            missing += (needed + block - 1) // block - ints[BLOCKS, i]
+    blocks = order[1]
+    running, total = _want(
+        ints[PHASE], ints[PROMPT], ints[EMITTED], ints[COMPUTED], ints[DRAFTS], ints[SCHEDULED], ints[PREEMPTED_NOW]
+    )
+    block, lookahead = float(profile.block_size), profile.lookahead
+    missing = _need(block, lookahead, ints[COMPUTED], ints[SCHEDULED], ints[BLOCKS], blocks)
     if total > profile.token_budget or missing > engine.free_blocks:
-        return _schedule_in_order(engine, profile, ints, order)
-    if missing > 0:
-        for i in range(size):
-            needed = ints[COMPUTED, i] + ints[SCHEDULED, i] + lookahead
-            if ints[SCHEDULED, i] > 0 and needed > ints[BLOCKS, i] * block:
-                ints[BLOCKS, i] = (needed + block - 1) // block
-        engine.free_blocks -= missing
+        return _schedule_in_order(engine, profile, ints, order[0])
+    ints[BLOCKS] = blocks
+    engine.free_blocks -= missing
     return False, running, total
 
 
 @compiled
-def _schedule_in_order(engine: Any, profile: Any, ints: Shorts, order: Ints) -> tuple[bool, int, int]:
+def _want(
+    phase: Column, prompt: Column, emitted: Column, computed: Column, drafts: Column, scheduled: Column,
+    preempted: Column,
+) -> tuple[int, int]:  # fmt: skip
+    """Fill in the rows that each running request has ready; return how many run, and their rows."""
+    running = total = 0
+    for i in range(len(phase)):
+        left, is_running = prompt[i] + emitted[i] - computed[i] + drafts[i], phase[i] == RUNNING
+        want = left if is_running else 0
+        scheduled[i], preempted[i] = want, 0
+        total += want
+        running += is_running
+    return running, total
+
+
+@compiled
+def _need(block: float, lookahead: int, computed: Column, scheduled: Column, blocks: Column, needed: Column) -> int:
+    """Fill in the blocks that each request needs; return how many are missing."""
+    missing = 0
+    for i in range(len(blocks)):  # quotients of such small whole numbers are exact enough to be cut off
+        rows, held = scheduled[i], blocks[i]
+        most = max(np.int32((computed[i] + rows + lookahead + block - 1.0) / block), held)
+        needed[i] = most if rows > 0 else held
+        missing += needed[i] - held
+    return missing
+
+
+@compiled
+def _schedule_in_order(engine: Any, profile: Any, ints: Shorts, order: Any) -> tuple[bool, int, int]:
     """Schedule the running requests one by one; return as `schedule` does."""
     count = 0
     for i in range(ints.shape[1]):  # insertion sort by handle: requests are admitted in order of arrival
@@ -281,8 +299,14 @@ def move_in(
 @compiled
 def set_verified(ints: Shorts) -> None:
     """Fill in how many drafts the scheduled rows verify."""
-    for i in range(ints.shape[1]):
-        need = ints[PROMPT, i] + ints[EMITTED, i] - ints[COMPUTED, i]
-        rows = ints[SCHEDULED, i]
-        is_decoding = need == 1 and ints[EMITTED, i] > 0 and rows > 1
-        ints[VERIFIED, i] = min(ints[DRAFTS, i], rows - 1) if is_decoding else 0
+    _split_off(ints[PROMPT], ints[EMITTED], ints[COMPUTED], ints[SCHEDULED], ints[DRAFTS], ints[VERIFIED])
+
+
+@compiled
+def _split_off(
+    prompt: Column, emitted: Column, computed: Column, scheduled: Column, drafts: Column, verified: Column
+) -> None:
+    for i in range(len(verified)):
+        answer, rows, length = emitted[i], scheduled[i], drafts[i]
+        need, most = prompt[i] + answer - computed[i], min(length, rows - 1)
+        verified[i] = most if (need == 1) & (answer > 0) & (most > 0) else 0

@@ -19,6 +19,7 @@ Floats = npt.NDArray[np.float64]
 Singles = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 Shorts = npt.NDArray[np.int32]
+Column = npt.NDArray[np.int32]  # (slots,) of one quantity
 Bytes = npt.NDArray[np.int8]
 Cells = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint64]

@@ -15,34 +15,33 @@ import numba
 import numpy as np
 
 from .action_vector import OVERLAP, PING_PONG, SPLIT
+from .kernel import borrowed, compiled, hold, row
 from .reward import reward
 from .simulator_draft import (
     AHEAD_TOKENS,
+    BARS,
     DRAFT_ATTENDED,
     DRAFTING,
     DRAWN,
     FIRST_ROWS,
     KEPT_ROWS,
+    NOTES,
     ROUNDS,
+    TOKEN,
     draft,
-    recorded,
     take_action,
 )
 from .simulator_observe import SCRATCH, observe
 from .simulator_schedule import (
-    GOLDEN,
     arrive,
     drawn,
     gaussian,
-    mixed,
     move_in,
     next_admission,
     schedule,
     set_verified,
-    uniform,
 )
 from .simulator_state import (
-    ACCEPTED,
     ARRIVED,
     BEGAN,
     BLOCKS,
@@ -55,23 +54,33 @@ from .simulator_state import (
     FREE,
     FRESH,
     HANDLE,
-    IS_PREFILL,
     KEPT,
-    LUCKY,
     OUTPUT,
     PHASE,
     PREEMPTED,
-    PROMPT,
-    PRUNED,
     RUNNING,
     SCHEDULED,
     SERVICE,
-    VERIFIED,
-    Bytes,
+    Column,
     Floats,
     Shorts,
     Singles,
-    Words,
+)
+from .simulator_verify import (
+    ALL_FRESH,
+    ALL_PRUNED,
+    ATTENDED,
+    ATTENDED_PROMPT,
+    DECODE_ROWS,
+    DRAFT_TOKENS,
+    KV_TOKENS,
+    PROMPT_TOKENS,
+    PROMPTS,
+    REQUESTS,
+    SAMPLED,
+    WASTED,
+    WORK,
+    verify,
 )
 from .step_basis import (
     DRAFT_BASIS,
@@ -82,15 +91,8 @@ from .step_basis import (
     fill_host_basis,
     padded_rows,
 )
-from .world import RECORDED, Ints, compiled
 
-# A step's work: behind simulator_draft's, the parameters of fill_verify_basis and what is counted beside.
-(
-    REQUESTS, DECODE_ROWS, DRAFT_TOKENS, PROMPTS, PROMPT_TOKENS, SAMPLED, KV_TOKENS, ATTENDED, ATTENDED_PROMPT,
-    ALL_PRUNED, ALL_FRESH, WASTED, WORK,
-) = range(7, 20)  # fmt: skip
 _V, _D, _H = len(VERIFY_BASIS), len(DRAFT_BASIS), len(HOST_BASIS)
-_PRUNE_KEY = np.uint64(0x5851F42D4C957F2D)
 
 
 @compiled
@@ -109,96 +111,16 @@ def _pause(engine: Any, profile: Any, settings: Any, coefficients: Floats, norma
 
 
 @compiled
-def _verify(
-    engine: Any, profile: Any, settings: Any, ints: Shorts, keys: Words, offsets: Ints, decisions: Bytes, work: Floats
-) -> None:
-    """Run the target over what is scheduled: accept drafts, emit tokens, count the work."""
-    can_prune = profile.saved > 0.0 and (engine.prunes != 0 or settings.mode == RECORDED)
-    looked = wrong = 0
-    requests = decode_rows = draft_tokens = prompts = prompt_tokens = sampled = kv_tokens = attended = 0
-    all_pruned = all_fresh = wasted = decoding = 0
-    attended_prompt = 0.0
-    for i in range(ints.shape[1]):
-        rows, verified = ints[SCHEDULED, i], ints[VERIFIED, i]
-        ints[FINISHED, i] = ints[FIRST, i] = 0
-        ints[ACCEPTED, i] = ints[FRESH, i] = ints[PRUNED, i] = 0
-        before = ints[COMPUTED, i]
-        ints[CONTEXT, i] = before
-        if rows == 0:
-            continue
-        ends = rows - verified == ints[PROMPT, i] + ints[EMITTED, i] - before
-        hits = min(ints[LUCKY, i], verified)
-        made, pruned = hits + 1 if ends else 0, 0
-        prunes = can_prune and verified > 0
-        if prunes and settings.mode == RECORDED:
-            prunes = recorded(offsets, decisions, ints[HANDLE, i], ints[EMITTED, i]) < 0
-        if prunes:
-            hits, made, pruned = _prune(profile, keys[i], ints[EMITTED, i], verified, hits)
-            all_pruned += pruned
-            looked += verified
-            wrong += 1 if made == hits else 0
-        is_prefill = rows > verified + 1 or made == 0
-        fresh = min(made, ints[OUTPUT, i] - ints[EMITTED, i])
-        context = before + (rows - 1 - verified + made if ends else rows)
-        ints[ACCEPTED, i], ints[FRESH, i], ints[PRUNED, i] = hits, fresh, pruned
-        ints[FIRST, i] = 1 if ints[EMITTED, i] == 0 and made > 0 else 0
-        ints[IS_PREFILL, i] = 1 if is_prefill else 0
-        ints[COMPUTED, i] = context
-        ints[EMITTED, i] += fresh
-        wasted += verified - hits
-        requests += 1
-        kv_tokens += context
-        all_fresh += fresh
-        if is_prefill:
-            prompts += 1
-            prompt_tokens += rows
-            attended_prompt += rows * (before + 0.5 * (rows + 1))
-            sampled += 1 if ends else 0
-        else:
-            decoding += 1
-            decode_rows += rows
-            draft_tokens += verified
-            attended += rows * context
-    engine.prefill_tokens, engine.decode_tokens, engine.draft_tokens = prompt_tokens, decoding, draft_tokens
-    engine.looked, engine.wrongly_pruned = looked, wrong
-    engine.drafted += draft_tokens
-    engine.accepted += draft_tokens - wasted
-    engine.emitted += all_fresh
-    work[REQUESTS], work[DECODE_ROWS], work[DRAFT_TOKENS], work[PROMPTS] = requests, decode_rows, draft_tokens, prompts
-    work[PROMPT_TOKENS], work[SAMPLED], work[KV_TOKENS] = prompt_tokens, sampled + decode_rows, kv_tokens
-    work[ATTENDED], work[ATTENDED_PROMPT] = attended, attended_prompt
-    work[ALL_PRUNED], work[ALL_FRESH], work[WASTED] = all_pruned, all_fresh, wasted
-
-
-@compiled
-def _prune(profile: Any, key: np.uint64, emitted: int, verified: int, hits: int) -> tuple[int, int, int]:
-    """Prune one request's draft: (accepted, emitted, pruned tokens).
-
-    A token that is pruned though it would be accepted is still tested by the row before it, and ends the step without
-    a token of the target's own.
-    """
-    bits = mixed(key ^ (_PRUNE_KEY + np.uint64(emitted) * GOLDEN))
-    quiet = 1.0 - profile.false_alarm
-    luck, chance = uniform(bits), 1.0
-    for j in range(hits):
-        chance *= quiet
-        if luck >= chance:
-            return j + 1, j + 1, verified - j
-    luck, chance = uniform(mixed(bits + GOLDEN)), 1.0
-    for j in range(hits, verified):
-        chance *= 1.0 - profile.recall
-        if luck >= chance:
-            return hits, hits + 1, verified - j
-    return hits, hits + 1, 0
-
-
-@compiled
 def _hand_over(ints: Shorts) -> None:
     """Hand the drafts over to the next step."""
-    for i in range(ints.shape[1]):
-        ints[CONTEXT, i] = ints[COMPUTED, i]
-        if ints[SCHEDULED, i] > 0:
-            ints[DRAFTS, i] = ints[KEPT, i]
+    _pass_on(ints[SCHEDULED], ints[COMPUTED], ints[KEPT], ints[CONTEXT], ints[DRAFTS])
+
+
+@compiled
+def _pass_on(scheduled: Column, computed: Column, kept: Column, context: Column, drafts: Column) -> None:
+    for i in range(len(kept)):
+        length, before = kept[i], drafts[i]
+        context[i], drafts[i] = computed[i], length if scheduled[i] > 0 else before
 
 
 @compiled
@@ -325,11 +247,14 @@ def _entry(sources: str) -> Any:
     ) -> None:  # fmt: skip
         if len(sources) == 0:
             return
-        order = np.zeros(all_ints.shape[2], np.int64)
-        basis, scratch_basis = np.zeros(max(_V, _D, _H)), np.zeros(max(_V, _D, _H))
-        work = np.zeros(WORK)
-        scratch = np.zeros((SCRATCH, all_ints.shape[2]), np.float32)
-        counts = np.zeros((2, all_rules.shape[2]))
+        slots, positions, terms_most = all_ints.shape[2], all_rules.shape[2], max(_V, _D, _H)
+        own = (
+            np.zeros(WORK), np.zeros(terms_most), np.zeros(terms_most), np.zeros((NOTES, slots), np.int32),
+            np.zeros((TOKEN, slots), np.float32), np.zeros((BARS, positions), np.float32),
+            np.zeros((SCRATCH, slots), np.float32), np.zeros((2, positions)),
+        )  # fmt: skip
+        work, basis, scratch_basis, notes = borrowed(own[0]), borrowed(own[1]), borrowed(own[2]), borrowed(own[3])
+        token, bars, scratch, counts = borrowed(own[4]), borrowed(own[5]), borrowed(own[6]), borrowed(own[7])
         settings = all_settings[0]
         for turn in range(count * (last - first)):  # all steps of one engine, then the next engine
             e = first + turn // count
@@ -338,22 +263,25 @@ def _entry(sources: str) -> Any:
             if engine.clock_s >= until_s or is_done:
                 continue
             profile = profiles[engine.profile]
-            ints, times, evidence, population = all_ints[e], all_times[e], all_evidence[e], all_population[e]
-            traits, keys, lengths, vectors = all_traits[e], all_keys[e], all_lengths[e], all_vectors[e]
-            queue_s, queue_row, coefficients = all_queue_s[e], all_queue_row[e], all_coefficients[e]
-            rules, terms = all_rules[e], all_terms[e]
-            place = take_action(engine, settings, ints, evidence, lengths, vectors, rules, means[e], named[e])
+            ints, times, traits, keys = row(all_ints, e), row(all_times, e), row(all_traits, e), row(all_keys, e)
+            evidence, population = row(all_evidence, e), row(all_population, e)
+            lengths, vectors = row(all_lengths, e), row(all_vectors, e)
+            queue_s, queue_row, coefficients = row(all_queue_s, e), row(all_queue_row, e), row(all_coefficients, e)
+            rules, terms = row(all_rules, e), row(all_terms, e)
+            place = take_action(
+                engine, settings, ints, evidence, lengths, vectors, rules, row(means, e), row(named, e), notes, token
+            )
             vector = vectors[place]
             end_s, idle_s, served_s = engine.clock_s, engine.idle_s, engine.in_system_s
             in_system = engine.running + engine.waiting
             if in_system > 0:
                 _pause(engine, profile, settings, coefficients, normal, basis)
-            span = spans[engine.workload]
+            span = row(spans, engine.workload)
             arrive(engine, profile, settings, rows, span[0], span[1], queue_s, queue_row)
             engine.began_s = engine.clock_s
             phase = 2.0 * math.pi * (engine.clock_s / engine.swing_period_s + engine.swing_phase)
             engine.hardness_now = engine.hardness + engine.hardness_swing * math.sin(phase)
-            did_preempt, running, total = schedule(engine, profile, ints, order)
+            did_preempt, running, total = schedule(engine, profile, ints, notes)
             while not did_preempt:
                 slot = next_admission(engine, profile, ints, rows, queue_row, running, total)
                 if slot < 0:
@@ -368,25 +296,26 @@ def _entry(sources: str) -> Any:
                 total += ints[SCHEDULED, slot]
             set_verified(ints)
             engine.was_ruled = engine.is_ruled
-            _verify(engine, profile, settings, ints, keys, offsets, decisions, work)
+            verify(engine, profile, settings, ints, keys, offsets, decisions, work, notes)
             draft(
                 engine, profile, settings, ints, traits, keys, population, lengths[place], vector, rules,
-                all_chances[e], all_cells[e], all_tables[engine.profile], sigmoid, normal, offsets, decisions, work,
+                row(all_chances, e), row(all_cells, e), row(all_tables, engine.profile), sigmoid, normal, offsets,
+                decisions, work, notes, token, bars,
             )  # fmt: skip
             _hand_over(ints)
             _time(
-                engine, profile, settings, vector, coefficients, all_graphs[engine.profile],
-                all_splits[engine.profile], normal, work, basis, scratch_basis,
+                engine, profile, settings, vector, coefficients, row(all_graphs, engine.profile),
+                row(all_splits, engine.profile), normal, work, basis, scratch_basis,
             )  # fmt: skip
             engine.clock_s += engine.step_s
             engine.in_system_s += (in_system + engine.new_arrivals) * engine.step_s
-            good = _account(engine, ints, times, all_objectives[engine.profile], all_results[e])
+            good = _account(engine, ints, times, row(all_objectives, engine.profile), row(all_results, e))
             engine.elapsed_s = engine.clock_s - end_s
             engine.busy_s += engine.elapsed_s - (engine.idle_s - idle_s)
             engine.steps += 1
             observe(
-                engine, profile, settings, ints, times, evidence, population, all_octaves[e], priority, all_shown[e],
-                all_globals[e], scratch, counts,
+                engine, profile, settings, ints, times, evidence, population, row(all_octaves, e), priority,
+                row(all_shown, e), row(all_globals, e), scratch, counts,
             )  # fmt: skip
             terms[0], terms[1], terms[2], terms[3] = (
                 good, work[ALL_FRESH], engine.in_system_s - served_s, work[WASTED],
@@ -395,14 +324,15 @@ def _entry(sources: str) -> Any:
                 terms[0], terms[1], terms[2], terms[3], engine.elapsed_s, settings.discount_per_s,
                 settings.good_weight, settings.token_weight, settings.request_weight, settings.waste_weight,
             )  # fmt: skip
+        hold(own)
 
     return step_engines
 
 
 def _sources() -> str:
-    names = ("action_vector", "acceptance", "compiled", "cost_table", "observation", "reward", "simulator_draft",
-             "simulator_observe", "simulator_schedule", "simulator_state", "simulator_step", "state", "step_basis",
-             "step_octaves", "world")  # fmt: skip
+    names = ("action_vector", "acceptance", "compiled", "cost_table", "kernel", "observation", "reward",
+             "simulator_draft", "simulator_observe", "simulator_schedule", "simulator_state", "simulator_step",
+             "simulator_verify", "state", "step_basis", "step_octaves", "world")  # fmt: skip
     digest = hashlib.sha256()
     for name in names:
         digest.update((Path(__file__).parent / f"{name}.py").read_bytes())

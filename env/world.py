@@ -5,10 +5,8 @@ Built by env/scenario.py, read by the compiled kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from typing import Final, NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
@@ -16,7 +14,6 @@ Floats = npt.NDArray[np.float64]
 Singles = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 Records = npt.NDArray[np.void]
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 CELLS: Final = 256  # of a draft token's score, -4..4 standard deviations
 SIGMOID_CELLS: Final = 1024  # of a logit, -12..12
@@ -98,8 +95,3 @@ class Origins(NamedTuple):
     coefficients: Floats  # (profiles, terms of verify, draft and host), seconds per unit
     capacity: Floats  # (profiles, workloads) rate factor at which a full batch without speculation keeps up
     pace_s: Floats  # (profiles,) seconds of a full batch's step without speculation
-
-
-def compiled(function: Function) -> Function:
-    """Compile a part of the kernel. Not cached by itself: numba would not notice a change in what it calls."""
-    return cast(Function, numba.njit(nogil=True, error_model="numpy")(function))
