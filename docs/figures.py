@@ -283,6 +283,16 @@ def soak() -> str:
     return "\n".join(["| what | seen |", "|---|---|", *(f"| {name} | {told} |" for name, told in rows.items())])
 
 
+def speed() -> str:
+    """Return how fast the simulator stepped, by run of `python -m faser.env.bench --json`."""
+    rows = [
+        f"| {run['steps_per_s']:,} | {run['steps_per_s_one_core']:,} | {run['steps_per_s_one_batch']:,} | {run['machine']} |"
+        for run in read("simulator_speed.json")
+    ]
+    head = "| engine steps/s, a batch on each of two cores | one core | one batch on two cores | machine |"
+    return "\n".join([head, "|---|---|---|---|", *rows])
+
+
 def _span(values: list[float]) -> str:
     low, high = f"{min(values):.0f}", f"{max(values):.0f}"
     return low if low == high else f"{low} to {high}"
@@ -292,6 +302,7 @@ BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "demo"): partial(reported, "readme", "demo"),
     ("README.md", "tests"): partial(reported, "readme", "tests"),
     ("README.md", "closed loop"): closed_loop,
+    ("docs/simulator.md", "speed"): speed,
     ("docs/policies.md", "policies"): policies_overall,
     ("docs/policies.md", "policies by world"): policies_by_world,
     ("docs/policies.md", "policies bounds"): policies_bounds,

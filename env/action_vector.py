@@ -44,8 +44,9 @@ RULED_FROM: Final = 0.02  # a stop rule that keeps everything above less is none
 
 def meant(vectors: npt.ArrayLike) -> Singles:
     """Return (..., len(ACTION)) what numbers in -1..1 mean; what is outside is clipped, NaN counts as -1."""
-    raw: Singles = np.minimum(np.fmax(np.asarray(vectors, np.float32), np.float32(-1.0)), np.float32(1.0))
-    means = (raw + np.float32(1.0)) * np.float32(0.5)
+    raw = np.asarray(vectors, np.float32)
+    raw = np.minimum(np.where(raw >= -1.0, raw, np.float32(-1.0)), np.float32(1.0))  # a third of nan_to_num's time
+    means: Singles = (raw + np.float32(1.0)) * np.float32(0.5)
     means[..., PRUNE] = raw[..., PRUNE]
     return means
 

@@ -1,8 +1,8 @@
 """How the simulator's kernel is compiled, so that its loops over the slots become vector instructions.
 
-Three habits of its files make them so, each worth a fifth of a step's time or more (benchmark: env/bench.py):
-a loop is in a function of its own that is given columns, which share no element; it loads what it may need before it
-chooses, because a choice between numbers is no branch; and nothing counts references to views.
+Three habits of its files make them so (measure with env/bench.py): a loop is in a function of its own that is given
+columns, which share no element; it loads what it may need before it chooses, because a choice between numbers is no
+branch; and arrays of which views are taken have no owner, whose references would be counted.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ class _NoAlias(CompilerBase):  # type: ignore[misc]
     """numba's own passes, with the promise that no two arguments of a function share an element."""
 
     def define_pipelines(self) -> list[Any]:
-        self.state.flags.noalias = True
+        if hasattr(self.state.flags, "noalias"):  # numba's own, for parfors (0.65); without it loops are only slower
+            self.state.flags.noalias = True
         return [DefaultPassBuilder.define_nopython_pipeline(self.state)]
 
 
-def compiled(function: Function) -> Function:
-    """Compile a part of the kernel, whose arguments share no element unless it only reads them.
+def apart(function: Function) -> Function:
+    """Compile a part of the kernel whose arguments lie apart: what it writes through one it sees through no other.
 
-    Not cached by itself: numba would not notice a change in what it calls.
+    tests/env/test_kernel.py looks for the same column given twice. Not cached by itself: numba would not notice a
+    change in what it calls.
     """
     compile_ = numba.njit(nogil=True, error_model="numpy", pipeline_class=_NoAlias)
     return cast(Function, compile_(function))
@@ -59,5 +61,5 @@ def row(array: Any, index: int) -> Any:
 
 @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
 def hold(owners: Any) -> int:
-    """Do nothing: what is used here has lived until here."""
+    """Do nothing: numba keeps what is used here until here."""
     return len(owners)

@@ -21,14 +21,14 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from .kernel import compiled
+from .kernel import apart
 
 Floats = npt.NDArray[np.float64]
 
 MOST_FACTOR = 700.0  # of an exponent
 
 
-@compiled
+@apart
 def reward(
     good_tokens: float,
     tokens: float,

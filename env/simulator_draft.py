@@ -12,31 +12,39 @@ from typing import Any
 import numpy as np
 
 from .action_vector import AHEAD, DEPTH, GO_ON, KEEP, OVERLAP, PRUNE, RULED_FROM, THRESHOLD
-from .kernel import compiled
-from .simulator_schedule import GOLDEN, gaussian, mixed, uniform
+from .kernel import apart
+from .simulator_schedule import GOLDEN, NORMAL_SHIFT, gaussian, mixed, uniform
 from .simulator_state import (
     ACCEPTANCE,
     ACCEPTED,
+    ALIVE,
+    CELL,
     CHAIN,
     COMPUTED,
     CONTEXT,
     DRAFT_LIMIT,
     DRAFTER,
+    DRAWN_TOKENS,
     EMITTED,
     FRESH,
     GO_ON_FROM,
+    GOES_ON,
     HANDLE,
+    IS_AHEAD,
     KEEP_FROM,
     KEPT,
+    LENGTH,
     LEVEL,
     LIMIT,
     LUCKY,
     MEAN,
     PHASE,
+    PLACE,
     RESIDUAL,
     RUNNING,
     SCHEDULED,
     VERIFIED,
+    WANT,
     Bytes,
     Cells,
     Column,
@@ -47,20 +55,18 @@ from .simulator_state import (
 )
 from .world import CELLS, NAMED, RECORDED, SIGMOID_CELLS, VALUES, Ints
 
-_S8, _S52, _LOW_24, _FIRST_TOKEN = np.uint64(8), np.uint64(52), np.uint64(0xFFFFFF), np.uint64(16)
+_S8, _LOW_24, _FIRST_TOKEN = np.uint64(8), np.uint64(0xFFFFFF), np.uint64(16)
 _ONE, _HALF_RANGE = np.float32(1.0), np.float32(12.0)
 _PER_LOGIT, _PER_SIGMA, _UNIT = np.float32(SIGMOID_CELLS / 24.0), np.float32(CELLS / 8.0), np.float32(2.0**-24)
 _AHEAD_KEY = np.uint64(0xD1342543DE82EF95)
-# What drafting does, in `work`; see simulator_step. The last: tokens that were drafted while the target verified.
+# What drafting does, in `work`; see simulator_verify. The last: tokens that were drafted while the target verified.
 DRAFTING, ROUNDS, DRAWN, FIRST_ROWS, KEPT_ROWS, DRAFT_ATTENDED, AHEAD_TOKENS = range(7)
-# Rows of the kernel's scratch, a column per slot. Of drafts: allowed tokens before and after catching up, drawn tokens,
-# whether made ahead, cell of the first token and whether it would be accepted; a place in a table, or a slot.
-LENGTH, WANT, DRAWN_TOKENS, IS_AHEAD, CELL, ALIVE, PLACE, NOTES = range(8)
-LUCK, SCORE, NUMBER, SURVIVAL, TOKEN = range(5)  # of first tokens
+# Rows of the kernel's scratch for first tokens, (TOKEN, slots): luck, score, number from a table, survival.
+LUCK, SCORE, NUMBER, SURVIVAL, TOKEN = range(5)
 KEEP_BAR, GO_ON_BAR, BARS = range(3)  # by position: survivals below which a draft ends before, or behind, a token
 
 
-@compiled
+@apart
 def take_action(
     engine: Any, settings: Any, ints: Shorts, evidence: Singles, lengths: Bytes, vectors: Singles, rules: Singles,
     vector: Singles, named: Bytes, notes: Shorts, token: Singles,
@@ -69,6 +75,8 @@ def take_action(
 
     :param vector: (len(ACTION),) meanings, as from action_vector.meant
     :param named: (slots,) draft lengths, read in the mode NAMED; -1: not named
+    :param notes: (NOTES, slots) scratch
+    :param token: (TOKEN, slots) scratch
     """
     place = engine.steps % len(lengths)
     vectors[place] = vector
@@ -94,7 +102,7 @@ def take_action(
     return int(place)
 
 
-@compiled
+@apart
 def _stranger_length(settings: Any, population: Floats, vector: Singles) -> int:
     """Return the draft length of requests that an action set does not name."""
     deepest = min(int(vector[DEPTH] * settings.positions + 0.5), settings.positions)
@@ -105,7 +113,7 @@ def _stranger_length(settings: Any, population: Floats, vector: Singles) -> int:
     return length
 
 
-@compiled
+@apart
 def draft(
     engine: Any, profile: Any, settings: Any, ints: Shorts, traits: Singles, keys: Words, population: Floats,
     named: Bytes, vector: Singles, rules: Singles, chances: Singles, cells: Cells, values: Singles, sigmoid: Singles,
@@ -130,10 +138,10 @@ def draft(
     _further_tokens(
         engine, profile, traits, keys, ints, rules, chances, cells, values, sigmoid, normal, notes, token, bars
     )
-    _count(engine, ints, notes, work)
+    _count_drafts(engine, ints, notes, work)
 
 
-@compiled
+@apart
 def _want(
     settings: Any, ints: Shorts, named: Bytes, default: int, offsets: Ints, decisions: Bytes, notes: Shorts
 ) -> None:
@@ -152,7 +160,7 @@ def _want(
     )
 
 
-@compiled
+@apart
 def _limit(
     positions: int, limit: Column, emitted: Column, fresh: Column, scheduled: Column, draft_limit: Column,
     length: Column, want: Column,
@@ -165,12 +173,12 @@ def _limit(
         want[i], draft_limit[i] = allowed, allowed if scheduled[i] > 0 else before
 
 
-@compiled
+@apart
 def _catch_up(engine: Any, profile: Any, ints: Shorts, notes: Shorts, work: Floats) -> None:
     """Count what the drafter's first pass computes; where it lags too far behind, a request cannot draft yet."""
     first_rows = kept_rows = caught_up = 0
     room, length, want = profile.catch_up, notes[LENGTH], notes[WANT]
-    if room == 0:
+    if room <= 0:
         for i in range(ints.shape[1]):
             rows = ints[COMPUTED, i] - ints[CONTEXT, i]
             first_rows += rows if ints[SCHEDULED, i] > 0 else 0
@@ -197,7 +205,7 @@ def _catch_up(engine: Any, profile: Any, ints: Shorts, notes: Shorts, work: Floa
     work[FIRST_ROWS], work[KEPT_ROWS] = first_rows, kept_rows
 
 
-@compiled
+@apart
 def _go_ahead(profile: Any, ints: Shorts, keys: Words, goes_ahead: bool, notes: Shorts) -> None:
     """Note whose draft was made while the target verified: behind drafts that were accepted as a whole."""
     ahead = notes[IS_AHEAD]
@@ -210,7 +218,7 @@ def _go_ahead(profile: Any, ints: Shorts, keys: Words, goes_ahead: bool, notes: 
             ahead[i] = 1 if is_ready and is_behind else 0
 
 
-@compiled
+@apart
 def _first_token(
     engine: Any, profile: Any, ints: Shorts, traits: Singles, keys: Words, chances: Singles, values: Singles,
     sigmoid: Singles, normal: Singles, notes: Shorts, token: Singles,
@@ -230,14 +238,14 @@ def _first_token(
     _toss(np.float32(profile.ahead_acceptance), token[LUCK], number, notes[IS_AHEAD], notes[ALIVE])
 
 
-@compiled
+@apart
 def _draw(keys: Words, emitted: Column, place: Column, luck: Singles) -> None:
     for i in range(len(place)):
         bits = mixed(keys[i] + (np.uint64(emitted[i]) + _FIRST_TOKEN) * GOLDEN)
-        place[i], luck[i] = np.int32(bits >> _S52), _luck(bits)
+        place[i], luck[i] = np.int32(bits >> NORMAL_SHIFT), _luck(bits)
 
 
-@compiled
+@apart
 def _score(
     profile: Any, hardness: np.float32, level: Singles, chain: Singles, number: Singles, score: Singles, cell: Column
 ) -> None:
@@ -247,19 +255,19 @@ def _score(
         cell[i] = score_cell(request_share * (level[i] + hardness) + token_share * score[i])
 
 
-@compiled
+@apart
 def _lean(hidden: np.float32, logit: Singles, residual: Singles, place: Column) -> None:
     for i in range(len(place)):
         place[i] = _sigmoid_cell(logit[i] + hidden * residual[i])
 
 
-@compiled
+@apart
 def _toss(factor: np.float32, luck: Singles, chance: Singles, ahead: Column, alive: Column) -> None:
     for i in range(len(alive)):
         alive[i] = 1 if luck[i] < chance[i] * (factor if ahead[i] != 0 else _ONE) else 0
 
 
-@compiled
+@apart
 def _further_tokens(
     engine: Any, profile: Any, traits: Singles, keys: Words, ints: Shorts, rules: Singles, chances: Singles,
     cells: Cells, values: Singles, sigmoid: Singles, normal: Singles, notes: Shorts, token: Singles,
@@ -270,7 +278,7 @@ def _further_tokens(
     for j in range(rules.shape[1]):  # without a stop rule no survival is too small
         bars[KEEP_BAR, j] = rules[KEEP_FROM, j] if engine.is_ruled != 0 else -_ONE
         bars[GO_ON_BAR, j] = rules[GO_ON_FROM, j] if engine.is_ruled != 0 else -_ONE
-    survival, goes_on, ahead, alive = token[SURVIVAL], notes[LENGTH], notes[IS_AHEAD], notes[ALIVE]
+    survival, goes_on, ahead, alive = token[SURVIVAL], notes[GOES_ON], notes[IS_AHEAD], notes[ALIVE]
     _keep(
         bars[KEEP_BAR, 0], bars[GO_ON_BAR, 0], ints[SCHEDULED], want, survival, token[SCORE], alive, drawn, goes_on,
         ints[KEPT], ints[LUCKY], traits[CHAIN],
@@ -291,7 +299,7 @@ def _further_tokens(
         chain, lucky, is_alive, now, kept, draws = traits[CHAIN, slot], alive[slot], alive[slot], survival[slot], 1, 1
         last, is_on, factor_here = want[slot], 1, factor if ahead[slot] != 0 else _ONE
         key = keys[slot] + (np.uint64(ints[EMITTED, slot]) + _FIRST_TOKEN) * GOLDEN
-        for j in range(1, longest):  # as often for each: a draft's own end would be guessed wrongly, and late
+        for j in range(1, longest):  # as often for every draft: processors would guess each one's own end wrongly
             place = np.uint64(j)
             key += GOLDEN
             bits = mixed(key)
@@ -305,14 +313,14 @@ def _further_tokens(
             lucky += is_alive & is_on
             draws += is_on
             now *= chances[place, cell]
-            is_kept = is_on if now >= bars[KEEP_BAR, place] else 0
+            is_kept = 0 if now < bars[KEEP_BAR, place] else is_on
             kept += is_kept
-            is_on = is_kept if now >= bars[GO_ON_BAR, place] else 0
+            is_on = 0 if now < bars[GO_ON_BAR, place] else is_kept
         traits[CHAIN, slot] = chain
         ints[KEPT, slot], ints[LUCKY, slot], drawn[slot] = kept, min(lucky, kept), draws
 
 
-@compiled
+@apart
 def _keep(
     keep_from: np.float32, go_on_from: np.float32, scheduled: Column, want: Column, survival: Singles, score: Singles,
     alive: Column, drawn: Column, goes_on: Column, kept: Column, lucky: Column, chain: Singles,
@@ -322,15 +330,15 @@ def _keep(
         chance, longest, lucky_before, chain_before = survival[i], want[i], lucky[i], chain[i]
         lucky_now, chain_now = alive[i], score[i]
         drafts = (scheduled[i] > 0) & (longest > 0)
-        keeps = drafts & (chance >= keep_from)
+        keeps = drafts & (not chance < keep_from)
         drawn[i], kept[i] = drafts, keeps
-        goes_on[i] = keeps & (chance >= go_on_from) & (longest > 1)
+        goes_on[i] = keeps & (not chance < go_on_from) & (longest > 1)
         lucky[i] = (lucky_now if keeps else 0) if drafts else lucky_before
         chain[i] = chain_now if drafts else chain_before
 
 
-@compiled
-def _count(engine: Any, ints: Shorts, notes: Shorts, work: Floats) -> None:
+@apart
+def _count_drafts(engine: Any, ints: Shorts, notes: Shorts, work: Floats) -> None:
     """Sum up what was drawn."""
     drafting = rounds = tokens = hits = ahead_tokens = attended = 0
     drawn, ahead = notes[DRAWN_TOKENS], notes[IS_AHEAD]
@@ -348,24 +356,24 @@ def _count(engine: Any, ints: Shorts, notes: Shorts, work: Floats) -> None:
     work[DRAFT_ATTENDED], work[AHEAD_TOKENS] = attended, ahead_tokens
 
 
-@compiled
+@apart
 def _luck(bits: np.uint64) -> np.float32:
     """Return a number in [0, 1) from bits that a quantile does not use."""
     return np.float32(np.int32((bits >> _S8) & _LOW_24)) * _UNIT
 
 
-@compiled
+@apart
 def _sigmoid_cell(logit: np.float32) -> int:
     return min(max(int((logit + _HALF_RANGE) * _PER_LOGIT), 0), SIGMOID_CELLS - 1)
 
 
-@compiled
+@apart
 def score_cell(score: np.float32) -> int:
     """Return the table's cell of a score."""
     return min(max(int((score + np.float32(4.0)) * _PER_SIGMA), 0), CELLS - 1)
 
 
-@compiled
+@apart
 def recorded(offsets: Ints, decisions: Bytes, handle: int, emitted: int) -> int:
     """Return the recorded length of what is drafted at so many tokens, less than 0 where it is pruned: see World."""
     if handle >= len(offsets):

@@ -21,7 +21,7 @@ from .acceptance import (
     UNTRIED_RECORDS,
 )
 from .cost_table import MAX_STEP_S, MIN_STEP_S
-from .kernel import compiled
+from .kernel import apart
 from .observation import POSITIONS
 from .simulator_state import (
     ACCEPTANCE,
@@ -59,12 +59,12 @@ _KEEP = np.float32(1.0 - 1.0 / REQUEST_MEMORY_STEPS)
 _FADE = np.float32(1.0 - 1.0 / UNTRIED_RECORDS)
 _ZERO, _ONE, _LOW, _HIGH = np.float32(0.0), np.float32(1.0), np.float32(0.005), np.float32(0.995)
 _TINY, _WEIGHT, _FORTY = np.float32(1e-9), np.float32(POSITION_TRIALS), np.float32(40.0)
-# Rows of the kernel's scratch, (SCRATCH, slots).
+# Rows of the scratch that only this file uses, (SCRATCH, slots).
 EXPECTED, VARIANCE, HAD, SCALE, TRIES, HITS, KEEPS, LIVE, SCRATCH = range(9)
 _CONTEXT, _ANSWER, _AGE, _EIGHT = np.float32(1024.0), np.float32(128.0), np.float32(10.0), np.float32(8.0)
 
 
-@compiled
+@apart
 def observe(
     engine: Any, profile: Any, settings: Any, ints: Shorts, times: Floats, evidence: Singles, population: Floats,
     octaves: Floats, priority: Floats, shown: Singles, overall: Singles, scratch: Singles, counts: Floats,
@@ -82,7 +82,7 @@ def observe(
     _learn_octaves(engine, octaves)
 
 
-@compiled
+@apart
 def _count_trials(ints: Shorts, evidence: Singles, scratch: Singles, counts: Floats, is_fair: bool) -> None:
     """Add this step's trials to each request's evidence, with forgetting, and to the sums."""
     tries, hits, keeps = scratch[TRIES], scratch[HITS], scratch[KEEPS]
@@ -95,7 +95,7 @@ def _count_trials(ints: Shorts, evidence: Singles, scratch: Singles, counts: Flo
         counts[1, j] = _deeper(j, hits) if j < deepest else 0.0
 
 
-@compiled
+@apart
 def _try(
     scheduled: Column, verified: Column, pruned: Column, accepted: Column, is_fair: bool, tries: Singles,
     hits: Singles, keeps: Singles,
@@ -111,13 +111,13 @@ def _try(
     return deepest
 
 
-@compiled
+@apart
 def _add(place: np.float32, weight: np.float32, depth: Singles, keeps: Singles, sums: Singles) -> None:
     for i in range(len(sums)):
         sums[i] = sums[i] * keeps[i] + (weight if place < depth[i] else _ZERO)
 
 
-@compiled
+@apart
 def _deeper(j: int, depth: Singles) -> int:
     count = 0
     for i in range(len(depth)):
@@ -125,7 +125,7 @@ def _deeper(j: int, depth: Singles) -> int:
     return count
 
 
-@compiled
+@apart
 def _see_load(engine: Any, ints: Shorts) -> None:
     total = engine.prefill_tokens + engine.decode_tokens + engine.draft_tokens
     share = 1.0 / LOAD_STEPS
@@ -143,7 +143,7 @@ def _see_load(engine: Any, ints: Shorts) -> None:
     engine.observed_s = engine.clock_s
 
 
-@compiled
+@apart
 def _expect(evidence: Singles, population: Floats, expected: Singles, variance: Singles, had: Singles) -> None:
     """Fill in what each request had accepted, what the population would have had of its trials, and its variance."""
     expected[:], variance[:], had[:] = _ZERO, _ZERO, _ZERO
@@ -153,7 +153,7 @@ def _expect(evidence: Singles, population: Floats, expected: Singles, variance: 
         )
 
 
-@compiled
+@apart
 def _expect_one(
     p: np.float32, trials: Singles, successes: Singles, expected: Singles, variance: Singles, had: Singles
 ) -> None:
@@ -164,12 +164,12 @@ def _expect_one(
         had[i] += successes[i]
 
 
-@compiled
+@apart
 def _level_variance(engine: Any) -> float:
     return float(min(max(engine.excess / max(engine.leverage, 1e-9), 1e-4), 1.0))
 
 
-@compiled
+@apart
 def _shrink(engine: Any, evidence: Singles, population: Floats, scratch: Singles) -> None:
     """Fill the estimated acceptance of every slot, as acceptance.shrink does."""
     scale = scratch[SCALE]
@@ -180,14 +180,14 @@ def _shrink(engine: Any, evidence: Singles, population: Floats, scratch: Singles
         _accepts(mean, scale, evidence[TRIALS, j], evidence[SUCCESSES, j], evidence[ACCEPTANCE, j])
 
 
-@compiled
+@apart
 def _scale(variance: np.float32, expected: Singles, spread: Singles, had: Singles, scale: Singles) -> None:
     for i in range(len(scale)):
         trust = variance * expected[i] / (variance * expected[i] * expected[i] + spread[i] + _TINY)
         scale[i] = _ONE + (had[i] - expected[i]) * trust
 
 
-@compiled
+@apart
 def _accepts(mean: np.float32, scale: Singles, trials: Singles, successes: Singles, acceptance: Singles) -> None:
     for i in range(len(scale)):
         prior = min(max(scale[i] * mean, _LOW), _HIGH)
@@ -195,7 +195,7 @@ def _accepts(mean: np.float32, scale: Singles, trials: Singles, successes: Singl
         acceptance[i] = min(max(value, _LOW), _HIGH)
 
 
-@compiled
+@apart
 def _show_requests(
     engine: Any, ints: Shorts, times: Floats, evidence: Singles, priority: Floats, shown: Singles, live: Singles
 ) -> None:
@@ -215,7 +215,7 @@ def _show_requests(
         survival *= evidence[ACCEPTANCE, j]
 
 
-@compiled
+@apart
 def _show_phases(
     phase: Column, is_prefill: Column, live: Singles, decoding: Singles, prompting: Singles, survival: Singles
 ) -> None:
@@ -225,7 +225,7 @@ def _show_phases(
         live[i], survival[i], decoding[i], prompting[i] = is_live, is_live, is_live - prefill, prefill
 
 
-@compiled
+@apart
 def _show_sizes(
     now_s: float, live: Singles, context: Column, emitted: Column, arrived_s: Floats, tokens: Singles,
     answers: Singles, ages: Singles,
@@ -238,7 +238,7 @@ def _show_sizes(
         ages[i] = age / (age + _AGE)
 
 
-@compiled
+@apart
 def _show_drafts(
     share: np.float32, live: Singles, is_prefill: Column, kept: Column, limit: Column, trials: Singles,
     limits: Singles, trust: Singles,
@@ -250,14 +250,14 @@ def _show_drafts(
         trust[i] = live[i] * trials[i] / (trials[i] + _FORTY)
 
 
-@compiled
-def _show_acceptance(counts: bool, live: Singles, acceptance: Singles, row: Singles, survival: Singles) -> None:
+@apart
+def _show_acceptance(is_drafted: bool, live: Singles, acceptance: Singles, row: Singles, survival: Singles) -> None:
     for i in range(len(live)):
         row[i] = acceptance[i] * live[i]
-        survival[i] *= acceptance[i] if counts else _ONE
+        survival[i] *= acceptance[i] if is_drafted else _ONE
 
 
-@compiled
+@apart
 def _show_engine(
     engine: Any, profile: Any, settings: Any, ints: Shorts, population: Floats, octaves: Floats, overall: Singles
 ) -> None:
@@ -289,7 +289,7 @@ def _show_engine(
         overall[at + OCTAVES + j] = visits / (visits + 8.0)
 
 
-@compiled
+@apart
 def _learn_population(population: Floats, counts: Floats) -> None:
     guess = FIRST_GUESS
     for j in range(population.shape[1]):
@@ -302,7 +302,7 @@ def _learn_population(population: Floats, counts: Floats) -> None:
         population[MEAN, j] = min(max(guess, 0.005), 0.995)
 
 
-@compiled
+@apart
 def _learn_levels(engine: Any, ints: Shorts, evidence: Singles, population: Floats, scratch: Singles) -> None:
     _expect(evidence, population, scratch[EXPECTED], scratch[VARIANCE], scratch[HAD])
     surplus = leverage = 0.0
@@ -316,7 +316,7 @@ def _learn_levels(engine: Any, ints: Shorts, evidence: Singles, population: Floa
     engine.leverage = engine.leverage * keep + leverage
 
 
-@compiled
+@apart
 def _learn_octaves(engine: Any, octaves: Floats) -> None:
     rows = engine.prefill_tokens + engine.decode_tokens + engine.draft_tokens
     verify_s = engine.step_s - engine.draft_s + engine.overlap_s

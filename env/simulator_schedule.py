@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .kernel import compiled
+from .kernel import apart
 from .simulator_state import (
     ACCEPTANCE,
     ARRIVED,
@@ -31,6 +31,8 @@ from .simulator_state import (
     LIMIT,
     LUCKY,
     MEAN,
+    NEEDED,
+    ORDER,
     OUTPUT,
     PHASE,
     PREEMPTED,
@@ -54,14 +56,16 @@ from .simulator_state import (
     Singles,
     Words,
 )
+from .world import NORMAL_CELLS
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_S11, _S27, _S30, _S31, _S52 = (np.uint64(bits) for bits in (11, 27, 30, 31, 52))
+_S11, _S27, _S30, _S31 = (np.uint64(bits) for bits in (11, 27, 30, 31))
+NORMAL_SHIFT = np.uint64(65 - NORMAL_CELLS.bit_length())  # what is left says where in such a table
 FAR_S = 1e300  # no arrival any more
 
 
-@compiled
+@apart
 def mixed(key: np.uint64) -> np.uint64:
     """Return 64 well-mixed bits (the finaliser of splitmix64)."""
     key = (key ^ (key >> _S30)) * _MIX_1
@@ -69,27 +73,27 @@ def mixed(key: np.uint64) -> np.uint64:
     return key ^ (key >> _S31)
 
 
-@compiled
+@apart
 def drawn(engine: Any) -> np.uint64:
     """Return the next 64 bits of the engine's own stream."""
     engine.draws = engine.draws + GOLDEN
     return mixed(engine.draws)
 
 
-@compiled
+@apart
 def uniform(bits: np.uint64) -> float:
     """Return a number in [0, 1)."""
     return float(bits >> _S11) * (1.0 / 9007199254740992.0)
 
 
-@compiled
+@apart
 def gaussian(normal: Singles, bits: np.uint64) -> np.float32:
-    """Return a standard normal number from the table of quantiles; takes the 12 highest bits."""
-    number: np.float32 = normal[bits >> _S52]
+    """Return a standard normal number from the table of quantiles; takes the highest bits."""
+    number: np.float32 = normal[bits >> NORMAL_SHIFT]
     return number
 
 
-@compiled
+@apart
 def arrive(
     engine: Any, profile: Any, settings: Any, rows: Records, first: int, last: int, queue_s: Floats, queue_row: Ints
 ) -> None:
@@ -114,7 +118,7 @@ def arrive(
     engine.new_arrivals = engine.arrived - before
 
 
-@compiled
+@apart
 def _await_arrival(engine: Any) -> None:
     """With nothing to do, let the time pass until the next arrival."""
     is_empty = engine.running + engine.waiting + engine.queue_length == 0
@@ -123,7 +127,7 @@ def _await_arrival(engine: Any) -> None:
         engine.clock_s = engine.next_arrival_s
 
 
-@compiled
+@apart
 def _next_arrival(engine: Any, settings: Any, rows: Records, first: int, last: int) -> None:
     """Move on to the next row of the workload."""
     if engine.cursor + 1 < last:
@@ -141,26 +145,26 @@ def _next_arrival(engine: Any, settings: Any, rows: Records, first: int, last: i
     engine.next_arrival_s += rows[engine.cursor].gap_s / max(rate, 1e-9)
 
 
-@compiled
-def schedule(engine: Any, profile: Any, ints: Shorts, order: Shorts) -> tuple[bool, int, int]:
+@apart
+def schedule(engine: Any, profile: Any, ints: Shorts, notes: Shorts) -> tuple[bool, int, int]:
     """Choose what the running requests compute in this step and preempt where blocks are missing.
 
-    Return whether one was preempted, how many run, and the rows they take; `admit` comes next.
+    Return whether one was preempted, how many run, and the rows they take; `next_admission` comes next.
     """
-    blocks = order[1]
+    blocks = notes[NEEDED]
     running, total = _want(
         ints[PHASE], ints[PROMPT], ints[EMITTED], ints[COMPUTED], ints[DRAFTS], ints[SCHEDULED], ints[PREEMPTED_NOW]
     )
     block, lookahead = float(profile.block_size), profile.lookahead
     missing = _need(block, lookahead, ints[COMPUTED], ints[SCHEDULED], ints[BLOCKS], blocks)
     if total > profile.token_budget or missing > engine.free_blocks:
-        return _schedule_in_order(engine, profile, ints, order[0])
+        return _schedule_in_order(engine, profile, ints, notes[ORDER])
     ints[BLOCKS] = blocks
     engine.free_blocks -= missing
     return False, running, total
 
 
-@compiled
+@apart
 def _want(
     phase: Column, prompt: Column, emitted: Column, computed: Column, drafts: Column, scheduled: Column,
     preempted: Column,
@@ -176,7 +180,7 @@ def _want(
     return running, total
 
 
-@compiled
+@apart
 def _need(block: float, lookahead: int, computed: Column, scheduled: Column, blocks: Column, needed: Column) -> int:
     """Fill in the blocks that each request needs; return how many are missing."""
     missing = 0
@@ -188,8 +192,8 @@ def _need(block: float, lookahead: int, computed: Column, scheduled: Column, blo
     return missing
 
 
-@compiled
-def _schedule_in_order(engine: Any, profile: Any, ints: Shorts, order: Any) -> tuple[bool, int, int]:
+@apart
+def _schedule_in_order(engine: Any, profile: Any, ints: Shorts, order: Column) -> tuple[bool, int, int]:
     """Schedule the running requests one by one; return as `schedule` does."""
     count = 0
     for i in range(ints.shape[1]):  # insertion sort by handle: requests are admitted in order of arrival
@@ -227,7 +231,7 @@ def _schedule_in_order(engine: Any, profile: Any, ints: Shorts, order: Any) -> t
     return last < count, last, profile.token_budget - budget
 
 
-@compiled
+@apart
 def next_admission(
     engine: Any, profile: Any, ints: Shorts, rows: Records, queue_row: Ints, running: int, total: int
 ) -> int:
@@ -266,7 +270,7 @@ def next_admission(
     return slot
 
 
-@compiled
+@apart
 def move_in(
     engine: Any, i: int, ints: Shorts, traits: Singles, keys: Words, times: Floats, evidence: Singles,
     population: Floats, lengths: Bytes, rows: Records, queue_s: Floats, queue_row: Ints, normal: Singles,
@@ -296,13 +300,13 @@ def move_in(
         lengths[d, i] = -1  # action sets on their way do not name it
 
 
-@compiled
+@apart
 def set_verified(ints: Shorts) -> None:
     """Fill in how many drafts the scheduled rows verify."""
     _split_off(ints[PROMPT], ints[EMITTED], ints[COMPUTED], ints[SCHEDULED], ints[DRAFTS], ints[VERIFIED])
 
 
-@compiled
+@apart
 def _split_off(
     prompt: Column, emitted: Column, computed: Column, scheduled: Column, drafts: Column, verified: Column
 ) -> None:

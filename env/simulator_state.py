@@ -57,6 +57,15 @@ TRIED, HIT, MEAN = range(3)  # State.population, (engines, 3, positions) float64
 OCTAVE_LOG, OCTAVE_VISITS = range(2)  # State.octaves, (engines, 2, OCTAVES) float64
 KEEP_FROM, GO_ON_FROM = range(2)  # State.rules, (engines, 2, positions) float32: thresholds of the stop rule in force
 
+# Rows of the kernel's scratch `notes`, (NOTES, slots) int32, which every stage uses anew. The scheduler: slots in order
+# of admission, and blocks; the target: whether a chunk makes a token of its own, and tokens made; the drafter: allowed
+# tokens before and after catching up, drawn tokens, whether made ahead, cell of the first token and whether it would be
+# accepted, a place in a table or a slot.
+ORDER, NEEDED = range(2)
+ENDS, MADE = range(2)
+LENGTH, WANT, DRAWN_TOKENS, IS_AHEAD, CELL, ALIVE, PLACE, NOTES = range(8)
+GOES_ON = LENGTH  # once it is caught up
+
 _WHOLE = (
     "episodes", "steps",
     "arrived",  # requests taken into the queue: the last handle given

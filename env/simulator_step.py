@@ -15,7 +15,7 @@ import numba
 import numpy as np
 
 from .action_vector import OVERLAP, PING_PONG, SPLIT
-from .kernel import borrowed, compiled, hold, row
+from .kernel import apart, borrowed, hold, row
 from .reward import reward
 from .simulator_draft import (
     AHEAD_TOKENS,
@@ -25,7 +25,6 @@ from .simulator_draft import (
     DRAWN,
     FIRST_ROWS,
     KEPT_ROWS,
-    NOTES,
     ROUNDS,
     TOKEN,
     draft,
@@ -55,6 +54,7 @@ from .simulator_state import (
     FRESH,
     HANDLE,
     KEPT,
+    NOTES,
     OUTPUT,
     PHASE,
     PREEMPTED,
@@ -95,7 +95,7 @@ from .step_basis import (
 _V, _D, _H = len(VERIFY_BASIS), len(DRAFT_BASIS), len(HOST_BASIS)
 
 
-@compiled
+@apart
 def _pause(engine: Any, profile: Any, settings: Any, coefficients: Floats, normal: Singles, basis: Floats) -> None:
     """Let the time between two steps pass."""
     fill_host_basis(basis, float(engine.running), float(engine.new_arrivals))
@@ -110,20 +110,20 @@ def _pause(engine: Any, profile: Any, settings: Any, coefficients: Floats, norma
     engine.in_system_s += (engine.running + engine.waiting) * host_s
 
 
-@compiled
+@apart
 def _hand_over(ints: Shorts) -> None:
     """Hand the drafts over to the next step."""
     _pass_on(ints[SCHEDULED], ints[COMPUTED], ints[KEPT], ints[CONTEXT], ints[DRAFTS])
 
 
-@compiled
+@apart
 def _pass_on(scheduled: Column, computed: Column, kept: Column, context: Column, drafts: Column) -> None:
     for i in range(len(kept)):
         length, before = kept[i], drafts[i]
         context[i], drafts[i] = computed[i], length if scheduled[i] > 0 else before
 
 
-@compiled
+@apart
 def _time(
     engine: Any, profile: Any, settings: Any, vector: Singles, coefficients: Floats, graphs: Floats, splits: Floats,
     normal: Singles, work: Floats, basis: Floats, scratch: Floats,
@@ -158,7 +158,7 @@ def _time(
     engine.step_s = verify_s + draft_s - overlap_s
 
 
-@compiled
+@apart
 def _verify_time(
     profile: Any, coefficients: Floats, graphs: Floats, work: Floats, basis: Floats, scratch: Floats, share: float
 ) -> float:
@@ -177,7 +177,7 @@ def _verify_time(
     return total
 
 
-@compiled
+@apart
 def _draft_time(coefficients: Floats, work: Floats, basis: Floats, share: float) -> float:
     """Return seconds of drafting, for a share of the step's work."""
     fill_draft_basis(
@@ -190,7 +190,7 @@ def _draft_time(coefficients: Floats, work: Floats, basis: Floats, share: float)
     return total
 
 
-@compiled
+@apart
 def _account(engine: Any, ints: Shorts, times: Floats, objectives: Floats, results: Floats) -> int:
     """Note first tokens and ends at the clock; free what ended; return the tokens that were in time."""
     now_s = engine.clock_s

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .kernel import compiled
+from .kernel import apart
 from .simulator_draft import recorded
 from .simulator_schedule import GOLDEN, mixed, uniform
 from .simulator_state import (
@@ -17,12 +17,14 @@ from .simulator_state import (
     COMPUTED,
     CONTEXT,
     EMITTED,
+    ENDS,
     FINISHED,
     FIRST,
     FRESH,
     HANDLE,
     IS_PREFILL,
     LUCKY,
+    MADE,
     OUTPUT,
     PROMPT,
     PRUNED,
@@ -41,16 +43,18 @@ from .world import RECORDED, Ints
     REQUESTS, DECODE_ROWS, DRAFT_TOKENS, PROMPTS, PROMPT_TOKENS, SAMPLED, KV_TOKENS, ATTENDED, ATTENDED_PROMPT,
     ALL_PRUNED, ALL_FRESH, WASTED, WORK,
 ) = range(7, 20)  # fmt: skip
-ENDS, MADE = range(2)  # rows of the scratch `notes`: whether a chunk makes a token of its own; tokens made
 _PRUNE_KEY = np.uint64(0x5851F42D4C957F2D)
 
 
-@compiled
+@apart
 def verify(
     engine: Any, profile: Any, settings: Any, ints: Shorts, keys: Words, offsets: Ints, decisions: Bytes, work: Floats,
     notes: Shorts,
 ) -> None:  # fmt: skip
-    """Run the target over what is scheduled: accept drafts, emit tokens, count the work."""
+    """Run the target over what is scheduled: accept drafts, emit tokens, count the work.
+
+    :param notes: (NOTES, slots) scratch
+    """
     ends, made = notes[ENDS], notes[MADE]
     _accept(
         ints[PROMPT], ints[EMITTED], ints[COMPUTED], ints[SCHEDULED], ints[VERIFIED], ints[LUCKY], ints[ACCEPTED],
@@ -63,13 +67,13 @@ def verify(
         ints[SCHEDULED], ints[VERIFIED], ints[OUTPUT], ints[EMITTED], ints[COMPUTED], ints[CONTEXT], ints[FRESH],
         ints[FIRST], ints[IS_PREFILL], ints[FINISHED], ends, made,
     )  # fmt: skip
-    _count(
+    _count_work(
         engine, ints[SCHEDULED], ints[VERIFIED], ints[ACCEPTED], ints[PRUNED], ints[FRESH], ints[CONTEXT],
         ints[COMPUTED], ints[IS_PREFILL], ends, work,
     )  # fmt: skip
 
 
-@compiled
+@apart
 def _accept(
     prompt: Column, emitted: Column, computed: Column, scheduled: Column, verified: Column, lucky: Column,
     accepted: Column, pruned: Column, ends: Column, made: Column,
@@ -81,7 +85,7 @@ def _accept(
         accepted[i], pruned[i], ends[i], made[i] = hits, 0, 1 if is_end else 0, hits + 1 if is_end else 0
 
 
-@compiled
+@apart
 def _advance(
     scheduled: Column, verified: Column, output: Column, emitted: Column, computed: Column, context: Column,
     fresh: Column, first: Column, is_prefill: Column, finished: Column, ends: Column, made: Column,
@@ -98,8 +102,8 @@ def _advance(
         computed[i] = start + rows + (tokens - 1 - drafts if is_end != 0 else 0)
 
 
-@compiled
-def _count(
+@apart
+def _count_work(
     engine: Any, scheduled: Column, verified: Column, accepted: Column, pruned: Column, fresh: Column, context: Column,
     computed: Column, is_prefill: Column, ends: Column, work: Floats,
 ) -> None:  # fmt: skip
@@ -138,7 +142,7 @@ def _count(
     work[ALL_PRUNED], work[ALL_FRESH], work[WASTED] = all_pruned, all_fresh, wasted
 
 
-@compiled
+@apart
 def _prune(
     engine: Any, profile: Any, settings: Any, ints: Shorts, keys: Words, offsets: Ints, decisions: Bytes, made: Column
 ) -> None:
@@ -154,7 +158,7 @@ def _prune(
         engine.wrongly_pruned += 1 if made[i] == ints[ACCEPTED, i] else 0
 
 
-@compiled
+@apart
 def _pruned(profile: Any, key: np.uint64, emitted: int, verified: int, hits: int) -> tuple[int, int, int]:
     """Prune one request's draft: (accepted, emitted, pruned tokens).
 

@@ -1,0 +1,94 @@
+"""The compiled kernel keeps its promise: no function is given a column twice, and every file of it is watched."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from faser.env import simulator_step
+from faser.env.action_vector import meant
+
+ENV = Path(simulator_step.__file__).parent
+KERNEL = [path for path in ENV.glob("*.py") if "import apart" in path.read_text() or path.name == "simulator_step.py"]
+
+
+def doubled(source: str) -> Iterator[str]:
+    """Yield calls that are given the same array, or a part and the whole of it, in two arguments."""
+    for call in ast.walk(ast.parse(source)):
+        if isinstance(call, ast.Call):
+            texts = [ast.unparse(argument) for argument in call.args if isinstance(argument, ast.Subscript)]
+            whole = [argument.id for argument in call.args if isinstance(argument, ast.Name)]
+            names = {text.partition("[")[0] for text in texts}
+            if len(set(texts)) < len(texts) or names.intersection(whole) or len(set(whole)) < len(whole):
+                yield ast.unparse(call)
+
+
+def test_no_part_of_the_kernel_is_given_the_same_column_twice() -> None:
+    assert len(KERNEL) >= 6
+    allowed = {"row(", "min(", "max("}  # make a view, or compare numbers
+    for path in KERNEL:
+        found = [call for call in doubled(path.read_text()) if not call.startswith(tuple(allowed))]
+        assert found == [], path.name
+
+
+@pytest.mark.parametrize("call", ["f(a[X], a[X])", "f(a, a[X])", "f(a, a)"])
+def test_a_column_given_twice_is_seen(call: str) -> None:
+    assert list(doubled(call)) == [call]
+
+
+def test_the_cache_of_machine_code_watches_every_file_of_the_kernel() -> None:
+    watched = {name for name in ENV.glob("*.py") if f'"{name.stem}"' in Path(simulator_step.__file__).read_text()}
+    assert set(KERNEL) <= watched
+    assert ENV / "kernel.py" in watched
+
+
+def test_any_nan_of_an_action_counts_as_the_least() -> None:
+    for bits in (0x7FC00000, 0x7F800001, 0xFF800001):
+        for size in (1, 7, 64):
+            vectors = np.full((size, 7), bits, np.uint32).view(np.float32)
+            assert (meant(vectors) == meant(np.full((size, 7), -1.0))).all()
+
+
+COMPARED = """
+import hashlib, sys
+import numpy as np
+from numba.core.compiler import Compiler
+from faser.env import kernel
+if sys.argv[1] == "plain":
+    kernel._NoAlias = Compiler
+from faser.env.bench import scenario
+from faser.env.simulator import Simulator
+simulator = Simulator(scenario(), 8, seed=3)
+simulator.reset()
+simulator.warm()
+random, digest = np.random.default_rng(3), hashlib.sha256()
+for _ in range(400):
+    digest.update(simulator.step(random.random((8, 7), np.float32) * 2.0 - 1.0).tobytes())
+    for array in simulator.state:
+        digest.update(np.ascontiguousarray(array).tobytes())
+engines = simulator.state.engines
+print(digest.hexdigest(), engines["preemptions"].sum() > 0, engines["drafted"].sum() > 0)
+"""
+
+
+@pytest.mark.slow  # `make proof`: it compiles the kernel twice
+def test_the_promise_changes_no_byte(tmp_path: Path) -> None:
+    told = []
+    for kind in ("apart", "plain"):
+        run = subprocess.run(
+            [sys.executable, "-c", COMPARED, kind],
+            env={"NUMBA_CACHE_DIR": str(tmp_path / kind), "PATH": "/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=600,
+        )
+        told.append(run.stdout.split())
+    assert told[0] == told[1]
+    assert told[0][1:] == ["True", "True"]
