@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .acceptance import FIRST_GUESS, LEVEL_VARIANCE
-from .action_vector import ACTION, meant
+from .action_vector import outside
 from .scenario import Scenario, build_origins, build_world
 from .simulator_state import MEAN, Bytes, Floats, Singles, State, allocate
 from .simulator_step import step_engines
@@ -57,7 +57,7 @@ class Simulator:
         self.rewards: Floats = np.zeros(engines)
         self._seed = seed
         self._no_lengths: Bytes = np.full((engines, scenario.slots), -1, np.int8)
-        self._neutral: Singles = np.zeros((engines, len(ACTION)), np.float32)
+        self._neutral: Singles = np.repeat(outside(prune=0.0)[None], engines, axis=0)
         self._bounds = np.linspace(0, engines, min(threads, engines) + 1).astype(int).tolist()
         self._pool = ThreadPoolExecutor(len(self._bounds) - 2) if len(self._bounds) > 2 else None
 
@@ -122,29 +122,31 @@ class Simulator:
         :param lengths: (engines, slots) int8 in the mode NAMED; -1: not named
         :param until_s: engines whose clock is past it stay as they are
         """
-        means = self._means(vectors)
+        raw = self._raw(vectors)
         named = self._no_lengths if lengths is None else lengths
         if self._pool is None:
-            self._run(0, self.engines, means, named, until_s)
+            self._run(0, self.engines, raw, named, until_s)
             return self.rewards
         jobs = [
-            self._pool.submit(self._run, first, last, means, named, until_s)
+            self._pool.submit(self._run, first, last, raw, named, until_s)
             for first, last in zip(self._bounds[1:-1], self._bounds[2:], strict=True)
         ]
-        self._run(0, self._bounds[1], means, named, until_s)  # its own share: one thread less to wake
+        self._run(0, self._bounds[1], raw, named, until_s)  # its own share: one thread less to wake
         for job in jobs:
             job.result()
         return self.rewards
 
-    def _means(self, vectors: npt.ArrayLike | None) -> Singles:
-        return self._neutral if vectors is None else meant(np.reshape(np.asarray(vectors), self._neutral.shape))
+    def _raw(self, vectors: npt.ArrayLike | None) -> Singles:
+        if vectors is None:
+            return self._neutral
+        return np.ascontiguousarray(vectors, np.float32).reshape(self._neutral.shape)
 
     def run(self, steps: int, vectors: npt.ArrayLike | None = None) -> None:
         """Step all engines so many times under one decision, in one call; for lengths that are recorded, or none."""
-        self._run(0, self.engines, self._means(vectors), self._no_lengths, FOREVER_S, steps)
+        self._run(0, self.engines, self._raw(vectors), self._no_lengths, FOREVER_S, steps)
 
-    def _run(self, first: int, last: int, means: Singles, lengths: Bytes, until_s: float, steps: int = 1) -> None:
-        step_engines(first, last, steps, until_s, means, lengths, self.rewards, *self.state, *self.world)
+    def _run(self, first: int, last: int, raw: Singles, lengths: Bytes, until_s: float, steps: int = 1) -> None:
+        step_engines(first, last, steps, until_s, raw, lengths, self.rewards, *self.state, *self.world)
 
     @property
     def is_done(self) -> npt.NDArray[np.bool_]:

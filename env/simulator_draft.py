@@ -56,7 +56,7 @@ from .simulator_state import (
 from .world import CELLS, NAMED, RECORDED, SIGMOID_CELLS, VALUES, Ints
 
 _S8, _LOW_24, _FIRST_TOKEN = np.uint64(8), np.uint64(0xFFFFFF), np.uint64(16)
-_ONE, _HALF_RANGE = np.float32(1.0), np.float32(12.0)
+_ONE, _HALF, _HALF_RANGE = np.float32(1.0), np.float32(0.5), np.float32(12.0)
 _PER_LOGIT, _PER_SIGMA, _UNIT = np.float32(SIGMOID_CELLS / 24.0), np.float32(CELLS / 8.0), np.float32(2.0**-24)
 _AHEAD_KEY = np.uint64(0xD1342543DE82EF95)
 # What drafting does, in `work`; see simulator_verify. The last: tokens that were drafted while the target verified.
@@ -69,17 +69,20 @@ KEEP_BAR, GO_ON_BAR, BARS = range(3)  # by position: survivals below which a dra
 @apart
 def take_action(
     engine: Any, settings: Any, ints: Shorts, evidence: Singles, lengths: Bytes, vectors: Singles, rules: Singles,
-    vector: Singles, named: Bytes, notes: Shorts, token: Singles,
+    raw: Singles, named: Bytes, notes: Shorts, token: Singles,
 ) -> int:  # fmt: skip
     """Put this decision on its way; return the place of the one that is in force now.
 
-    :param vector: (len(ACTION),) meanings, as from action_vector.meant
+    :param raw: (len(ACTION),) in -1..1, what is outside is clipped, NaN counts as -1
     :param named: (slots,) draft lengths, read in the mode NAMED; -1: not named
     :param notes: (NOTES, slots) scratch
     :param token: (TOKEN, slots) scratch
     """
     place = engine.steps % len(lengths)
-    vectors[place] = vector
+    for c in range(len(raw)):  # as action_vector.meant does
+        within = min(raw[c] if raw[c] >= -_ONE else -_ONE, _ONE)
+        vectors[place, c] = within if c == PRUNE else (within + _ONE) * _HALF
+    vector = vectors[place]
     if settings.mode == NAMED:
         for i in range(ints.shape[1]):
             lengths[place, i] = named[i] if ints[PHASE, i] == RUNNING else -1

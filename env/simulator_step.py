@@ -237,7 +237,7 @@ def _entry(sources: str) -> Any:
 
     @numba.njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
     def step_engines(
-        first: int, last: int, count: int, until_s: float, means: Singles, named: Any, rewards: Floats,
+        first: int, last: int, count: int, until_s: float, raw: Singles, named: Any, rewards: Floats,
         engines: Any, all_ints: Any, all_traits: Any, all_keys: Any, all_times: Any, all_evidence: Any,
         all_population: Any, all_octaves: Any, all_queue_s: Any, all_queue_row: Any, all_lengths: Any,
         all_vectors: Any, all_rules: Any, all_chances: Any, all_cells: Any, all_coefficients: Any, all_shown: Any,
@@ -269,7 +269,7 @@ def _entry(sources: str) -> Any:
             queue_s, queue_row, coefficients = row(all_queue_s, e), row(all_queue_row, e), row(all_coefficients, e)
             rules, terms = row(all_rules, e), row(all_terms, e)
             place = take_action(
-                engine, settings, ints, evidence, lengths, vectors, rules, row(means, e), row(named, e), notes, token
+                engine, settings, ints, evidence, lengths, vectors, rules, row(raw, e), row(named, e), notes, token
             )
             vector = vectors[place]
             end_s, idle_s, served_s = engine.clock_s, engine.idle_s, engine.in_system_s

@@ -70,10 +70,8 @@ _ROUND: Final = np.array(ROUND_EDGES)
 def _fill_segments(out: Floats, at: int, edges: Floats, value: float, factor: float) -> int:
     last = len(edges) - 1
     for index in range(last):
-        part = min(value, edges[index + 1]) - edges[index]
-        out[at + index] = factor * part if part > 0.0 else 0.0
-    part = value - edges[last]
-    out[at + last] = factor * part if part > 0.0 else 0.0
+        out[at + index] = factor * max(min(value, edges[index + 1]) - edges[index], 0.0)
+    out[at + last] = factor * max(value - edges[last], 0.0)
     return at + last + 1
 
 
