@@ -285,10 +285,9 @@ def soak() -> str:
 
 def speed() -> str:
     """Return how fast the simulator stepped, by run of `python -m faser.env.bench --json`."""
-    rows = [
-        f"| {run['steps_per_s']:,} | {run['steps_per_s_one_core']:,} | {run['steps_per_s_one_batch']:,} | {run['machine']} |"
-        for run in read("simulator_speed.json")
-    ]
+    columns = ("steps_per_s", "steps_per_s_one_core", "steps_per_s_one_batch")
+    runs = read("simulator_speed.json")
+    rows = [f"| {' | '.join(f'{run[column]:,}' for column in columns)} | {run['machine']} |" for run in runs]
     head = "| engine steps/s, a batch on each of two cores | one core | one batch on two cores | machine |"
     return "\n".join([head, "|---|---|---|---|", *rows])
 

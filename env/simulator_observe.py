@@ -31,7 +31,6 @@ from .simulator_state import (
     DRAFT_LIMIT,
     EMITTED,
     FREE,
-    FRESH,
     HIT,
     IS_PREFILL,
     KEPT,
@@ -68,11 +67,12 @@ _CONTEXT, _ANSWER, _AGE, _EIGHT = np.float32(1024.0), np.float32(128.0), np.floa
 def observe(
     engine: Any, profile: Any, settings: Any, ints: Shorts, times: Floats, evidence: Singles, population: Floats,
     octaves: Floats, priority: Floats, shown: Singles, overall: Singles, scratch: Singles, counts: Floats,
+    emitted: float,
 ) -> None:  # fmt: skip
     """See, show, learn: the order in which the decision core does it."""
     is_fair = engine.was_ruled == 0
-    _count_trials(ints, evidence, scratch, counts, is_fair)
-    _see_load(engine, ints)
+    _count_trials(ints, evidence, population, scratch, counts, is_fair)
+    _see_load(engine, emitted)
     _shrink(engine, evidence, population, scratch)
     _show_requests(engine, ints, times, evidence, priority, shown, scratch[LIVE])
     _show_engine(engine, profile, settings, ints, population, octaves, overall)
@@ -83,14 +83,21 @@ def observe(
 
 
 @apart
-def _count_trials(ints: Shorts, evidence: Singles, scratch: Singles, counts: Floats, is_fair: bool) -> None:
-    """Add this step's trials to each request's evidence, with forgetting, and to the sums."""
+def _count_trials(
+    ints: Shorts, evidence: Singles, population: Floats, scratch: Singles, counts: Floats, is_fair: bool
+) -> None:
+    """Add this step's trials to each request's evidence, with forgetting, and to the sums; see what is expected."""
     tries, hits, keeps = scratch[TRIES], scratch[HITS], scratch[KEEPS]
+    expected, variance, had = scratch[EXPECTED], scratch[VARIANCE], scratch[HAD]
     deepest = _try(ints[SCHEDULED], ints[VERIFIED], ints[PRUNED], ints[ACCEPTED], is_fair, tries, hits, keeps)
     weight = _ONE if is_fair else _ZERO
+    expected[:], variance[:], had[:] = _ZERO, _ZERO, _ZERO
     for j in range(evidence.shape[1]):
-        _add(np.float32(j), weight, tries, keeps, evidence[TRIALS, j])
-        _add(np.float32(j), weight, hits, keeps, evidence[SUCCESSES, j])
+        mean = np.float32(population[MEAN, j])
+        _add(
+            np.float32(j), weight, mean, tries, hits, keeps, evidence[TRIALS, j], evidence[SUCCESSES, j], expected,
+            variance, had,
+        )  # fmt: skip
         counts[0, j] = _deeper(j, tries) if j < deepest else 0.0
         counts[1, j] = _deeper(j, hits) if j < deepest else 0.0
 
@@ -112,9 +119,20 @@ def _try(
 
 
 @apart
-def _add(place: np.float32, weight: np.float32, depth: Singles, keeps: Singles, sums: Singles) -> None:
-    for i in range(len(sums)):
-        sums[i] = sums[i] * keeps[i] + (weight if place < depth[i] else _ZERO)
+def _add(
+    place: np.float32, weight: np.float32, mean: np.float32, tries: Singles, hits: Singles, keeps: Singles,
+    trials: Singles, successes: Singles, expected: Singles, variance: Singles, had: Singles,
+) -> None:  # fmt: skip
+    """Add one position's trials, and what the population would have had of all so far."""
+    spread = mean * (_ONE - mean)
+    for i in range(len(had)):
+        keep = keeps[i]
+        tried = trials[i] * keep + (weight if place < tries[i] else _ZERO)
+        hit = successes[i] * keep + (weight if place < hits[i] else _ZERO)
+        trials[i], successes[i] = tried, hit
+        expected[i] += tried * mean
+        variance[i] += tried * spread
+        had[i] += hit
 
 
 @apart
@@ -126,15 +144,12 @@ def _deeper(j: int, depth: Singles) -> int:
 
 
 @apart
-def _see_load(engine: Any, ints: Shorts) -> None:
+def _see_load(engine: Any, emitted: float) -> None:
     total = engine.prefill_tokens + engine.decode_tokens + engine.draft_tokens
     share = 1.0 / LOAD_STEPS
     engine.mean_prefill_rows += share * (engine.prefill_tokens - engine.mean_prefill_rows)
     engine.mean_prefill_share += share * (engine.prefill_tokens / max(total, 1) - engine.mean_prefill_share)
     engine.mean_step_s += share * (engine.step_s - engine.mean_step_s)
-    emitted = 0
-    for i in range(ints.shape[1]):
-        emitted += ints[FRESH, i]
     if engine.step_s > 0.0:
         engine.mean_tokens_per_s += share * (emitted / engine.step_s - engine.mean_tokens_per_s)
     passed_s = max(engine.clock_s - engine.observed_s, 0.0) if engine.steps > 1 else 0.0
@@ -144,24 +159,11 @@ def _see_load(engine: Any, ints: Shorts) -> None:
 
 
 @apart
-def _expect(evidence: Singles, population: Floats, expected: Singles, variance: Singles, had: Singles) -> None:
-    """Fill in what each request had accepted, what the population would have had of its trials, and its variance."""
-    expected[:], variance[:], had[:] = _ZERO, _ZERO, _ZERO
-    for j in range(evidence.shape[1]):
-        _expect_one(
-            np.float32(population[MEAN, j]), evidence[TRIALS, j], evidence[SUCCESSES, j], expected, variance, had
-        )
-
-
-@apart
-def _expect_one(
-    p: np.float32, trials: Singles, successes: Singles, expected: Singles, variance: Singles, had: Singles
-) -> None:
-    q = p * (_ONE - p)
-    for i in range(len(had)):
-        expected[i] += trials[i] * p
-        variance[i] += trials[i] * q
-        had[i] += successes[i]
+def _expect(mean: np.float32, trials: Singles, expected: Singles, variance: Singles) -> None:
+    spread = mean * (_ONE - mean)
+    for i in range(len(trials)):
+        expected[i] += trials[i] * mean
+        variance[i] += trials[i] * spread
 
 
 @apart
@@ -173,7 +175,6 @@ def _level_variance(engine: Any) -> float:
 def _shrink(engine: Any, evidence: Singles, population: Floats, scratch: Singles) -> None:
     """Fill the estimated acceptance of every slot, as acceptance.shrink does."""
     scale = scratch[SCALE]
-    _expect(evidence, population, scratch[EXPECTED], scratch[VARIANCE], scratch[HAD])
     _scale(np.float32(_level_variance(engine)), scratch[EXPECTED], scratch[VARIANCE], scratch[HAD], scale)
     for j in range(evidence.shape[1]):
         mean = np.float32(population[MEAN, j])
@@ -304,7 +305,9 @@ def _learn_population(population: Floats, counts: Floats) -> None:
 
 @apart
 def _learn_levels(engine: Any, ints: Shorts, evidence: Singles, population: Floats, scratch: Singles) -> None:
-    _expect(evidence, population, scratch[EXPECTED], scratch[VARIANCE], scratch[HAD])
+    scratch[EXPECTED] = scratch[VARIANCE] = _ZERO
+    for j in range(evidence.shape[1]):
+        _expect(np.float32(population[MEAN, j]), evidence[TRIALS, j], scratch[EXPECTED], scratch[VARIANCE])
     surplus = leverage = 0.0
     for i in range(ints.shape[1]):
         if ints[PHASE, i] != FREE:  # those that just ended are gone

@@ -315,7 +315,7 @@ def _entry(sources: str) -> Any:
             engine.steps += 1
             observe(
                 engine, profile, settings, ints, times, evidence, population, row(all_octaves, e), priority,
-                row(all_shown, e), row(all_globals, e), scratch, counts,
+                row(all_shown, e), row(all_globals, e), scratch, counts, work[ALL_FRESH],
             )  # fmt: skip
             terms[0], terms[1], terms[2], terms[3] = (
                 good, work[ALL_FRESH], engine.in_system_s - served_s, work[WASTED],
