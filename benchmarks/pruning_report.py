@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from faser.controller.bench_ratio import LEAST_RATIO, Ratio, envelope, wider_interval
+from faser.controller.bench_ratio import LEAST_RATIO, Ratio, envelope, paired_ratio, student_interval, wider_interval
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 DOCUMENT: Final = ROOT / "docs" / "pruning.md"
@@ -146,7 +146,7 @@ MODES: Final = {
 
 def verdict(result: Result) -> str:
     """Say in a sentence where the trained heads win, and in another where the gate is below the bar, if it was on."""
-    wins, falls, has_gate = [], [], False
+    wins, falls, gated = [], [], []
     for cell in result["cells"]:
         for row in cell["rows"]:
             if row["mode"] not in PRUNING or row["mode"] == "oracle":
@@ -155,12 +155,13 @@ def verdict(result: Result) -> str:
             if ratio.low > 1.0:
                 wins.append(f"{name} ({MODES[row['mode']].format(**cell)})")
             if row["mode"] == "gate":
-                has_gate = True
+                gated.append(ratio.value)
                 falls += [name] if ratio.value < LEAST_RATIO else []
     lines = [f"Beyond the interval pruning wins {'at ' + '; '.join(wins) if wins else 'nowhere'}."]
-    if has_gate:
+    if gated:
         where = f"under {LEAST_RATIO} at {'; '.join(falls)}" if falls else f"nowhere under {LEAST_RATIO}"
-        lines.append(f"With the gate on it is {where}.")
+        together = paired_ratio(np.log(gated), student_interval)
+        lines.append(f"With the gate on it is {where}; over these cells together {together}.")
     return " ".join(lines)
 
 
