@@ -160,8 +160,8 @@ def verdict(result: Result) -> str:
     lines = [f"Beyond the interval pruning wins {'at ' + '; '.join(wins) if wins else 'nowhere'}."]
     if gated:
         where = f"under {LEAST_RATIO} at {'; '.join(falls)}" if falls else f"nowhere under {LEAST_RATIO}"
-        together = paired_ratio(np.log(gated), student_interval)
-        lines.append(f"With the gate on it is {where}; over these cells together {together}.")
+        together = f"; over these cells together {paired_ratio(np.log(gated), student_interval)}"
+        lines.append(f"With the gate on it is {where}{together if len(gated) > 1 else ''}.")
     return " ".join(lines)
 
 

@@ -64,7 +64,10 @@ def test_every_mode_is_held_against_the_better_of_full_and_ended(modules: dict[s
     assert "Not measured with the gate yet (batch x k): 4 x 3, 4 x 7, 8 x 7, 16 x 3" in lines[-1]
     fine = report.engine_lines(make_result(gate=99.5))[-1]
     assert "wins nowhere" in fine
-    assert "nowhere under 0.99" in fine
+    assert "nowhere under 0.99." in fine
+    two = make_result(gate=99.0)
+    two["cells"].append({**make_result(gate=101.0)["cells"][0], "batch": 16})
+    assert "together 1.000 (0.8" in report.engine_lines(two)[-1]
 
 
 def test_a_cut_is_held_against_the_whole_step(modules: dict[str, ModuleType]) -> None:
