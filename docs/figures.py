@@ -302,6 +302,7 @@ BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "tests"): partial(reported, "readme", "tests"),
     ("README.md", "closed loop"): closed_loop,
     ("docs/simulator.md", "speed"): speed,
+    ("docs/bench.md", "trace"): partial(reported, "trace", "table"),
     ("docs/policies.md", "policies"): policies_overall,
     ("docs/policies.md", "policies by world"): policies_by_world,
     ("docs/policies.md", "policies bounds"): policies_bounds,
