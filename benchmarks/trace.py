@@ -24,7 +24,8 @@ RESULT: Final = Path(__file__).resolve().parent / "results" / "bench_trace.json"
 def ratio(ours: Floats, theirs: Floats) -> str:
     """Return ours over theirs, (rounds,) each, with its 95 % interval."""
     logs = np.log(ours) - np.log(theirs)
-    return str(paired_ratio(logs[~np.isnan(logs)], wider_interval))
+    found = paired_ratio(logs[~np.isnan(logs)], wider_interval)
+    return str(found) if found.pairs > 1 else f"{found.value:.3f}"
 
 
 def _median(values: Sequence[float | None], form: str) -> str:
@@ -61,7 +62,7 @@ def lines(results: Results, trace: str) -> list[str]:
             )
         )  # fmt: skip
     rounds, disturbed = {turn.round for turn in turns}, {turn.round for turn in turns if turn.disturbed}
-    said = f"{len(rounds)} rounds, {len(disturbed)} of them disturbed; {results.machine.cpu}, commit {results.commit}."
+    said = f"Rounds: {len(rounds)}, {len(disturbed)} of them disturbed; {results.machine.cpu}, commit {results.commit}."
     return [said, "", *(f"| {' | '.join(row)} |" for row in rows)]
 
 

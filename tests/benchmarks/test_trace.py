@@ -32,7 +32,7 @@ def test_each_arm_has_its_own_ratio(trace: ModuleType) -> None:
     turns += [turn("faser", at, 11.0 * level, 20.0) for at, level in enumerate((1.0, 2.0, 3.0))]
     results = Results(machine_facts(), {}, "abc1234", SETTINGS, turns=turns)
     said, _, _, _, none, fixed, ours = trace.lines(results, "azure")
-    assert said.startswith("3 rounds, 0 of them disturbed")
+    assert said.startswith("Rounds: 3, 0 of them disturbed")
     assert none.split(" | ") == [
         "| no speculation", "20.0", "50%", "40.0", "40.0", "1.100 (1.100 to 1.100)", "2.000 (2.000 to 2.000) |",
     ]  # fmt: skip
