@@ -2,7 +2,7 @@
 
 Runs the benchmarks of the adapter, the decision, the round trip, the store, the simulator and the fleet, those that
 vary most twice, and keeps what they print in benchmarks/results/measured.json; `python docs/figures.py` then writes the
-README's lines.
+README's lines. docs/simulator.md's speed: `--only simulator --times 5 --out benchmarks/results/simulator_speed.json`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ def measure(name: str) -> Any:
 def main() -> None:
     """Run all, write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=tuple(RUNS), action="append", help="one of them, for a file of its own")
+    parser.add_argument("--times", type=int, help="runs of each, in place of one or two")
     parser.add_argument("--note", default="", help="a remark kept in the results")
     parser.add_argument("--out", type=Path, default=FOLDER / "results" / "measured.json")
     options = parser.parse_args()
@@ -46,9 +48,9 @@ def main() -> None:
         "machine": msgspec.to_builtins(machine_facts()), "versions": versions(), "commit": commit(),
         "load_average": os.getloadavg()[0], "note": options.note,
     }  # fmt: skip
-    for name, times in RUNS.items():
+    for name in options.only or RUNS:
         print(f"measured: {name}", flush=True)
-        found[name] = [measure(name) for _ in range(times)]
+        found[name] = [measure(name) for _ in range(options.times or RUNS[name])]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(found, indent=1) + "\n")
 
