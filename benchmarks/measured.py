@@ -36,6 +36,17 @@ def measure(name: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def speed() -> str:
+    """Return the simulator's speed, a line for each run kept."""
+    found = json.loads((FOLDER / "results" / "simulator_speed.json").read_text())
+    columns = ("steps_per_s", "steps_per_s_one_core", "steps_per_s_one_batch")
+    rows = [f"| {' | '.join(f'{run[column]:,}' for column in columns)} |" for run in found["simulator"]]
+    machine = found["machine"]
+    said = f"{machine['cpu']}, {machine['cores']} cores, commit {found['commit']}; a line for each run:"
+    head = "| engine steps/s, a batch on each of two cores | one core | one batch on two cores |"
+    return "\n".join([said, "", head, "|---|---|---|", *rows])
+
+
 def main() -> None:
     """Run all, write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

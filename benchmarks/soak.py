@@ -47,6 +47,7 @@ SETTINGS = {
     "FASER_GUARD_STALE_MS": "600000",  # the simulated clocks are not this machine's
 }
 GROWTH = 0.01
+RESULT = Path(__file__).parent / "results" / "soak.json"
 NOTHING = ("gaps", "lost_records", "late_records", "failures", "unanswered", "store_dropped")
 
 
@@ -203,6 +204,24 @@ def is_sound(found: dict[str, Any], engines: int) -> bool:
     low, high = found["descriptors"]
     is_quiet = not any(found[name] for name in NOTHING) and not found["store_error"]
     return bool(is_quiet and found["growth"] < GROWTH and high - low <= engines)
+
+
+def table() -> str:
+    """Return what the longest soak saw."""
+    found = json.loads(RESULT.read_text())
+    first_mb, last_mb = found["resident_mb"]
+    low, high = found["descriptors"]
+    rows = {
+        "steps": f"{found['steps']:,} of {found['requests']} requests, {found['steps_per_s']:,.0f} a second",
+        "engines": f"{found['engines']} at a time, {found['boots']:,} in all; "
+        f"they waited {found['waited_s']:,.0f} s for records to be written",
+        "resident memory": f"{first_mb:.0f} MB at the first look, {last_mb:.0f} at the last; "
+        f"the last fifth {found['growth']:+.2%} on the second (bar 1 %)",
+        "file descriptors": str(low) if low == high else f"{low} to {high}",
+        "gaps in the records": str(found["gaps"]),
+        "lost, late, failed, unanswered, dropped by the store": " / ".join(str(found[name]) for name in NOTHING[1:]),
+    }
+    return "\n".join(["| what | seen |", "|---|---|", *(f"| {name} | {told} |" for name, told in rows.items())])
 
 
 def main() -> int:

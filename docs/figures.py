@@ -264,34 +264,6 @@ def fleet_row() -> str:
     )
 
 
-def soak() -> str:
-    """Return what the longest soak saw."""
-    found = read("soak.json")
-    first_mb, last_mb = found["resident_mb"]
-    low, high = found["descriptors"]
-    nothing = ("lost_records", "late_records", "failures", "unanswered", "store_dropped")
-    rows = {
-        "steps": f"{found['steps']:,} of {found['requests']} requests, {found['steps_per_s']:,.0f} a second",
-        "engines": f"{found['engines']} at a time, {found['boots']:,} in all; "
-        f"they waited {found['waited_s']:,.0f} s for records to be written",
-        "resident memory": f"{first_mb:.0f} MB at the first look, {last_mb:.0f} at the last; "
-        f"the last fifth {found['growth']:+.2%} on the second (bar 1 %)",
-        "file descriptors": str(low) if low == high else f"{low} to {high}",
-        "gaps in the records": str(found["gaps"]),
-        "lost, late, failed, unanswered, dropped by the store": " / ".join(str(found[name]) for name in nothing),
-    }
-    return "\n".join(["| what | seen |", "|---|---|", *(f"| {name} | {told} |" for name, told in rows.items())])
-
-
-def speed() -> str:
-    """Return how fast the simulator stepped, by run of `python -m faser.env.bench --json`."""
-    columns = ("steps_per_s", "steps_per_s_one_core", "steps_per_s_one_batch")
-    runs = read("simulator_speed.json")
-    rows = [f"| {' | '.join(f'{run[column]:,}' for column in columns)} | {run['machine']} |" for run in runs]
-    head = "| engine steps/s, a batch on each of two cores | one core | one batch on two cores | machine |"
-    return "\n".join([head, "|---|---|---|---|", *rows])
-
-
 def _span(values: list[float]) -> str:
     low, high = f"{min(values):.0f}", f"{max(values):.0f}"
     return low if low == high else f"{low} to {high}"
@@ -301,7 +273,7 @@ BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "demo"): partial(reported, "readme", "demo"),
     ("README.md", "tests"): partial(reported, "readme", "tests"),
     ("README.md", "closed loop"): closed_loop,
-    ("docs/simulator.md", "speed"): speed,
+    ("docs/simulator.md", "speed"): partial(reported, "measured", "speed"),
     ("docs/bench.md", "trace"): partial(reported, "trace", "table"),
     ("docs/policies.md", "policies"): policies_overall,
     ("docs/policies.md", "policies by world"): policies_by_world,
@@ -316,7 +288,7 @@ BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/overlap.md", "ping-pong"): partial(reported, "overlap_report", "ping_pong"),
     ("docs/overlap.md", "the pair's rates"): partial(reported, "overlap_report", "pair_rates"),
     ("docs/overlap.md", "the pair's ratios"): partial(reported, "overlap_report", "pair_ratios"),
-    ("docs/reliability.md", "soak"): soak,
+    ("docs/reliability.md", "soak"): partial(reported, "soak", "table"),
     **{
         ("docs/simulator.md", f"simulator {name}"): partial(reported, "fidelity_report", name.replace(" ", "_"))
         for name in ("calibration", "acceptance", "published", "closed loop", "ahead")

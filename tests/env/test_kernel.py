@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from faser.env import simulator_step
-from faser.env.action_vector import meant
+from faser.env.action_vector import ACTION, meant
+from faser.env.bench import scenario
+from faser.env.simulator import Simulator
 
 ENV = Path(simulator_step.__file__).parent
 KERNEL = [path for path in ENV.glob("*.py") if "import apart" in path.read_text() or path.name == "simulator_step.py"]
@@ -53,6 +55,17 @@ def test_any_nan_of_an_action_counts_as_the_least() -> None:
         for size in (1, 7, 64):
             vectors = np.full((size, 7), bits, np.uint32).view(np.float32)
             assert (meant(vectors) == meant(np.full((size, 7), -1.0))).all()
+
+
+def test_the_kernel_reads_actions_as_policies_do() -> None:
+    simulator = Simulator(scenario(), 3, seed=1)
+    simulator.reset()
+    simulator.warm()
+    raw = np.random.default_rng(1).uniform(-1.5, 1.5, (3, len(ACTION))).astype(np.float32)
+    raw[0, :3] = (np.nan, np.inf, -np.inf)
+    simulator.step(raw)
+    places = (simulator.state.engines["steps"] - 1) % simulator.state.vectors.shape[1]
+    np.testing.assert_array_equal(simulator.state.vectors[np.arange(3), places], meant(raw))
 
 
 COMPARED = """
