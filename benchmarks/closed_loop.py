@@ -3,12 +3,12 @@
     python benchmarks/closed_loop.py [--loads 1,2,4,8,16,32] [--minutes 8] [--resume] [--smoke] [--docs docs]
 
 Every arm is a vLLM engine in a process of its own, FASER's with a real sidecar beside it; the rivals are vLLM without
-FASER. The engines take turns: who is not at work waits with its requests half done. All serve the same stream of
-held-out prompts, and a turn ends when its arm has emitted the same total of tokens as the others, one answer per client
-or more, so that a round compares the same work within seconds. The first steps of a turn are not measured. After
---rounds full rounds a load goes on with FASER, no speculation and the rivals near the best until its ratio is sharp or
-its minutes are over. Every turn is in the JSON file when its round is over; closed_loop_report.py makes table and
-picture of it.
+FASER. The engines take turns in slices of about a second: who is not at work waits with its requests half done. All
+serve the same stream of held-out prompts, and a slice ends when its arm has emitted the same total of tokens as the
+others, so that what the machine's speed does within seconds falls on all of them. A round is as many slices as make an
+answer of every client, or of eight of them; the first step of a slice is not measured. After --rounds full rounds a
+load goes on with FASER, no speculation and the rivals near the best until its ratio is sharp or its minutes are over.
+Every round is in the JSON file when it is over; closed_loop_report.py makes table and picture of it.
 """
 
 from __future__ import annotations
@@ -60,9 +60,12 @@ from faser.models.embedded import EMBEDDED_K_MAX, TARGET_NAME
 ARM = str(Path(__file__).with_name("closed_loop_arm.py"))
 ARMS = ("none", *(f"k{length}" for length in range(1, EMBEDDED_K_MAX + 1)), OURS)
 MAX_LOAD = 48  # requests of the longest prompt and answer that fit the KV cache
-UNMEASURED_STEPS = 3  # at the start of a turn: caches are cold, and FASER's lease is over
-LEAST_TOKENS = 192  # of a turn: fewer depend too much on where in a text it begins and ends
-SETTLE_TURNS = 2  # of each arm at each load, unmeasured
+UNMEASURED_STEPS = 1  # at the start of a slice: caches are cold
+LEAST_STEPS = 8  # of a slice without speculation
+LEAST_TOKENS = 192  # of a round: fewer depend too much on where in a text it begins and ends
+WHOLE_ANSWERS = 8  # of a round at most: one prompt more or less is then a small part of it
+SETTLE_ROUNDS = 1  # of each arm at each load, unmeasured
+LEASE_MS = 60_000  # longer than any arm waits for its next slice
 ENGINE_GIB = 2.2  # of memory an engine takes
 NEAR = 0.92  # of the best rival's tokens/s: what may still turn out the best
 
@@ -79,12 +82,47 @@ class Plan:
     settings: Settings
 
 
-def turn_tokens(settle_tokens: int, load: int, answer_tokens: int) -> int:
-    """Return the tokens of a turn, one answer of every client at least.
+def round_tokens(load: int, answer_tokens: int) -> int:
+    """Return the tokens of an arm's round, an answer of every client or of enough of them.
 
     With fewer, one prompt more or less, which costs as much as several steps, would be most of what arms differ by.
     """
-    return max(settle_tokens, load * answer_tokens)
+    return max(LEAST_TOKENS, min(load, WHOLE_ANSWERS) * answer_tokens)
+
+
+def slice_ends(tokens: int, slice_tokens: float) -> list[int]:
+    """Return where the slices of a round end, in tokens since its start: equal parts."""
+    parts = max(round(tokens / slice_tokens), 1)
+    return [tokens * (part + 1) // parts for part in range(parts)]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What an arm did in its part of a round, and what the machine did meanwhile; CPU time in seconds."""
+
+    served: dict[str, float]  # the child's answer, of the measured steps
+    whole_s: float
+    own_s: float
+    busy_s: float
+    steal_s: float
+
+
+def as_turn(name: str, load: int, round_: int, slices: Sequence[Slice]) -> Turn:
+    """Return an arm's round: the sums of its slices."""
+    total = {key: sum(each.served[key] for each in slices) for key in slices[0].served}
+    whole_s, own_s = sum(each.whole_s for each in slices), sum(each.own_s for each in slices)
+    cores = os.cpu_count() or 1
+    busy = Processor(sum(each.busy_s for each in slices), sum(each.steal_s for each in slices))
+    noise = Noise.between(Processor(0.0, 0.0), busy, own_s, whole_s, cores)
+    seconds = total["seconds"]
+    return Turn(
+        round=round_, load=load, arm=name, tokens_per_s=total["tokens"] / seconds, seconds=seconds, slices=len(slices),
+        steps=int(total["steps"]), tokens=int(total["tokens"]), requests=int(total["requests"]),
+        draft_tokens=int(total["draft_tokens"]), accepted_tokens=int(total["accepted_tokens"]),
+        engine_cpu=total["cpu_s"] / seconds, own_cpu=own_s / whole_s, other_cpu=noise.other_cpu,
+        steal_share=noise.steal_share, is_disturbed=bool(noise.reason(cores)),
+        at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -127,7 +165,7 @@ class Bench:
         order = {"arm": name, "max_tokens": settings.max_tokens, "max_prompt_tokens": settings.max_prompt_tokens}
         environment = {"VLLM_PLUGINS": "faser" if name == OURS else "none"}
         if name == OURS:
-            environment["FASER_ENDPOINT"] = f"ipc://{sockets / 'engine.sock'}"
+            environment |= {"FASER_ENDPOINT": f"ipc://{sockets / 'engine.sock'}", "FASER_LEASE_MS": str(LEASE_MS)}
         log = self.folder / f"{name}.log"
         return Remote(ARM, [json.dumps(order)], self.folder, settings.threads, environment, log)
 
@@ -138,6 +176,7 @@ class Bench:
             "policy.spec": self.plan.settings.policy,
             "store.path": self.folder / "telemetry.sqlite",
             "mode.state": self.folder / "modes.json",
+            "lease.ms": LEASE_MS,
         }
         config = load_config(None, os.environ, flags).config
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -158,41 +197,41 @@ class Bench:
         """Measure every load until its ratio is sharp or its minutes are over."""
         for load in self.plan.loads:
             self.say(f"{load} requests: every arm settles")
-            goal = self._settle(load)
+            slice_tokens = self._settle(load)
             end_s = time.monotonic() + 60.0 * self.plan.minutes
             first = max((turn.round for turn in self.results.turns if turn.load == load), default=-1) + 1
             names = self.plan.arms
-            quantum = turn_tokens(goal // SETTLE_TURNS, load, self.plan.settings.max_tokens)
+            tokens = round_tokens(load, self.plan.settings.max_tokens)
+            ends = slice_ends(tokens, slice_tokens)
             for round_ in itertools.count(first):
                 names = self.contenders(load, round_ - first, names)
                 if time.monotonic() > end_s or not names:
                     break
-                goal += quantum
-                self._round(load, round_, names, goal)
+                self._round(load, round_, names, [(SETTLE_ROUNDS + round_ - first) * tokens + end for end in ends])
 
-    def _settle(self, load: int) -> int:
-        """Start the load in every arm and serve some short turns, unmeasured; return the tokens emitted by then."""
+    def _settle(self, load: int) -> float:
+        """Start the load in every arm and serve a round, unmeasured; return the tokens of a slice."""
         settings = self.plan.settings
         random = np.random.default_rng((len(self.results.turns), load))
         order = stream_order(settings.max_prompt_tokens, random)
         firsts = staggered(load, settings.max_tokens, random)
-        quantum = 0
+        rates = []
         for name in self.plan.arms:
             engine = self.arms[name]
             engine.ask("begin", order, firsts)
-            if not quantum:
-                engine.ask("turn", 2 * load, 0)  # the first prompts
-                trial = engine.ask("turn", 6 * load, 0)
-                quantum = max(round(trial["tokens"] / trial["seconds"] * settings.turn_s), LEAST_TOKENS)
-            for turn in range(SETTLE_TURNS):
-                engine.ask("turn", (turn + 1) * quantum, UNMEASURED_STEPS)
-        return SETTLE_TURNS * quantum
+            engine.ask("turn", 2 * load, 0)  # the first prompts
+            settled = engine.ask("turn", SETTLE_ROUNDS * round_tokens(load, settings.max_tokens), UNMEASURED_STEPS)
+            rates.append(settled["tokens"] / settled["seconds"])
+        return max(rates[0] * settings.slice_s, LEAST_STEPS * load)
 
-    def _round(self, load: int, round_: int, names: Sequence[str], goal: int) -> None:
-        """Give each arm a turn, in rotating order; those no longer measured stay where they are."""
-        first = round_ % len(names)
-        for name in (*names[first:], *names[:first]):
-            self.results.turns.append(self._turn(name, load, round_, goal))
+    def _round(self, load: int, round_: int, names: Sequence[str], goals: Sequence[int]) -> None:
+        """Give each arm its slices, in rotating order; those no longer measured stay where they are."""
+        slices: dict[str, list[Slice]] = {name: [] for name in names}
+        for at, goal in enumerate(goals):
+            first = (round_ + at) % len(names)
+            for name in (*names[first:], *names[:first]):
+                slices[name].append(self._slice(name, goal))
+        self.results.turns += [as_turn(name, load, round_, slices[name]) for name in names]
         write_results(self.results, self.path)
         rates = {
             each.arm: each.tokens_per_s for each in self.results.turns if (each.load, each.round) == (load, round_)
@@ -200,20 +239,13 @@ class Bench:
         told = ", ".join(f"{name_of(name)} {rates[name]:.1f}" for name in self.plan.arms if name in rates)
         self.say(f"{load:2d} requests, round {round_ + 1}: {told} tokens/s; {envelope_at(self.results, load).ratio}")
 
-    def _turn(self, name: str, load: int, round_: int, goal: int) -> Turn:
+    def _slice(self, name: str, goal: int) -> Slice:
         machine, own_s, start_s = Processor.now(), self._own_cpu_s(name), time.monotonic()
-        seen = self.arms[name].ask("turn", goal, UNMEASURED_STEPS)
-        whole_s, after = time.monotonic() - start_s, Processor.now()
-        own_s = self._own_cpu_s(name) - own_s
-        cores = os.cpu_count() or 1
-        noise = Noise.between(machine, after, own_s, whole_s, cores)
-        return Turn(
-            round=round_, load=load, arm=name, tokens_per_s=seen["tokens"] / seen["seconds"], seconds=seen["seconds"],
-            steps=int(seen["steps"]), tokens=int(seen["tokens"]), requests=int(seen["requests"]),
-            draft_tokens=int(seen["draft_tokens"]), accepted_tokens=int(seen["accepted_tokens"]),
-            engine_cpu=seen["cpu_s"] / seen["seconds"], own_cpu=own_s / whole_s, other_cpu=noise.other_cpu,
-            steal_share=noise.steal_share, is_disturbed=bool(noise.reason(cores)),
-            at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        served = self.arms[name].ask("turn", goal, UNMEASURED_STEPS)
+        after, whole_s = Processor.now(), time.monotonic() - start_s
+        return Slice(
+            served, whole_s, self._own_cpu_s(name) - own_s, after.busy_s - machine.busy_s,
+            after.steal_s - machine.steal_s,
         )  # fmt: skip
 
     def _own_cpu_s(self, name: str) -> float:
@@ -252,7 +284,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
     """Return the plan; raise UsageError for what cannot be measured."""
     if options.smoke:
         options.loads, options.arms, options.rounds = "1,2", f"none,{OURS}", 2
-        options.turn_s, options.minutes, options.max_tokens = 0.5, 1.0, 24
+        options.slice_s, options.minutes, options.max_tokens = 0.5, 1.0, 24
     arms = tuple(arm for arm in ARMS if arm in options.arms.split(","))
     if unknown := set(options.arms.split(",")) - set(ARMS):
         raise UsageError(f"--arms {','.join(sorted(unknown))}", f"some of {','.join(ARMS)}")
@@ -264,7 +296,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         raise UsageError(f"--loads {options.loads}", f"numbers from 1 to {MAX_LOAD}, separated by commas")
     card = json.loads((ROOT / "models" / "weights" / "drafter.card.json").read_text())
     settings = Settings(
-        turn_s=options.turn_s, max_tokens=options.max_tokens, max_prompt_tokens=options.max_prompt_tokens,
+        slice_s=options.slice_s, max_tokens=options.max_tokens, max_prompt_tokens=options.max_prompt_tokens,
         threads=options.threads or default_threads(available_cores()), k_max=EMBEDDED_K_MAX, policy=options.policy,
         target=TARGET_NAME, drafter_sha256=card["sha256"],
     )  # fmt: skip
@@ -308,7 +340,7 @@ def run(options: argparse.Namespace) -> int:
 def print_table(results: Results) -> None:
     """Print what was measured so far."""
     heading, rows = table_rows(results)
-    table = Table(title=f"tokens/s, {results.settings.target}, turns of {results.settings.turn_s:g} s")
+    table = Table(title=f"tokens/s, {results.settings.target}, slices of {results.settings.slice_s:g} s")
     for text in heading:
         table.add_column(text, justify="right")
     for row in rows:
@@ -322,7 +354,7 @@ def main() -> None:
     parser.add_argument("--loads", default="1,2,4,8,16,32", help="concurrent requests")
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--rounds", type=int, default=10, help="full rounds at each load before some arms drop out")
-    parser.add_argument("--turn-s", type=float, default=1.5, help="about what a turn takes without speculation")
+    parser.add_argument("--slice-s", type=float, default=1.0, help="about what a slice takes without speculation")
     parser.add_argument("--minutes", type=float, default=8.0, help="at most, for each load")
     parser.add_argument("--max-tokens", type=int, default=96, help="length of each answer")
     parser.add_argument("--max-prompt-tokens", type=int, default=300)

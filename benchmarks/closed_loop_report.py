@@ -38,7 +38,7 @@ NAMES = {"none": "no speculation", OURS: "FASER"}
 class Settings(msgspec.Struct, frozen=True):
     """What must be the same for turns to be compared."""
 
-    turn_s: float
+    slice_s: float
     max_tokens: int
     max_prompt_tokens: int
     threads: int
@@ -49,13 +49,14 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One arm under one load for about a second. Shares are of one core; counts are of the measured steps."""
+    """One arm's slices in a round of one load. Shares are of one core; counts are of the measured steps."""
 
     round: int
     load: int
     arm: str
     tokens_per_s: float
     seconds: float
+    slices: int
     steps: int
     tokens: int
     requests: int  # begun
@@ -170,7 +171,7 @@ def markdown(results: Results) -> str:
 
 def _conditions(results: Results) -> list[str]:
     machine, settings = results.machine, results.settings
-    low_s, high_s = np.percentile([turn.seconds for turn in results.turns], [5, 95])
+    low_s, high_s = np.percentile([turn.seconds / turn.slices for turn in results.turns], [5, 95])
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
     return [
         f"{settings.target} on {machine.cpu}, {machine.cores} cores, {settings.threads} of them for the engine's",
@@ -178,8 +179,9 @@ def _conditions(results: Results) -> list[str]:
         f"commit {', '.join(results.commits)}; drafter sha256 {settings.drafter_sha256[:12]}.",
         f"Each of N clients sends its next held-out prompt when its {settings.max_tokens}-token answer is done;",
         "the first answers are staggered. Greedy, the five kinds of prompts in turn, the same stream for every arm.",
-        "Every arm is a vLLM engine in a process of its own, FASER's with its sidecar beside it; they take turns of",
-        f"{low_s:.1f} to {high_s:.1f} s, each serving as many tokens as the others; those that wait use no time.",
+        "Every arm is a vLLM engine in a process of its own, FASER's with its sidecar beside it; they take turns in",
+        f"slices of {low_s:.1f} to {high_s:.1f} s, each serving as many tokens as the others; those that wait use no",
+        "time, and FASER's lease outlives their wait.",
         f"Policy: {settings.policy}, longest draft {settings.k_max}.",
         "",
         "![tokens/s relative to no speculation](closed_loop.svg)",
@@ -195,8 +197,8 @@ def _legend(results: Results) -> list[str]:
         "the rounds at least: after the first rounds arms that fall behind are left out.",
         f"*Bar*: ratio at least {LEAST_RATIO}, lower end at least {LEAST_LOW}, half-width at most "
         f"{WANTED_HALF_WIDTH:.0%}; *open*: the interval is still wider.",
-        f"{len(results.turns)} turns, {disturbed} of them disturbed by other work or stolen time and left out; "
-        "* marks loads that use such turns.",
+        f"{len(results.turns)} rounds of an arm, {disturbed} of them disturbed by other work or stolen time and left",
+        "out; * marks loads that use such rounds.",
         "Reproduce: `python benchmarks/closed_loop.py --docs docs`.",
         "",
     ]

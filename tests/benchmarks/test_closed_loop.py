@@ -21,8 +21,13 @@ def report(load_script: Callable[[str], ModuleType]) -> ModuleType:
     return load_script("closed_loop_report")
 
 
+@pytest.fixture(scope="module")
+def bench(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    return load_script("closed_loop")
+
+
 def results(report: ModuleType, rates: dict[str, list[float]], disturbed: tuple[int, ...] = ()) -> object:
-    settings = report.Settings(1.5, 96, 300, 1, 4, "price", "target", "ab" * 32)
+    settings = report.Settings(1.0, 96, 300, 1, 4, "price", "target", "ab" * 32)
     turns = [
         report.Turn(
             round=round_,
@@ -30,6 +35,7 @@ def results(report: ModuleType, rates: dict[str, list[float]], disturbed: tuple[
             arm=arm,
             tokens_per_s=rate,
             seconds=1.5,
+            slices=2,
             steps=200,
             tokens=400,
             requests=5,
@@ -88,9 +94,23 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(flag: str, va
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_client_ends_an_answer_in_every_turn(load_script: Callable[[str], ModuleType]) -> None:
-    turn_tokens = load_script("closed_loop").turn_tokens
-    assert [turn_tokens(200, load, 96) for load in (1, 4, 32)] == [200, 384, 3072]
+def test_a_round_is_an_answer_of_every_client_or_of_enough_in_equal_slices(bench: ModuleType) -> None:
+    assert [bench.round_tokens(load, 96) for load in (1, 4, 8, 32)] == [192, 384, 768, 768]
+    assert bench.slice_ends(192, 25.0) == [24, 48, 72, 96, 120, 144, 168, 192]
+    assert bench.slice_ends(768, 256.0) == [256, 512, 768]
+    assert bench.slice_ends(100, 400.0) == [100]
+
+
+def test_a_turn_is_the_sum_of_its_slices(bench: ModuleType) -> None:
+    served = {"seconds": 1.0, "cpu_s": 0.9, "steps": 10, "tokens": 30, "emitted": 30, "requests": 1}
+    served |= {"draft_tokens": 20, "accepted_tokens": 15}
+    slow = served | {"seconds": 3.0, "tokens": 30}
+    quiet = bench.Slice(served, 1.1, 1.0, 1.05, 0.0)
+    turn = bench.as_turn("k2", 4, 7, [quiet, bench.Slice(slow, 3.1, 3.0, 3.0, 0.0)])
+    assert (turn.tokens_per_s, turn.seconds, turn.slices, turn.draft_tokens) == (15.0, 4.0, 2, 40)
+    assert not turn.is_disturbed
+    loud = bench.as_turn("k2", 4, 7, [quiet, bench.Slice(slow, 3.1, 3.0, 4.5, 0.0)])
+    assert loud.is_disturbed
 
 
 @pytest.mark.engine
