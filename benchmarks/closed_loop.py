@@ -3,12 +3,14 @@
     python benchmarks/closed_loop.py [--loads 1,2,4,8,16,32] [--minutes 8] [--resume] [--smoke] [--docs docs]
 
 Every arm is a vLLM engine in a process of its own, FASER's with a real sidecar beside it; the rivals are vLLM without
-FASER. The engines take turns in slices of about a second: who is not at work waits with its requests half done. All
+FASER. The engines take turns in slices of a second or two: who is not at work waits with its requests half done. All
 serve the same stream of held-out prompts, and a slice ends when its arm has emitted the same total of tokens as the
 others, so that what the machine's speed does within seconds falls on all of them. A round is as many slices as make an
-answer of every client, or of eight of them; the first step of a slice is not measured. After --rounds full rounds a
-load goes on with FASER, no speculation and the rivals near the best until its ratio is sharp or its minutes are over.
-Every round is in the JSON file when it is over; closed_loop_report.py makes table and picture of it.
+answer of every client, or of eight of them. Every step counts: with a first step left out, whose caches are cold, an
+arm that emits a token a step would have had the same of its prompts left out in every round, those that end an answer
+in step with the slices. After --rounds full rounds a load goes on with FASER, no speculation and the rivals near the
+best until its ratio is sharp or its minutes are over. Every round is in the JSON file when it is over;
+closed_loop_report.py makes table and picture of it.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ from rich.console import Console
 from rich.table import Table
 
 from faser.controller.bench_machine import Noise, Processor, commit, machine_facts, require_memory, versions
+from faser.controller.bench_turn import slice_ends
 from faser.controller.bench_work import staggered, stream_order
 from faser.controller.config import load as load_config
 from faser.controller.errors import EngineError, FaserError, UsageError
@@ -60,7 +63,6 @@ from faser.models.embedded import EMBEDDED_K_MAX, TARGET_NAME
 ARM = str(Path(__file__).with_name("closed_loop_arm.py"))
 ARMS = ("none", *(f"k{length}" for length in range(1, EMBEDDED_K_MAX + 1)), OURS)
 MAX_LOAD = 48  # requests of the longest prompt and answer that fit the KV cache
-UNMEASURED_STEPS = 1  # at the start of a slice: caches are cold
 LEAST_STEPS = 8  # of a slice without speculation
 LEAST_TOKENS = 192  # of a round: fewer depend too much on where in a text it begins and ends
 WHOLE_ANSWERS = 8  # of a round at most: one prompt more or less is then a small part of it
@@ -90,17 +92,11 @@ def round_tokens(load: int, answer_tokens: int) -> int:
     return max(LEAST_TOKENS, min(load, WHOLE_ANSWERS) * answer_tokens)
 
 
-def slice_ends(tokens: int, slice_tokens: float) -> list[int]:
-    """Return where the slices of a round end, in tokens since its start: equal parts."""
-    parts = max(round(tokens / slice_tokens), 1)
-    return [tokens * (part + 1) // parts for part in range(parts)]
-
-
 @dataclass(frozen=True, slots=True)
 class Slice:
     """What an arm did in its part of a round, and what the machine did meanwhile; CPU time in seconds."""
 
-    served: dict[str, float]  # the child's answer, of the measured steps
+    served: dict[str, float]  # the child's answer
     whole_s: float
     own_s: float
     busy_s: float
@@ -219,8 +215,8 @@ class Bench:
         for name in self.plan.arms:
             engine = self.arms[name]
             engine.ask("begin", order, firsts)
-            engine.ask("turn", 2 * load, 0)  # the first prompts
-            settled = engine.ask("turn", SETTLE_ROUNDS * round_tokens(load, settings.max_tokens), UNMEASURED_STEPS)
+            engine.ask("turn", 2 * load)  # the first prompts
+            settled = engine.ask("turn", SETTLE_ROUNDS * round_tokens(load, settings.max_tokens))
             rates.append(settled["tokens"] / settled["seconds"])
         return max(rates[0] * settings.slice_s, LEAST_STEPS * load)
 
@@ -241,7 +237,7 @@ class Bench:
 
     def _slice(self, name: str, goal: int) -> Slice:
         machine, own_s, start_s = Processor.now(), self._own_cpu_s(name), time.monotonic()
-        served = self.arms[name].ask("turn", goal, UNMEASURED_STEPS)
+        served = self.arms[name].ask("turn", goal)
         after, whole_s = Processor.now(), time.monotonic() - start_s
         return Slice(
             served, whole_s, self._own_cpu_s(name) - own_s, after.busy_s - machine.busy_s,
@@ -354,7 +350,7 @@ def main() -> None:
     parser.add_argument("--loads", default="1,2,4,8,16,32", help="concurrent requests")
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--rounds", type=int, default=10, help="full rounds at each load before some arms drop out")
-    parser.add_argument("--slice-s", type=float, default=1.0, help="about what a slice takes without speculation")
+    parser.add_argument("--slice-s", type=float, default=1.5, help="about what a slice takes without speculation")
     parser.add_argument("--minutes", type=float, default=8.0, help="at most, for each load")
     parser.add_argument("--max-tokens", type=int, default=96, help="length of each answer")
     parser.add_argument("--max-prompt-tokens", type=int, default=300)

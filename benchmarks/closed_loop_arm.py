@@ -85,10 +85,8 @@ class Engine:
                 del self.live[output.request_id]
                 self._send(self.max_tokens)
 
-    def turn(self, until: int, unmeasured: int) -> dict[str, float]:
-        """Serve until so many tokens are emitted since `begin`; return the figures of the measured steps."""
-        for _ in range(unmeasured):
-            self.step()
+    def turn(self, until: int) -> dict[str, float]:
+        """Serve until so many tokens are emitted since `begin`, a step at least; return what it took."""
         tokens, drafting, sent = self.emitted, self._drafting(), self.sent
         began_s, cpu_s, steps = time.perf_counter(), time.process_time(), 0
         while self.emitted < until or not steps:

@@ -49,7 +49,7 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One arm's slices in a round of one load. Shares are of one core; counts are of the measured steps."""
+    """One arm's slices in a round of one load. Shares are of one core."""
 
     round: int
     load: int

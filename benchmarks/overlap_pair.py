@@ -1,46 +1,62 @@
 """What drafting ahead and groups win for the embedded pair: `python benchmarks/overlap_pair.py [--json FILE]`.
 
 SmolLM2-135M-Instruct and its EAGLE-3 head on vLLM (V1, CPU, greedy), held-out prompts of five kinds, 1 to 16 requests
-at once. Six arms in turns, prompt set by prompt set. With one core for the target and one for the drafter's process:
+at once. Six arms, each an engine of its own, that take turns in slices of about a second: a slice ends at the same
+total of tokens for all, its first step is not measured. With one core for the target and one for the drafter's process:
 `own` (vLLM's own drafter on the target's core), `in turn` (the process drafts after verification), `ahead` (and goes
 on while the target verifies, where a request's hits promise to pay), `groups` (two groups take turns wherever they
-can), `gated` (ahead, and groups where they were measured to pay: what a user gets who switches both on). `unsplit` is a
-second engine with both cores for both phases and no process. Prints JSON: tokens per second of each arm with median and
-spread, ratios of pairs of runs, how often frontiers were of use, and how many tokens were accepted of those drafted in
-turn and ahead. An hour on two quiet cores, most of it at 16 requests; the file is written when a load is done, with
-those before it. --quick is a dry run.
+can), `gated` (ahead, and groups where they were measured to pay: what a user gets who switches both on). `unsplit` has
+both cores for both phases and no process. Prints JSON: tokens per second of each arm with median and spread, ratios
+within rounds with their intervals, `gated` over the best of in turn, ahead and groups, which is chosen on every other
+round and compared on those between, how often frontiers were of use, and how many tokens were accepted of those drafted
+in turn and ahead. Three quarters of an hour on two quiet cores; the file is written when a load is done, with those
+before it. --quick is a dry run.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 from remote import Remote, serve
 
+from faser.controller.bench_ratio import Ratio, envelope, paired_ratio
+from faser.controller.bench_turn import slice_ends, slice_tokens
 from faser.engine_adapter.settings import ALWAYS, AUTO, NEVER
 
 SPLIT = ("own", "in turn", "ahead", "groups", "gated")
 ARMS = (*SPLIT, "unsplit")
 PAIRS = (("ahead", "in turn"), ("ahead", "own"), ("ahead", "unsplit"), ("own", "unsplit"), ("groups", "in turn"),
          ("gated", "in turn"), ("gated", "ahead"), ("gated", "groups"))  # fmt: skip
+CHOICES = ("in turn", "ahead", "groups")  # what the gates choose from
 GATE_RUNS = 8  # each gate wants 64 steps of either kind before it settles
+SLICE_S = 1.0
+ENGINE_GIB = 3.0  # of memory an engine and its drafter's process take
 READY_S = 60.0
 MAX_MODEL_LEN = 1024
 MAX_PROMPT_TOKENS = 300
 Run = dict[str, Any]
 
 
+class Asked(Protocol):
+    """The parent's end of an engine (`Remote`)."""
+
+    def ask(self, *order: Any) -> Any: ...
+
+
 class Engine:
-    """In the child: answers `run`."""
+    """In the child: answers `begin`, `go` and `counts`."""
 
     def __init__(self, length: int, requests: int, dtype: str) -> None:
         from vllm import LLM
@@ -58,13 +74,16 @@ class Engine:
             str(ensure_embedded_target()), dtype=dtype, enforce_eager=True, max_model_len=MAX_MODEL_LEN,
             max_num_seqs=requests, **classes,
         )  # fmt: skip
-        core: Any = self._llm.llm_engine.engine_core
-        executor: Any = self._llm.llm_engine.model_executor
+        self._engine: Any = self._llm.llm_engine
+        core: Any = self._engine.engine_core
+        executor: Any = self._engine.model_executor
         self._scheduler = core.engine_core.scheduler
         self._steering, self._groups = self._scheduler.steering, self._scheduler.ping_pong
         self._remote = executor.driver_worker.worker.model_runner.remote
         self._length = length
-        self._runs = 0
+        self._said: dict[str, int] = {}  # tokens, by request
+        self._sent = 0
+        self._before: dict[str, int] = {}
         if self._remote is not None:
             self._go_on = self._remote.go_on
             self._wait_for_process()
@@ -74,8 +93,8 @@ class Engine:
         while not self._remote.process.is_ready and time.monotonic() < ends_s:
             self._remote.process.collect(1.0)
 
-    def run(self, texts: list[str], tokens: int, arm: str) -> Run:
-        """Answer prompts at once; return tokens per second of decoding, and what the process did."""
+    def begin(self, texts: list[str], tokens: int, arm: str) -> None:
+        """Read prompts, to be answered at once."""
         default, remote = self._steering.default, self._remote
         default.length, default.frontier = self._length, 0 if arm in ("own", "unsplit") else self._length
         self._scheduler.ping_pong = self._groups if arm in ("groups", "gated") else None
@@ -84,9 +103,24 @@ class Engine:
         if remote is not None:
             remote.mode = AUTO if arm == "gated" else ALWAYS
             remote.go_on = self._go_on if arm in ("ahead", "gated") else lambda *_: self._go_on([], 0)
-        before = self._counts()
-        found = self._generate(texts, tokens)
-        return found | {name: after - before[name] for name, after in self._counts().items()}
+        self._before = self._counts()
+        self._add(texts, tokens)
+        while not all(self._said.values()):  # from here on it is decoding
+            self._step()
+
+    def go(self, until: int) -> Run:
+        """Decode until so many tokens are said in all or all is said; return what the measured steps took."""
+        if self._engine.has_unfinished_requests():
+            self._step()
+        before, began_s, steps = self._emitted(), time.monotonic(), 0
+        while self._engine.has_unfinished_requests() and self._emitted() < until:
+            self._step()
+            steps += 1
+        return {"seconds": time.monotonic() - began_s, "tokens": self._emitted() - before, "steps": steps}
+
+    def counts(self) -> dict[str, int]:
+        """Return what the process did since `begin`."""
+        return {name: after - self._before[name] for name, after in self._counts().items()}
 
     def _counts(self) -> dict[str, int]:
         if self._remote is None:
@@ -98,44 +132,39 @@ class Engine:
             "handed_ahead": ahead.handed, "accepted_ahead": ahead.accepted,
         }  # fmt: skip
 
-    def _generate(self, texts: list[str], tokens: int) -> Run:
+    def _add(self, texts: list[str], tokens: int) -> None:
         from vllm import SamplingParams
 
-        engine: Any = self._llm.llm_engine
         tokenizer: Any = self._llm.get_tokenizer()
         limits = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        said: dict[str, int] = {}
+        self._said = {}
         for text in texts:
-            self._runs += 1
-            said[str(self._runs)] = 0
-            engine.add_request(str(self._runs), {"prompt_token_ids": tokenizer.encode(text)}, limits)
-        began_s, first, steps = 0.0, 0, 0
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                said[output.request_id] = len(output.outputs[0].token_ids)
-            steps += 1
-            if not first and all(said.values()):  # every prompt is read: from here on it is decoding
-                began_s, first, steps = time.monotonic(), sum(said.values()), 0
-        took_s = time.monotonic() - began_s
-        decoded = sum(said.values()) - first
-        return {"rate": decoded / took_s, "tokens": decoded, "step_ms": 1e3 * took_s / max(steps, 1)}
+            self._sent += 1
+            self._said[str(self._sent)] = 0
+            self._engine.add_request(str(self._sent), {"prompt_token_ids": tokenizer.encode(text)}, limits)
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            self._said[output.request_id] = len(output.outputs[0].token_ids)
+
+    def _emitted(self) -> int:
+        return sum(self._said.values())
 
 
-def start(options: argparse.Namespace, folder: str, is_split: bool) -> Remote:
-    """Return an engine's process that is ready."""
+def start(options: argparse.Namespace, folder: str, arm: str) -> Remote:
+    """Return an engine's process that is getting ready."""
     target, drafter = options.cores
+    is_split = arm in SPLIT
     cores = str(target) if is_split else f"{target},{drafter}"
     environment = {
         "FASER_DRAFTER_CORES": str(drafter) if is_split else "",
         "FASER_PING_PONG": AUTO if is_split else NEVER,
-        "FASER_ENDPOINT": f"ipc://{folder}/{'split' if is_split else 'unsplit'}.sock",  # where nobody listens
+        "FASER_ENDPOINT": f"ipc://{folder}/{arm.replace(' ', '-')}.sock",  # where nobody listens
         "VLLM_CPU_OMP_THREADS_BIND": cores,
         "KMP_BLOCKTIME": "0",
     }
     arguments = [str(options.length), str(max(options.requests)), options.dtype]
-    engine = Remote(__file__, arguments, folder, 1 if is_split else 2, environment)
-    engine.wait_ready()
-    return engine
+    return Remote(__file__, arguments, folder, 1 if is_split else 2, environment)
 
 
 def prompt_sets(options: argparse.Namespace, requests: int) -> list[list[str]]:
@@ -150,16 +179,39 @@ def prompt_sets(options: argparse.Namespace, requests: int) -> list[list[str]]:
     return found
 
 
-def measure(engines: dict[str, Remote], options: argparse.Namespace, requests: int) -> dict[str, Any]:
-    """Return all arms at one load; every round has the same prompts for each, in another order."""
+def take_turns(
+    engines: Mapping[str, Asked], texts: list[str], options: argparse.Namespace, ends: Sequence[int], turn: int
+) -> dict[str, Run]:
+    """Have every arm answer the same prompts, slice by slice, beginning with another arm each time."""
+    parts: dict[str, list[Run]] = {arm: [] for arm in engines}
+    arms = tuple(engines)
+    for arm in arms:
+        engines[arm].ask("begin", texts, options.tokens, arm)
+    for at, end in enumerate(ends):
+        first = (turn + at) % len(arms)
+        for arm in arms[first:] + arms[:first]:
+            parts[arm].append(engines[arm].ask("go", end))
+    return {arm: whole(parts[arm]) | engines[arm].ask("counts") for arm in arms}
+
+
+def whole(parts: Sequence[Run]) -> Run:
+    """Return the sums of an arm's slices."""
+    seconds, tokens, steps = (sum(part[name] for part in parts) for name in ("seconds", "tokens", "steps"))
+    return {"rate": tokens / seconds, "tokens": tokens, "step_ms": 1e3 * seconds / max(steps, 1), "slices": len(parts)}
+
+
+def measure(engines: Mapping[str, Asked], options: argparse.Namespace, requests: int) -> dict[str, Any]:
+    """Return all arms at one load; every round has the same prompts for each."""
     runs: dict[str, list[Run]] = {arm: [] for arm in ARMS}
-    sets = prompt_sets(options, requests)
-    for arm in ARMS + ("gated",) * GATE_RUNS:  # warm
-        engines[arm].ask("run", sets[0], options.tokens, arm)
+    sets, total = prompt_sets(options, requests), requests * options.tokens
+    rate = take_turns(engines, sets[0], options, [total], 0)["in turn"]["rate"]  # warm
+    for _ in range(GATE_RUNS):
+        take_turns({"gated": engines["gated"]}, sets[0], options, [total], 0)
+    # The last slice ends when all is said.
+    ends = [requests + end for end in slice_ends(total - requests, slice_tokens(rate, SLICE_S, requests))]
     for round_, texts in enumerate(sets):
-        turn = round_ % len(ARMS)
-        for arm in ARMS[turn:] + ARMS[:turn]:
-            runs[arm].append(engines[arm].ask("run", texts, options.tokens, arm))
+        for arm, run in take_turns(engines, texts, options, ends, round_).items():
+            runs[arm].append(run)
         say(f"{requests} requests: {round_ + 1} of {len(sets)} rounds")
     return summary(runs)
 
@@ -174,16 +226,23 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
+def told(ratio: Ratio) -> dict[str, Any]:
+    """Return a ratio with its 95 % interval, which takes two rounds."""
+    low, high = (None if ratio.pairs < 2 else value for value in (ratio.low, ratio.high))
+    return {"value": ratio.value, "low": low, "high": high, "pairs": ratio.pairs}
+
+
 def summary(runs: dict[str, list[Run]]) -> dict[str, Any]:
     """Return one load's report."""
     rates = {arm: [run["rate"] for run in runs[arm]] for arm in ARMS}
+    best = envelope({arm: np.array(rates[arm]) for arm in (*CHOICES, "gated")}, "gated")
     return {
         "tokens_per_s": {arm: spread(rates[arm]) for arm in ARMS},
         "step_ms": {arm: spread([run["step_ms"] for run in runs[arm]]) for arm in ARMS},
         "ratios": {
-            f"{one} / {other}": spread([a / b for a, b in zip(rates[one], rates[other], strict=True)])
-            for one, other in PAIRS
+            f"{one} / {other}": told(paired_ratio(np.log(rates[one]) - np.log(rates[other]))) for one, other in PAIRS
         },
+        "gated_over_best": told(best.ratio) | {"best": list(dict.fromkeys(best.rivals))},
         "ahead": {
             name: sum(run[name] for run in runs["ahead"])
             for name in ("hits", "rejected", "other_bonus", "late", "handed_in_turn", "accepted_in_turn",
@@ -214,7 +273,7 @@ def read_options() -> argparse.Namespace:
 
 def main() -> None:
     """Measure and print."""
-    from faser.controller.bench_machine import commit, machine_facts, versions
+    from faser.controller.bench_machine import commit, machine_facts, require_memory, versions
 
     options = read_options()
     loads: dict[str, Any] = {}
@@ -223,20 +282,18 @@ def main() -> None:
         "length": options.length, "dtype": options.dtype, "cores": options.cores, "tokens": options.tokens,
         "rounds": options.rounds, "loads": loads,
     }  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="faser-") as folder:
-        split = start(options, folder, is_split=True)
-        try:
-            unsplit = start(options, folder, is_split=False)
-            try:
-                engines = dict.fromkeys(ARMS, split) | {"unsplit": unsplit}
-                for requests in options.requests:
-                    loads[str(requests)] = measure(engines, options, requests)
-                    if options.json:
-                        options.json.write_text(json.dumps(report, indent=1) + "\n")
-            finally:
-                unsplit.end()
-        finally:
-            split.end()
+    require_memory(len(ARMS), ENGINE_GIB)
+    with tempfile.TemporaryDirectory(prefix="faser-") as folder, contextlib.ExitStack() as stack:
+        engines = {}
+        for arm in ARMS:
+            engines[arm] = start(options, folder, arm)
+            stack.callback(engines[arm].end)
+            engines[arm].wait_ready()
+            say(f"{arm} is ready")
+        for requests in options.requests:
+            loads[str(requests)] = measure(engines, options, requests)
+            if options.json:
+                options.json.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
 
 

@@ -48,6 +48,8 @@ from .session import check_policy
 _QUICK_TABLE: Final = (0, 1, 3, 4)  # with the four rivals three pairs of servers to start
 _ALL_LENGTHS: Final = (0, 1, 2, 3, 4)
 _TINY_TOKENS: Final = 24
+_TURN_S: Final = 6.0
+_QUICK_TURN_S: Final = 1.5
 _QUICK_REPEAT_S: Final = 480.0  # a quick run ends within twelve minutes, also on a restless machine
 
 
@@ -67,7 +69,7 @@ class BenchOptions:
     policy: str = "price"
     seed: int = 0
     minutes: float | None = None
-    turn_s: float = 1.5
+    turn_s: float | None = None
     trace_s: float = 60.0
     peak_rps: float | None = None
     warp: float = 60.0
@@ -82,8 +84,9 @@ class BenchOptions:
         loads = default_loads if self.loads is None and not self.traces else parse_loads(self.loads or "")
         rivals = (QUICK_RIVALS if self.quick else FULL_RIVALS) if self.rivals is None else parse_rivals(self.rivals)
         lengths = {length for arm in rivals if (length := length_of(arm)) is not None}
-        if not 0.1 <= self.turn_s <= 60.0:
-            raise UsageError(f"--turn-seconds {self.turn_s:g}", "0.1 to 60")
+        turn_s = self.turn_s if self.turn_s is not None else (_QUICK_TURN_S if self.quick else _TURN_S)
+        if not 0.1 <= turn_s <= 60.0:
+            raise UsageError(f"--turn-seconds {turn_s:g}", "0.1 to 60")
         if not 8 <= self.max_tokens <= 512:
             raise UsageError(f"--max-tokens {self.max_tokens}", "8 to 512")
         return Plan(
@@ -94,9 +97,9 @@ class BenchOptions:
             pairs=self.pairs if self.pairs is not None else (3 if self.quick else 6),
             table_lengths=tuple(sorted({*(_QUICK_TABLE if self.quick else _ALL_LENGTHS), *lengths})),
             minutes=self.minutes if self.minutes is not None else (0.0 if self.quick else 6.0),
-            turn_s=self.turn_s,
+            turn_s=turn_s,
             max_tokens=self.max_tokens,
-            least_tokens=_TINY_TOKENS if self.turn_s < 1.0 else (128 if self.quick else 192),
+            least_tokens=_TINY_TOKENS if turn_s < 1.0 else (128 if self.quick else 192),
             repeat_s=_QUICK_REPEAT_S if self.quick else math.inf,
             seed=self.seed,
         )
@@ -180,6 +183,7 @@ def _settings(options: BenchOptions, plan: Plan) -> Settings:
     card = json.loads((ROOT / "models" / "weights" / "drafter.card.json").read_text())
     return Settings(
         target=TARGET_NAME, drafter_sha256=card["sha256"], policy=options.policy, k_max=EMBEDDED_K_MAX,
-        threads=options.threads or default_threads(available_cores()), turn_s=plan.turn_s, max_tokens=plan.max_tokens,
-        max_prompt_tokens=plan.max_prompt_tokens, seed=plan.seed, pairs=plan.pairs, arguments=ARGUMENTS,
+        threads=options.threads or default_threads(available_cores()), turn_s=plan.turn_s, slice_s=plan.slice_s,
+        max_tokens=plan.max_tokens, max_prompt_tokens=plan.max_prompt_tokens, seed=plan.seed, pairs=plan.pairs,
+        arguments=ARGUMENTS,
     )  # fmt: skip

@@ -39,7 +39,9 @@ def bench(
     minutes: Annotated[
         float | None, typer.Option(min=0.0, help="For each load point, until its ratio is sharp; default 6, quick 0.")
     ] = None,
-    turn_seconds: Annotated[float, typer.Option(help="About what a turn takes without speculation.")] = 1.5,
+    turn_seconds: Annotated[
+        float | None, typer.Option(help="About what a turn takes without speculation; default 6, quick 1.5.")
+    ] = None,
     trace_seconds: Annotated[float, typer.Option(help="Length of a replay.")] = 60.0,
     peak_rps: Annotated[
         float | None, typer.Option(help="A replay's peak, requests/s; default: past this machine's knee.")

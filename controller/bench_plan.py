@@ -48,6 +48,7 @@ class Plan:
     sweep_rounds: int = 2
     minutes: float = 0.0  # for each load point, to sharpen its ratio after the first rounds
     turn_s: float = 1.5
+    slice_s: float = 1.5  # of a turn, about: the arms go round within it
     max_tokens: int = 96
     max_prompt_tokens: int = 300
     least_tokens: int = 192  # of a turn: fewer depend too much on where in a text it begins and ends

@@ -39,6 +39,7 @@ class Settings(msgspec.Struct, frozen=True):
     seed: int
     pairs: int
     arguments: tuple[str, ...]
+    slice_s: float | None = None  # None: a turn at a time, as before there were slices
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -65,6 +66,7 @@ class Turn(msgspec.Struct, frozen=True):
     at: str
     mean_tpot_ms: float | None = None  # of replays
     good_share: float | None = None  # of a replay's requests, within the objective
+    slices: int = 1  # in which it was served, in turn with the other arms
 
 
 class Spans(msgspec.Struct, frozen=True):

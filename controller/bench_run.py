@@ -6,10 +6,9 @@ Called by controller/bench.py. What to measure says controller/bench_plan.py; wh
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
@@ -20,12 +19,13 @@ import numpy as np
 
 from ..models.embedded import TARGET_NAME
 from .bench_clients import Clients, Served, Times, one_by_one, replay
-from .bench_machine import Noise, OwnLoad, Processor, free_gib, require_memory
+from .bench_machine import OwnLoad, Processor, free_gib, require_memory
 from .bench_plan import NONE, REPEATS, TABLE, Plan, Progress, arm_of, contenders, groups, length_of, turn_order
 from .bench_ratio import OURS, Goodput, Objective
 from .bench_result import MAIN, SWEEP, Latency, Results, Spans, Turn, envelope_at, name_of, write_results
-from .bench_server import SERVER_GIB, Arm, Bed, Drafting
+from .bench_server import SERVER_GIB, Arm, Bed
 from .bench_table import best_table, described
+from .bench_turn import Look, Place, Slice, as_turn, slice_ends, slice_tokens
 from .bench_work import Mix, Replay, closed_stream
 from .errors import EngineError
 from .launch import available_cores
@@ -33,13 +33,11 @@ from .launch import available_cores
 MAX_REQUESTS: Final = 64  # as the embedded servers are started
 SETTLE_TURNS: Final = {SWEEP: 1, MAIN: 2}  # of each arm at each load, unmeasured; FASER has to learn the load
 LEAST_PER_CLIENT: Final = 16  # tokens of a turn: fewer depend too much on whose prompt falls into it
-UNMEASURED_STEPS: Final = 4  # about so many at the start of a turn: caches are cold, and FASER's lease is over
 UNLOADED_REQUESTS: Final = 10  # one at a time, for the objective of a replay
 _CLOSE_S: Final = 0.3  # for a server to notice that clients are gone
 _LOST: Final = (EngineError, aiohttp.ClientError, TimeoutError, OSError)
 
 T = TypeVar("T")
-Place = tuple[str, int | str, str, int]  # phase, load, kinds, round
 Tell = Callable[[str], None]
 Advance = Callable[[str, float], None]  # what is measured, share done 0..1
 
@@ -171,7 +169,7 @@ class Bench:
         work = closed_stream(load, mix, plan.max_tokens, plan.max_prompt_tokens, plan.seed + first)
         clients = {name: Clients(self.arms[name], work, load, TARGET_NAME) for name in names if name in self.arms}
         try:
-            quantum = await self._settle(phase, clients, load, what)
+            quantum, ends = await self._settle(phase, clients, load, what)
             goal, began_s = SETTLE_TURNS[phase] * quantum, time.monotonic()
             progress = Progress(pairs, plan.minutes if phase == MAIN else 0.0, self._repeats(phase))
             round_ = first
@@ -179,14 +177,11 @@ class Bench:
                 names = [name for name in clients if name in self.arms]
                 if progress.is_complete():
                     names = list(contenders(self.results.rates(load, mix.name), names))
-                goal += quantum
-                turns = []
-                for name in turn_order(names, round_):
-                    place = (phase, load, mix.name, round_)
-                    turn = await self._attempt(name, partial(self._turn, clients[name], place, goal, quantum))
-                    turns += [turn] if turn is not None else []
-                    self._step(what, 1.0)
+                slices = await self._round(clients, names, round_, [goal + end for end in ends], what)
+                place = (phase, load, mix.name, round_)
+                turns = [as_turn(place, name, each, self.own_load.cores) for name, each in slices.items()]
                 self._close_round(turns, progress, what)
+                goal += quantum
                 round_ += 1
         finally:
             for name, each in clients.items():
@@ -201,34 +196,52 @@ class Bench:
             return 0
         return REPEATS if phase == MAIN else 1
 
-    async def _settle(self, phase: str, clients: dict[str, Clients], load: int, what: str) -> int:
-        """Start the load in every arm and serve some turns, unmeasured; return the tokens of a turn."""
-        quantum = 0
+    async def _settle(self, phase: str, clients: dict[str, Clients], load: int, what: str) -> tuple[int, list[int]]:
+        """Start the load in every arm and serve some turns, unmeasured; return a turn's tokens and its slices' ends."""
+        quantum, ends = 0, [0]
         for name, each in clients.items():
-            quantum = await self._attempt(name, partial(self._settle_one, phase, each, load, quantum)) or quantum
+            if not quantum and (rate := await self._attempt(name, partial(self._trial, each, load))):
+                quantum = max(round(rate * self.plan.turn_s), self.plan.least_tokens, LEAST_PER_CLIENT * load)
+                ends = slice_ends(quantum, slice_tokens(rate, self.plan.slice_s, load))
+            await self._attempt(name, partial(self._settle_one, each, SETTLE_TURNS[phase] * quantum))
             self._step(f"{what}: settling", SETTLE_TURNS[phase])
-        return quantum
+        return quantum, ends
 
-    async def _settle_one(self, phase: str, clients: Clients, load: int, quantum: int, arm: Arm) -> int:
-        if not quantum:
-            await clients.serve(2 * load)  # the first prompts
-            trial = await clients.serve(8 * load)
-            rate = trial.tokens / trial.seconds
-            quantum = max(round(rate * self.plan.turn_s), self.plan.least_tokens, LEAST_PER_CLIENT * load)
-        await clients.serve(SETTLE_TURNS[phase] * quantum)
+    async def _trial(self, clients: Clients, load: int, _: Arm) -> float:
+        """Return about how many tokens/s an arm gives."""
+        await clients.serve(2 * load)  # the first prompts
+        trial = await clients.serve(8 * load)
+        return trial.tokens / trial.seconds
+
+    async def _settle_one(self, clients: Clients, tokens: int, arm: Arm) -> None:
+        await clients.serve(tokens)
         clients.settle()
         arm.halt()
-        return quantum
 
-    async def _turn(self, clients: Clients, place: Place, goal: int, quantum: int, arm: Arm) -> Turn:
-        """Serve until the goal, the same total for every arm; the first steps are not measured."""
-        await clients.serve(clients.tokens + UNMEASURED_STEPS * clients.load)
-        finished = clients.finished
-        before = await self._look(arm)
-        served = await clients.serve(max(goal, clients.tokens + quantum // 2))
-        after = await self._look(arm)
+    async def _round(
+        self, clients: dict[str, Clients], names: Sequence[str], round_: int, goals: Sequence[int], what: str
+    ) -> dict[str, list[Slice]]:
+        """Give each arm its slices in rotating order, until the same totals; return those of who lived through it."""
+        slices: dict[str, list[Slice]] = {name: [] for name in names}
+        least = (goals[-1] - goals[0]) // max(len(goals) - 1, 1) // 2
+        for at, goal in enumerate(goals):
+            for name in turn_order(names, round_ + at):
+                found = await self._attempt(name, partial(self._slice, clients[name], goal, least))
+                slices[name] += [found] if found is not None else []
+                self._step(what, 1.0 / len(goals))
+        return {name: found for name, found in slices.items() if len(found) == len(goals)}
+
+    async def _slice(self, clients: Clients, goal: int, least: int, arm: Arm) -> Slice:
+        """Serve until the goal.
+
+        No step is left out: an arm that emits a token a step ends its answers in step with its slices, and would have
+        the same of its prompts left out in every round.
+        """
+        before = await self._look(arm, clients.finished)
+        served = await clients.serve(max(goal, clients.tokens + least))
+        after = await self._look(arm, clients.finished)
         arm.halt()
-        return self._as_turn(place, arm.name, served, before, after, clients.finished - finished)
+        return Slice(served, before, after)
 
     async def _dismiss(self, name: str, clients: Clients) -> None:
         arm = self.arms.get(name)
@@ -289,8 +302,8 @@ class Bench:
         goodput = Goodput.of(generator.results, objective, summary.wall_s)
         if round_ >= 0:
             self._keep_times(each.name, mix.name, arm.name, Times.of(generator.results))
-        served = Served(summary.output_tokens, summary.wall_s)
-        return self._as_turn(place, arm.name, served, before, after, summary.finished, goodput, summary.failed)
+        served = Slice(Served(summary.output_tokens, summary.wall_s), before, replace(after, finished=summary.finished))
+        return as_turn(place, arm.name, [served], self.own_load.cores, goodput, summary.failed)
 
     async def _objective(self, each: Replay, mix: Mix) -> Objective | None:
         """Return the objective, measured once per mix without speculation and without load; None if it cannot be."""
@@ -314,35 +327,12 @@ class Bench:
         """Return the CPU time of every process of the benchmark that lives."""
         return time.process_time() + sum(arm.cpu_s() for arm in self.arms.values())
 
-    async def _look(self, arm: Arm) -> _Look:
+    async def _look(self, arm: Arm, finished: int = 0) -> Look:
         drafting = await arm.drafting()
         own_s, now_s = self._own_s(), time.monotonic()
         self.own_load.add(max(own_s - self._seen[1], 0.0), now_s - self._seen[0])
         self._seen = (now_s, own_s)
-        return _Look(time.monotonic(), Processor.now(), own_s, arm.cpu_s(), drafting)
-
-    def _as_turn(
-        self, place: Place, name: str, served: Served, before: _Look, after: _Look, requests: int,
-        goodput: Goodput | None = None, failed: int = 0,
-    ) -> Turn:  # fmt: skip
-        phase, load, kinds, round_ = place
-        cores, average = os.cpu_count() or 1, os.getloadavg()[0]
-        noise = Noise.between(
-            before.machine, after.machine, after.own_s - before.own_s, after.at_s - before.at_s, cores,
-            excess_load=average - self.own_load.cores,
-        )  # fmt: skip
-        tokens_per_s = served.tokens / served.seconds
-        # A ratio to nothing has no logarithm: where no request met its objective, one ordinary request is assumed.
-        return Turn(
-            phase=phase, load=load, kinds=kinds, round=round_, arm=name,
-            rate=tokens_per_s if goodput is None else max(goodput.tokens_per_s, tokens_per_s / max(requests, 1)),
-            tokens_per_s=tokens_per_s, seconds=served.seconds, tokens=served.tokens, requests=requests, failed=failed,
-            draft_tokens=after.drafting.draft_tokens - before.drafting.draft_tokens,
-            accepted_tokens=after.drafting.accepted_tokens - before.drafting.accepted_tokens,
-            cpu_s=after.arm_s - before.arm_s, other_cpu=noise.other_cpu, steal_share=noise.steal_share,
-            load_average=average, disturbed=noise.reason(cores), at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            mean_tpot_ms=goodput.mean_tpot_ms if goodput else None, good_share=goodput.share if goodput else None,
-        )  # fmt: skip
+        return Look(time.monotonic(), Processor.now(), own_s, arm.cpu_s(), drafting, finished)
 
     def _close_round(self, turns: Sequence[Turn], progress: Progress, what: str) -> None:
         """Keep a round; one with a disturbed turn is repeated whole, for its turns are compared with each other."""
@@ -377,17 +367,6 @@ class Bench:
         except _LOST as error:
             await self._lose(name, error)
             return None
-
-
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """The machine, our own work and one arm's at a moment."""
-
-    at_s: float
-    machine: Processor
-    own_s: float
-    arm_s: float
-    drafting: Drafting
 
 
 def levels_at(results: Results, load: int, kinds: str) -> dict[int, float]:

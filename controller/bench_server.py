@@ -39,6 +39,7 @@ _INTRODUCTION_S: Final = 30.0
 _ANSWER_S: Final = 60.0
 _NGRAM: Final = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 _SUFFIX_REMEDY: Final = "pip install arctic-inference==0.1.1, which is built from source"
+LEASE_MS: Final = 600_000  # FASER's lease outlives an arm's wait for its next slice
 _ENVIRONMENT: Final = {
     "VLLM_SERVER_DEV_MODE": "1",  # /pause and /resume
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",  # a frozen server must not find its clients too quiet
@@ -71,6 +72,7 @@ class Bed:
             "policy.spec": self.policy if name == OURS else name,
             "store.path": self.folder / f"{name}.sqlite",
             "mode.state": self.folder / f"{name}.modes.json",
+            "lease.ms": LEASE_MS,
         }
         if name != OURS:
             flags["guard.envelope_margin"] = 1.0
@@ -83,7 +85,8 @@ class Bed:
             threads=self.threads, kv_cache_gib=None, environment_extra=_ENVIRONMENT,
         )  # fmt: skip
         if is_steered(name):
-            return launch
+            environment = {**_ENVIRONMENT, "FASER_LEASE_MS": str(LEASE_MS)}
+            return dataclasses.replace(launch, environment_extra=environment)
         environment = {**_ENVIRONMENT, "VLLM_PLUGINS": "none"}
         speculative = self._speculative(name, table)
         return dataclasses.replace(launch, has_faser=False, speculative=speculative, environment_extra=environment)

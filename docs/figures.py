@@ -275,6 +275,7 @@ BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "closed loop"): closed_loop,
     ("docs/simulator.md", "speed"): partial(reported, "measured", "speed"),
     ("docs/bench.md", "trace"): partial(reported, "trace", "table"),
+    ("docs/bench.md", "slices"): partial(reported, "slices", "table"),
     ("docs/policies.md", "policies"): policies_overall,
     ("docs/policies.md", "policies by world"): policies_by_world,
     ("docs/policies.md", "policies bounds"): policies_bounds,

@@ -15,14 +15,15 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from faser.controller import bench_run, bench_server, bench_work
-from faser.controller.bench_clients import LEAST_TOKENS, Clients, Served, Stopwatch, Times
-from faser.controller.bench_machine import Machine, Noise, Processor
+from faser.controller.bench_clients import LEAST_TOKENS, Clients, Stopwatch, Times
+from faser.controller.bench_machine import Machine, Noise
 from faser.controller.bench_plan import POLICIES, Plan
-from faser.controller.bench_ratio import Goodput, Objective
+from faser.controller.bench_ratio import Objective
 from faser.controller.bench_result import Results, Settings, read_results, summary
-from faser.controller.bench_run import Bench, _Look
+from faser.controller.bench_run import Bench
 from faser.controller.bench_server import Arm, Bed, Drafting
 from faser.controller.bench_table import Table
+from faser.controller.bench_turn import LEAST_STEPS
 from faser.controller.bench_work import Mix, Replay, closed_stream
 from faser.controller.errors import EngineError
 from faser.controller.serve import EmbeddedPair
@@ -242,13 +243,29 @@ def plan(**parts: Any) -> Plan:
 def test_arms_take_turns_of_the_same_work_and_the_faster_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arms = {"faser": FakeArm("faser", burst=8), "k1": FakeArm("k1")}
     results = measure(plan(least_tokens=120), tmp_path, monkeypatch, arms)
-    assert [turn.arm for turn in results.turns] == ["none", "k1", "faser", "k1", "faser", "none"]
+    assert [turn.arm for turn in results.turns] == ["none", "k1", "faser"] * 2
     point = summary(results)["points"][0]
     assert point["envelope_ratio"] > 1.5
     totals = {name: sum(turn.tokens for turn in results.turns if turn.arm == name) for name in arms}
     assert totals["faser"] == pytest.approx(totals["k1"], rel=0.4)  # bursts in flight at the end count too
     assert {latency.arm for latency in results.latencies} == {"none", "k1", "faser"}
     assert all(arm.ended for arm in arms.values())
+
+
+def test_the_slices_of_a_round_go_round_among_the_arms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served, slice_ = [], Bench._slice
+
+    async def seen(self: Bench, clients: Clients, goal: int, least: int, arm: Arm) -> Any:
+        found = await slice_(self, clients, goal, least, arm)
+        served.append((arm.name, clients.tokens >= goal))
+        return found
+
+    monkeypatch.setattr(Bench, "_slice", seen)
+    results = measure(plan(least_tokens=120, slice_s=0.0, pairs=1), tmp_path, monkeypatch, {})
+    count = 120 // (LEAST_STEPS * 2)
+    order = [("none", "k1", "faser"), ("k1", "faser", "none"), ("faser", "none", "k1")]
+    assert served == [(name, True) for at in range(count) for name in order[at % 3]]
+    assert [turn.slices for turn in results.turns] == [count] * 3
 
 
 def test_a_rival_that_does_not_start_or_dies_is_reported_and_the_rest_goes_on(
@@ -319,18 +336,6 @@ def test_a_replay_in_which_nobody_meets_an_objective_has_no_ratio(
     assert all(turn.tokens_per_s > 0 for turn in results.turns)
 
 
-def test_one_arm_without_a_good_request_is_counted_as_with_one(tmp_path: Path) -> None:
-    results = Results(Machine("cpu", 2, 23.5, "Linux"), {}, "abc", SETTINGS)
-    bed = Bed(EmbeddedPair(tmp_path, tmp_path), tmp_path, tmp_path, "off", 1)
-    bench = Bench(plan(), results, tmp_path / "result.json", bed, lambda text: None, lambda what, share: None)
-    looks = [_Look(at_s, Processor(0.0, 0.0), 0.0, 0.0, Drafting(0, 0)) for at_s in (0.0, 10.0)]
-    rates = [
-        bench._as_turn(("main", "azure-conv", "all", 0), "none", Served(1000, 10.0), *looks, 20, goodput).rate
-        for goodput in (Goodput(0.0, 0.0, 50.0), Goodput(30.0, 0.3, 50.0))
-    ]
-    assert rates == [1000 / 10.0 / 20, 30.0]
-
-
 @pytest.mark.parametrize("name", ["faser", *POLICIES])
 def test_a_policys_arm_has_the_plugin_and_a_sidecar_of_its_own(name: str, tmp_path: Path) -> None:
     bed = Bed(EmbeddedPair(tmp_path, tmp_path), tmp_path, tmp_path, "price", 1)
@@ -338,6 +343,7 @@ def test_a_policys_arm_has_the_plugin_and_a_sidecar_of_its_own(name: str, tmp_pa
     assert config.policy.spec == ("price" if name == "faser" else name)
     assert launch.has_faser
     assert launch.endpoint == config.link.endpoint == f"ipc://{tmp_path / name}.sock"
+    assert launch.environment_extra["FASER_LEASE_MS"] == str(config.lease.ms) == "600000"  # outlives the others' slices
     assert (config.guard.envelope_margin == 1.0) == (name != "faser")  # our guard is part of FASER, not of their rule
 
 
