@@ -5,12 +5,13 @@
 Every arm is a vLLM engine in a process of its own, FASER's with a real sidecar beside it; the rivals are vLLM without
 FASER. The engines take turns in slices of a second or two: who is not at work waits with its requests half done. All
 serve the same stream of held-out prompts, and a slice ends when its arm has emitted the same total of tokens as the
-others, so that what the machine's speed does within seconds falls on all of them. A round is as many slices as make an
-answer of every client, or of eight of them. Every step counts: with a first step left out, whose caches are cold, an
-arm that emits a token a step would have had the same of its prompts left out in every round, those that end an answer
-in step with the slices. After --rounds full rounds a load goes on with FASER, no speculation and the rivals near the
-best until its ratio is sharp or its minutes are over. Every round is in the JSON file when it is over;
-closed_loop_report.py makes table and picture of it.
+others, so that what the machine's speed does within seconds falls on all of them. Every arm is held to the same
+answers, recorded before without speculation (held_text.py): else those whose texts happen to be easier would win. A
+round is as many slices as make an answer of every client, or of eight of them. Every step counts: with a first step
+left out, whose caches are cold, an arm that emits a token a step would have had the same of its prompts left out in
+every round, those that end an answer in step with the slices. After --rounds full rounds a load goes on with FASER, no
+speculation and the rivals near the best until its ratio is sharp or its minutes are over. Every round is in the JSON
+file when it is over; closed_loop_report.py makes table and picture of it.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ ARM = str(Path(__file__).with_name("closed_loop_arm.py"))
 ARMS = ("none", *(f"k{length}" for length in range(1, EMBEDDED_K_MAX + 1)), OURS)
 MAX_LOAD = 48  # requests of the longest prompt and answer that fit the KV cache
 LEAST_STEPS = 8  # of a slice without speculation
+RECORDED_AT_ONCE = 32  # answers
 LEAST_TOKENS = 192  # of a round: fewer depend too much on where in a text it begins and ends
 WHOLE_ANSWERS = 8  # of a round at most: one prompt more or less is then a small part of it
 SETTLE_ROUNDS = 1  # of each arm at each load, unmeasured
@@ -132,6 +134,7 @@ class Bench:
     console: Console
     arms: dict[str, Remote] = field(default_factory=dict)
     sidecar: ProcessTree | None = None
+    order: list[int] = field(default_factory=list)  # of the prompts whose answers are recorded
     begin_s: float = field(default_factory=time.monotonic)
 
     def say(self, text: str) -> None:
@@ -187,6 +190,16 @@ class Bench:
             time.sleep(0.1)
         raise EngineError("the sidecar did not start", remedy=f"see {self.folder / 'sidecar.log'}")
 
+    def record(self) -> None:
+        """Have the first arm answer the prompts, and teach its answers to all."""
+        settings = self.plan.settings
+        order = stream_order(settings.max_prompt_tokens, np.random.default_rng(0))
+        self.order = order[: settings.answers]
+        self.say(f"recording {len(self.order)} answers")
+        answers = self.arms[self.plan.arms[0]].ask("record", self.order, RECORDED_AT_ONCE)
+        for name in self.plan.arms:
+            self.arms[name].ask("learn", self.order, answers)
+
     # -- measuring -----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -209,7 +222,8 @@ class Bench:
         """Start the load in every arm and serve a round, unmeasured; return the tokens of a slice."""
         settings = self.plan.settings
         random = np.random.default_rng((len(self.results.turns), load))
-        order = stream_order(settings.max_prompt_tokens, random)
+        turn = int(random.integers(len(self.order)))
+        order = self.order[turn:] + self.order[:turn]
         firsts = staggered(load, settings.max_tokens, random)
         rates = []
         for name in self.plan.arms:
@@ -280,7 +294,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
     """Return the plan; raise UsageError for what cannot be measured."""
     if options.smoke:
         options.loads, options.arms, options.rounds = "1,2", f"none,{OURS}", 2
-        options.slice_s, options.minutes, options.max_tokens = 0.5, 1.0, 24
+        options.slice_s, options.minutes, options.max_tokens, options.answers = 0.5, 1.0, 24, 20
     arms = tuple(arm for arm in ARMS if arm in options.arms.split(","))
     if unknown := set(options.arms.split(",")) - set(ARMS):
         raise UsageError(f"--arms {','.join(sorted(unknown))}", f"some of {','.join(ARMS)}")
@@ -292,7 +306,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
         raise UsageError(f"--loads {options.loads}", f"numbers from 1 to {MAX_LOAD}, separated by commas")
     card = json.loads((ROOT / "models" / "weights" / "drafter.card.json").read_text())
     settings = Settings(
-        slice_s=options.slice_s, max_tokens=options.max_tokens, max_prompt_tokens=options.max_prompt_tokens,
+        slice_s=options.slice_s, answers=options.answers, max_tokens=options.max_tokens,
+        max_prompt_tokens=options.max_prompt_tokens,
         threads=options.threads or default_threads(available_cores()), k_max=EMBEDDED_K_MAX, policy=options.policy,
         target=TARGET_NAME, drafter_sha256=card["sha256"],
     )  # fmt: skip
@@ -321,6 +336,7 @@ def run(options: argparse.Namespace) -> int:
             with ExitStack() as stack:
                 bench.say(f"{len(plan.arms)} engines, {plan.settings.threads} threads each, logs in {folder}")
                 bench.start(stack, sockets)
+                bench.record()
                 bench.run()
                 bench.say("stopping")
         except KeyboardInterrupt:
@@ -353,6 +369,7 @@ def main() -> None:
     parser.add_argument("--slice-s", type=float, default=1.5, help="about what a slice takes without speculation")
     parser.add_argument("--minutes", type=float, default=8.0, help="at most, for each load")
     parser.add_argument("--max-tokens", type=int, default=96, help="length of each answer")
+    parser.add_argument("--answers", type=int, default=160, help="different prompts")
     parser.add_argument("--max-prompt-tokens", type=int, default=300)
     parser.add_argument("--policy", default="price", help="FASER's policy")
     parser.add_argument("--threads", type=int, help="of each engine; default: all cores but one")

@@ -1,6 +1,6 @@
 """One arm of closed_loop.py, run as its child: a vLLM engine that serves a stream of prompts in turns.
 
-The child's orders are `begin` and `turn` (remote.py).
+The child's orders are `record`, `learn`, `begin` and `turn` (remote.py). All arms are held to the same recorded answers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 from closed_loop_report import OURS
+from held_text import HeldText
 from remote import serve
 
 from faser.controller.bench_work import stream_prompts
@@ -49,8 +50,26 @@ class Engine:
             for text in (prompt.text for prompt in stream_prompts(order["max_prompt_tokens"]))
         ]
         self.max_tokens: int = order["max_tokens"]
-        self.live: dict[str, int] = {}  # request -> tokens emitted
+        self.live: dict[str, list[int]] = {}  # request -> tokens emitted
         self.emitted = self.sent = 0
+        self.answers: dict[int, list[int]] = {}  # by prompt
+        self.held = HeldText(self.engine.model_executor.driver_worker.worker.model_runner)
+
+    def record(self, order: list[int], at_once: int) -> list[list[int]]:
+        """Return this engine's own answers to prompts."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=self.max_tokens, ignore_eos=True, detokenize=False)
+        found: list[list[int]] = []
+        for first in range(0, len(order), at_once):
+            asked = [{"prompt_token_ids": self.prompts[place]} for place in order[first : first + at_once]]
+            outputs = self.llm.generate(asked, params, use_tqdm=False)
+            found += [list(output.outputs[0].token_ids) for output in outputs]
+        return found
+
+    def learn(self, order: list[int], answers: list[list[int]]) -> None:
+        """Keep the answers that prompts get from now on."""
+        self.answers = dict(zip(order, answers, strict=True))
 
     def begin(self, order: list[int], firsts: list[int]) -> None:
         """Start the clients of a load anew.
@@ -61,7 +80,7 @@ class Engine:
         self.engine.abort_request(list(self.live))
         while self.engine.has_unfinished_requests():
             self.engine.step()
-        self.live, self.emitted = {}, 0
+        self.live, self.emitted, self.held.texts = {}, 0, {}
         self.stream = itertools.cycle(order)
         for tokens in firsts:
             self._send(tokens)
@@ -74,14 +93,20 @@ class Engine:
         params = SamplingParams(
             temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
         )
-        self.engine.add_request(str(self.sent), {"prompt_token_ids": self.prompts[next(self.stream)]}, params)
-        self.live[str(self.sent)] = 0
+        place, name = next(self.stream), str(self.sent)
+        self.held.texts[name] = self.answers[place]
+        self.engine.add_request(name, {"prompt_token_ids": self.prompts[place]}, params)
+        self.live[name] = []
 
     def step(self) -> None:
         """Run one engine step; a client whose answer is done sends its next prompt."""
         for output in self.engine.step():
             self.emitted += len(output.outputs[0].token_ids)
+            said = self.live[output.request_id]
+            said += output.outputs[0].token_ids
             if output.finished:
+                if said != self.held.texts.pop(output.request_id)[: len(said)]:
+                    raise RuntimeError(f"request {output.request_id} left the text that it is held to")
                 del self.live[output.request_id]
                 self._send(self.max_tokens)
 

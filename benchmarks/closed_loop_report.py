@@ -39,6 +39,7 @@ class Settings(msgspec.Struct, frozen=True):
     """What must be the same for turns to be compared."""
 
     slice_s: float
+    answers: int  # that were recorded, and are given over and over
     max_tokens: int
     max_prompt_tokens: int
     threads: int
@@ -178,7 +179,8 @@ def _conditions(results: Results) -> list[str]:
         f"threads; {versions};",
         f"commit {', '.join(results.commits)}; drafter sha256 {settings.drafter_sha256[:12]}.",
         f"Each of N clients sends its next held-out prompt when its {settings.max_tokens}-token answer is done;",
-        "the first answers are staggered. Greedy, the five kinds of prompts in turn, the same stream for every arm.",
+        "the first answers are staggered. Greedy, the five kinds of prompts in turn, the same stream for every arm;",
+        f"all are held to the same {settings.answers} answers, recorded before, lest the easier text win.",
         "Every arm is a vLLM engine in a process of its own, FASER's with its sidecar beside it; they take turns in",
         f"slices of {low_s:.1f} to {high_s:.1f} s, each serving as many tokens as the others; those that wait use no",
         "time, and FASER's lease outlives their wait.",

@@ -237,6 +237,7 @@ class Bench:
         No step is left out: an arm that emits a token a step ends its answers in step with its slices, and would have
         the same of its prompts left out in every round.
         """
+        arm.wake()  # it is asked for its counters
         before = await self._look(arm, clients.finished)
         served = await clients.serve(max(goal, clients.tokens + least))
         after = await self._look(arm, clients.finished)

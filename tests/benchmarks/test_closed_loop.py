@@ -27,7 +27,7 @@ def bench(load_script: Callable[[str], ModuleType]) -> ModuleType:
 
 
 def results(report: ModuleType, rates: dict[str, list[float]], disturbed: tuple[int, ...] = ()) -> object:
-    settings = report.Settings(1.0, 96, 300, 1, 4, "price", "target", "ab" * 32)
+    settings = report.Settings(1.0, 160, 96, 300, 1, 4, "price", "target", "ab" * 32)
     turns = [
         report.Turn(
             round=round_,

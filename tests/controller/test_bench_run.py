@@ -86,6 +86,9 @@ class FakeArm:
     def halt(self) -> None:
         self.is_halted = True
 
+    def wake(self) -> None:
+        self.is_halted = False
+
     def wait_ready(self, bed: Bed) -> None:
         if self.name == "ngram":
             raise EngineError("vLLM ended with code 1 while starting: no such method")
@@ -97,6 +100,7 @@ class FakeArm:
         return 0.0
 
     async def drafting(self) -> Drafting:
+        assert not self.is_halted  # a stopped server never answers
         return Drafting(2 * self.emitted, self.emitted)
 
     async def close(self) -> None:
