@@ -68,7 +68,6 @@ LEAST_STEPS = 8  # of a slice without speculation
 RECORDED_AT_ONCE = 32  # answers
 LEAST_TOKENS = 192  # of a round: fewer depend too much on where in a text it begins and ends
 WHOLE_ANSWERS = 8  # of a round at most: one prompt more or less is then a small part of it
-SETTLE_ROUNDS = 1  # of each arm at each load, unmeasured
 LEASE_MS = 60_000  # longer than any arm waits for its next slice
 ENGINE_GIB = 2.2  # of memory an engine takes
 NEAR = 0.92  # of the best rival's tokens/s: what may still turn out the best
@@ -92,6 +91,15 @@ def round_tokens(load: int, answer_tokens: int) -> int:
     With fewer, one prompt more or less, which costs as much as several steps, would be most of what arms differ by.
     """
     return max(LEAST_TOKENS, min(load, WHOLE_ANSWERS) * answer_tokens)
+
+
+def settled_tokens(load: int, answer_tokens: int) -> int:
+    """Return the tokens of each arm before the first round, unmeasured: a round and half of an answer.
+
+    So rounds begin half-way between the ends of two answers, where the clients' progress differs little between arms: a
+    prompt that one arm reads before a round's end and another one behind it is what few rounds would differ by.
+    """
+    return round_tokens(load, answer_tokens) + answer_tokens // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +224,8 @@ class Bench:
                 names = self.contenders(load, round_ - first, names)
                 if time.monotonic() > end_s or not names:
                     break
-                self._round(load, round_, names, [(SETTLE_ROUNDS + round_ - first) * tokens + end for end in ends])
+                began = settled_tokens(load, self.plan.settings.max_tokens) + (round_ - first) * tokens
+                self._round(load, round_, names, [began + end for end in ends])
 
     def _settle(self, load: int) -> float:
         """Start the load in every arm and serve a round, unmeasured; return the tokens of a slice."""
@@ -230,7 +239,7 @@ class Bench:
             engine = self.arms[name]
             engine.ask("begin", order, firsts)
             engine.ask("turn", 2 * load)  # the first prompts
-            settled = engine.ask("turn", SETTLE_ROUNDS * round_tokens(load, settings.max_tokens))
+            settled = engine.ask("turn", settled_tokens(load, settings.max_tokens))
             rates.append(settled["tokens"] / settled["seconds"])
         return max(rates[0] * settings.slice_s, LEAST_STEPS * load)
 

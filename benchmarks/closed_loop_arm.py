@@ -1,6 +1,6 @@
 """One arm of closed_loop.py, run as its child: a vLLM engine that serves a stream of prompts in turns.
 
-The child's orders are `record`, `learn`, `begin` and `turn` (remote.py). All arms are held to the same recorded answers.
+The child's orders are `record`, `learn`, `begin` and `turn` (remote.py). All are held to the same recorded answers.
 """
 
 from __future__ import annotations

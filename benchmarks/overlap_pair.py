@@ -2,14 +2,15 @@
 
 SmolLM2-135M-Instruct and its EAGLE-3 head on vLLM (V1, CPU, greedy), held-out prompts of five kinds, 1 to 16 requests
 at once. Six arms, each an engine of its own, that take turns in slices of about a second: a slice ends at the same
-total of tokens for all, its first step is not measured. With one core for the target and one for the drafter's process:
+total of tokens for all, its first step is not measured. All are held to the same answers, recorded before without
+speculation (held_text.py). With one core for the target and one for the drafter's process:
 `own` (vLLM's own drafter on the target's core), `in turn` (the process drafts after verification), `ahead` (and goes
 on while the target verifies, where a request's hits promise to pay), `groups` (two groups take turns wherever they
 can), `gated` (ahead, and groups where they were measured to pay: what a user gets who switches both on). `unsplit` has
 both cores for both phases and no process. Prints JSON: tokens per second of each arm with median and spread, ratios
 within rounds with their intervals, `gated` over the best of in turn, ahead and groups, which is chosen on every other
 round and compared on those between, how often frontiers were of use, and how many tokens were accepted of those drafted
-in turn and ahead. Three quarters of an hour on two quiet cores; the file is written when a load is done, with those
+in turn and ahead. Half an hour on two quiet cores; the file is written when a load is done, with those
 before it. --quick is a dry run.
 """
 
@@ -29,6 +30,7 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
+from held_text import HeldText
 from remote import Remote, serve
 
 from faser.controller.bench_ratio import Ratio, envelope, paired_ratio
@@ -56,7 +58,7 @@ class Asked(Protocol):
 
 
 class Engine:
-    """In the child: answers `begin`, `go` and `counts`."""
+    """In the child: answers `record`, `begin`, `go` and `counts`."""
 
     def __init__(self, length: int, requests: int, dtype: str) -> None:
         from vllm import LLM
@@ -79,9 +81,10 @@ class Engine:
         executor: Any = self._engine.model_executor
         self._scheduler = core.engine_core.scheduler
         self._steering, self._groups = self._scheduler.steering, self._scheduler.ping_pong
-        self._remote = executor.driver_worker.worker.model_runner.remote
+        runner = executor.driver_worker.worker.model_runner
+        self._remote, self._held = runner.remote, HeldText(runner)
         self._length = length
-        self._said: dict[str, int] = {}  # tokens, by request
+        self._said: dict[str, list[int]] = {}  # tokens, by request
         self._sent = 0
         self._before: dict[str, int] = {}
         if self._remote is not None:
@@ -93,8 +96,17 @@ class Engine:
         while not self._remote.process.is_ready and time.monotonic() < ends_s:
             self._remote.process.collect(1.0)
 
-    def begin(self, texts: list[str], tokens: int, arm: str) -> None:
-        """Read prompts, to be answered at once."""
+    def record(self, texts: list[str], tokens: int) -> list[list[int]]:
+        """Return what the target says to prompts without speculation."""
+        self._steering.default.length = self._steering.default.frontier = 0
+        self._scheduler.ping_pong = None
+        self._add(texts, tokens)
+        while self._engine.has_unfinished_requests():
+            self._step()
+        return list(self._said.values())
+
+    def begin(self, texts: list[str], answers: list[list[int]], arm: str) -> None:
+        """Read prompts, to be answered at once with these tokens."""
         default, remote = self._steering.default, self._remote
         default.length, default.frontier = self._length, 0 if arm in ("own", "unsplit") else self._length
         self._scheduler.ping_pong = self._groups if arm in ("groups", "gated") else None
@@ -104,7 +116,8 @@ class Engine:
             remote.mode = AUTO if arm == "gated" else ALWAYS
             remote.go_on = self._go_on if arm in ("ahead", "gated") else lambda *_: self._go_on([], 0)
         self._before = self._counts()
-        self._add(texts, tokens)
+        self._add(texts, len(answers[0]))
+        self._held.texts = dict(zip(self._said, answers, strict=True))
         while not all(self._said.values()):  # from here on it is decoding
             self._step()
 
@@ -120,6 +133,9 @@ class Engine:
 
     def counts(self) -> dict[str, int]:
         """Return what the process did since `begin`."""
+        if self._said != self._held.texts:
+            raise RuntimeError("an answer left the text that it is held to")
+        self._held.texts = {}
         return {name: after - self._before[name] for name, after in self._counts().items()}
 
     def _counts(self) -> dict[str, int]:
@@ -140,15 +156,15 @@ class Engine:
         self._said = {}
         for text in texts:
             self._sent += 1
-            self._said[str(self._sent)] = 0
+            self._said[str(self._sent)] = []
             self._engine.add_request(str(self._sent), {"prompt_token_ids": tokenizer.encode(text)}, limits)
 
     def _step(self) -> None:
         for output in self._engine.step():
-            self._said[output.request_id] = len(output.outputs[0].token_ids)
+            self._said[output.request_id] = list(output.outputs[0].token_ids)
 
     def _emitted(self) -> int:
-        return sum(self._said.values())
+        return sum(map(len, self._said.values()))
 
 
 def start(options: argparse.Namespace, folder: str, arm: str) -> Remote:
@@ -180,13 +196,13 @@ def prompt_sets(options: argparse.Namespace, requests: int) -> list[list[str]]:
 
 
 def take_turns(
-    engines: Mapping[str, Asked], texts: list[str], options: argparse.Namespace, ends: Sequence[int], turn: int
+    engines: Mapping[str, Asked], texts: list[str], answers: list[list[int]], ends: Sequence[int], turn: int
 ) -> dict[str, Run]:
     """Have every arm answer the same prompts, slice by slice, beginning with another arm each time."""
     parts: dict[str, list[Run]] = {arm: [] for arm in engines}
     arms = tuple(engines)
     for arm in arms:
-        engines[arm].ask("begin", texts, options.tokens, arm)
+        engines[arm].ask("begin", texts, answers, arm)
     for at, end in enumerate(ends):
         first = (turn + at) % len(arms)
         for arm in arms[first:] + arms[:first]:
@@ -204,13 +220,14 @@ def measure(engines: Mapping[str, Asked], options: argparse.Namespace, requests:
     """Return all arms at one load; every round has the same prompts for each."""
     runs: dict[str, list[Run]] = {arm: [] for arm in ARMS}
     sets, total = prompt_sets(options, requests), requests * options.tokens
-    rate = take_turns(engines, sets[0], options, [total], 0)["in turn"]["rate"]  # warm
+    answers = [engines["own"].ask("record", texts, options.tokens) for texts in sets]
+    rate = take_turns(engines, sets[0], answers[0], [total], 0)["in turn"]["rate"]  # warm
     for _ in range(GATE_RUNS):
-        take_turns({"gated": engines["gated"]}, sets[0], options, [total], 0)
+        take_turns({"gated": engines["gated"]}, sets[0], answers[0], [total], 0)
     # The last slice ends when all is said.
     ends = [requests + end for end in slice_ends(total - requests, slice_tokens(rate, SLICE_S, requests))]
     for round_, texts in enumerate(sets):
-        for arm, run in take_turns(engines, texts, options, ends, round_).items():
+        for arm, run in take_turns(engines, texts, answers[round_], ends, round_).items():
             runs[arm].append(run)
         say(f"{requests} requests: {round_ + 1} of {len(sets)} rounds")
     return summary(runs)
@@ -257,8 +274,8 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="loads")
     parser.add_argument("--length", type=int, default=4, help="tokens of a chunk and of a frontier")
-    parser.add_argument("--tokens", type=int, default=96, help="of each answer")
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--cores", type=int, nargs=2, default=sorted(os.sched_getaffinity(0))[:2])
     parser.add_argument("--quick", action="store_true", help="two loads, one round, few tokens: no measurement")

@@ -96,6 +96,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(flag: str, va
 
 def test_a_round_is_an_answer_of_every_client_or_of_enough(bench: ModuleType) -> None:
     assert [bench.round_tokens(load, 96) for load in (1, 4, 8, 32)] == [192, 384, 768, 768]
+    assert [bench.settled_tokens(load, 96) % 96 for load in (1, 4, 8, 32)] == [48] * 4
 
 
 def test_a_turn_is_the_sum_of_its_slices(bench: ModuleType) -> None:

@@ -58,11 +58,10 @@ def test_arms_answer_the_same_prompts_slice_by_slice_in_rotating_order(script: M
             asked.append((self.arm, (what, *order)))
             return {"seconds": 0.5, "tokens": 5, "steps": 2} if what == "go" else {"hits": 3}
 
-    options = argparse.Namespace(tokens=8)
-    runs = script.take_turns({arm: Engine(arm) for arm in "abc"}, ["x"], options, [4, 8], 1)
+    runs = script.take_turns({arm: Engine(arm) for arm in "abc"}, ["x"], [[5, 6]], [4, 8], 1)
     assert [name for name, order in asked if order == ("go", 4)] == ["b", "c", "a"]
     assert [name for name, order in asked if order == ("go", 8)] == ["c", "a", "b"]
-    assert {arm: order for arm, order in asked if order[0] == "begin"} == {a: ("begin", ["x"], 8, a) for a in "abc"}
+    assert {arm: order for arm, order in asked if order[0] == "begin"} == {a: ("begin", ["x"], [[5, 6]], a) for a in "abc"}
     assert runs["a"] == {"rate": 10.0, "tokens": 10, "step_ms": 250.0, "slices": 2, "hits": 3}
 
 
