@@ -124,6 +124,7 @@ def as_turn(name: str, load: int, round_: int, slices: Sequence[Slice]) -> Turn:
     return Turn(
         round=round_, load=load, arm=name, tokens_per_s=total["tokens"] / seconds, seconds=seconds, slices=len(slices),
         steps=int(total["steps"]), tokens=int(total["tokens"]), requests=int(total["requests"]),
+        prompt_tokens=int(total["prompt_tokens"]),
         draft_tokens=int(total["draft_tokens"]), accepted_tokens=int(total["accepted_tokens"]),
         engine_cpu=total["cpu_s"] / seconds, own_cpu=own_s / whole_s, other_cpu=noise.other_cpu,
         steal_share=noise.steal_share, is_disturbed=bool(noise.reason(cores)),

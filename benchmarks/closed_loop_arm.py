@@ -51,7 +51,8 @@ class Engine:
         ]
         self.max_tokens: int = order["max_tokens"]
         self.live: dict[str, list[int]] = {}  # request -> tokens emitted
-        self.emitted = self.sent = 0
+        self.emitted = self.sent = self.read = 0
+        self.unread: dict[str, int] = {}  # request -> tokens of its prompt
         self.answers: dict[int, list[int]] = {}  # by prompt
         self.held = HeldText(self.engine.model_executor.driver_worker.worker.model_runner)
 
@@ -80,7 +81,7 @@ class Engine:
         self.engine.abort_request(list(self.live))
         while self.engine.has_unfinished_requests():
             self.engine.step()
-        self.live, self.emitted, self.held.texts = {}, 0, {}
+        self.live, self.unread, self.emitted, self.held.texts = {}, {}, 0, {}
         self.stream = itertools.cycle(order)
         for tokens in firsts:
             self._send(tokens)
@@ -96,12 +97,13 @@ class Engine:
         place, name = next(self.stream), str(self.sent)
         self.held.texts[name] = self.answers[place]
         self.engine.add_request(name, {"prompt_token_ids": self.prompts[place]}, params)
-        self.live[name] = []
+        self.live[name], self.unread[name] = [], len(self.prompts[place])
 
     def step(self) -> None:
         """Run one engine step; a client whose answer is done sends its next prompt."""
         for output in self.engine.step():
             self.emitted += len(output.outputs[0].token_ids)
+            self.read += self.unread.pop(output.request_id, 0)
             said = self.live[output.request_id]
             said += output.outputs[0].token_ids
             if output.finished:
@@ -112,7 +114,7 @@ class Engine:
 
     def turn(self, until: int) -> dict[str, float]:
         """Serve until so many tokens are emitted since `begin`, a step at least; return what it took."""
-        tokens, drafting, sent = self.emitted, self._drafting(), self.sent
+        tokens, drafting, sent, read = self.emitted, self._drafting(), self.sent, self.read
         began_s, cpu_s, steps = time.perf_counter(), time.process_time(), 0
         while self.emitted < until or not steps:
             self.step()
@@ -121,7 +123,7 @@ class Engine:
         after = self._drafting()
         return {
             "seconds": seconds, "cpu_s": cpu_s, "steps": steps, "tokens": self.emitted - tokens,
-            "emitted": self.emitted, "requests": self.sent - sent,
+            "emitted": self.emitted, "requests": self.sent - sent, "prompt_tokens": self.read - read,
             **{name: after[name] - drafting[name] for name in after},
         }  # fmt: skip
 

@@ -69,6 +69,7 @@ class Turn(msgspec.Struct, frozen=True):
     steal_share: float  # of all cores' time
     is_disturbed: bool
     at: str
+    prompt_tokens: int = 0  # read; 0 in all turns of a load of before it was counted
 
 
 class Results(msgspec.Struct):
@@ -88,14 +89,36 @@ class Results(msgspec.Struct):
         """Return the arms measured, in the table's order."""
         return sorted({turn.arm for turn in self.turns}, key=lambda arm: (arm == OURS, arm != "none", arm))
 
-    def rates(self, load: int, is_clean: bool = False) -> dict[str, Floats]:
-        """Return tokens/s by arm, (rounds,) each; NaN where an arm was not measured or, if asked for, disturbed."""
+    def rates(self, load: int, is_clean: bool = False, is_even: bool = False) -> dict[str, Floats]:
+        """Return tokens/s by arm, (rounds,) each; NaN where an arm was not measured or, if asked for, disturbed.
+
+        :param is_even: as if all arms had read as many prompt tokens in a round as they did on average
+        """
         turns = [turn for turn in self.turns if turn.load == load]
         count = 1 + max((turn.round for turn in turns), default=-1)
         rates = {arm: np.full(count, np.nan) for arm in self.arms()}
-        for turn in turns:
-            rates[turn.arm][turn.round] = np.nan if is_clean and turn.is_disturbed else turn.tokens_per_s
+        surplus_s = surplus(turns) if is_even else np.zeros(len(turns))
+        for turn, more_s in zip(turns, surplus_s, strict=True):
+            is_left_out = is_clean and turn.is_disturbed
+            rates[turn.arm][turn.round] = np.nan if is_left_out else turn.tokens / (turn.seconds - more_s)
         return rates
+
+
+def surplus(turns: Sequence[Turn]) -> Floats:
+    """Return the seconds that each turn of one load took for prompts beyond those of its round's average arm.
+
+    Which prompts fall on which side of a round's end depends on whose clients happen to be ahead; over a load every arm
+    reads the same. The time of a prompt token is the slope of a regression with an effect of every arm and round.
+    """
+    prompts = np.array([turn.prompt_tokens for turn in turns], np.float64)
+    places = [np.unique([getattr(turn, name) for turn in turns], return_inverse=True)[1] for name in ("arm", "round")]
+    arms, rounds = (np.eye(place.max(initial=0) + 1)[place] for place in places)
+    if len(turns) <= arms.shape[1] + rounds.shape[1]:
+        return np.zeros(len(turns))
+    seconds = np.array([turn.seconds for turn in turns])
+    slope_s = float(np.linalg.lstsq(np.column_stack([prompts, arms, rounds]), seconds)[0][0])
+    means = (rounds.T @ prompts) / rounds.sum(axis=0)
+    return max(slope_s, 0.0) * (prompts - means[places[1]])
 
 
 def read_results(path: Path) -> Results:
@@ -113,12 +136,12 @@ def write_results(results: Results, path: Path) -> None:
 
 def envelope_at(results: Results, load: int) -> Envelope:
     """Return the envelope ratio at a load, from undisturbed turns if there are enough of them."""
-    return cleanest(results.rates(load, is_clean=True), results.rates(load))
+    return cleanest(results.rates(load, is_clean=True, is_even=True), results.rates(load, is_even=True))
 
 
 def over_none(results: Results, load: int) -> Ratio:
     """Return FASER over no speculation at a load, from the same turns as the envelope."""
-    rates = results.rates(load, is_clean=not envelope_at(results, load).is_disturbed)
+    rates = results.rates(load, is_clean=not envelope_at(results, load).is_disturbed, is_even=True)
     return paired_ratio(np.log(rates[OURS]) - np.log(rates["none"]))
 
 
@@ -194,7 +217,8 @@ def _legend(results: Results) -> list[str]:
     disturbed = sum(turn.is_disturbed for turn in results.turns)
     return [
         "Tokens/s: median (lowest to highest) over rounds. *FASER's length*: draft tokens verified per request and",
-        "step. Ratios: geometric mean over paired rounds with its 95 % interval. The best rival is chosen on every",
+        "step. Ratios: of rounds in which all arms read as many prompt tokens (a regression's slope corrects the time of",
+        "those that read more or fewer than the round's average; over a load all read the same); geometric mean over paired rounds with its 95 % interval. The best rival is chosen on every",
         "other round and compared on the rounds between, and the other way round, among the arms that were in half of",
         "the rounds at least: after the first rounds arms that fall behind are left out.",
         f"*Bar*: ratio at least {LEAST_RATIO}, lower end at least {LEAST_LOW}, half-width at most "

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
+import numpy as np
 import pytest
 
 import faser
@@ -34,11 +36,12 @@ def results(report: ModuleType, rates: dict[str, list[float]], disturbed: tuple[
             load=1,
             arm=arm,
             tokens_per_s=rate,
-            seconds=1.5,
+            seconds=4.0,
             slices=2,
             steps=200,
-            tokens=400,
+            tokens=round(4 * rate),
             requests=5,
+            prompt_tokens=700,
             draft_tokens=300,
             accepted_tokens=200,
             engine_cpu=1.0,
@@ -62,6 +65,20 @@ def test_disturbed_turns_count_only_where_there_are_too_few_others(report: Modul
     assert (dirty.ratio.pairs, dirty.is_disturbed) == (5, True)
 
 
+def test_prompts_that_fall_into_another_round_do_not_make_arms_differ(report: ModuleType) -> None:
+    told, random = results(report, {"none": [100.0] * 8, "faser": [100.0] * 8}), np.random.default_rng(0)
+    turns = []
+    for turn in told.turns:  # type: ignore[attr-defined]
+        prompts, mood = int(random.integers(100, 900)), 1.0 + 0.3 * (turn.round % 3)
+        seconds = {"none": 4.0, "faser": 3.0}[turn.arm] + mood + 0.005 * prompts
+        turns.append(msgspec.structs.replace(turn, prompt_tokens=prompts, seconds=seconds, tokens=400))
+    told.turns = turns  # type: ignore[attr-defined]
+    even = np.log(told.rates(1, is_even=True)["faser"]) - np.log(told.rates(1, is_even=True)["none"])  # type: ignore[attr-defined]
+    raw = np.log(told.rates(1)["faser"]) - np.log(told.rates(1)["none"])  # type: ignore[attr-defined]
+    assert even.std() < 0.2 * raw.std()
+    assert 1.1 < np.exp(even.mean()) < 1.25  # a second less of about seven
+
+
 def test_the_documents_come_from_the_file_alone_and_replace_only_their_own_section(
     report: ModuleType, tmp_path: Path
 ) -> None:
@@ -78,7 +95,7 @@ def test_the_documents_come_from_the_file_alone_and_replace_only_their_own_secti
         assert text.startswith("# Results\n\nbefore\n\n" + report.BEGIN)
         assert text.endswith(report.END + "\nafter\n")
         assert "old" not in text
-        assert "| 1 | 100 (99 to 101) | 120 (119 to 121) | 126 (125 to 127) | 1.50 |" in text
+        assert "| 1 | 100 (99 to 101) | 120 (119 to 121) | 126 (125 to 127) | 0.99 |" in text
         assert "| k = 2 | 3 | met |" in text
     assert (docs / "closed_loop.svg").read_text().startswith("<?xml")
 
@@ -101,7 +118,7 @@ def test_a_round_is_an_answer_of_every_client_or_of_enough(bench: ModuleType) ->
 
 def test_a_turn_is_the_sum_of_its_slices(bench: ModuleType) -> None:
     served = {"seconds": 1.0, "cpu_s": 0.9, "steps": 10, "tokens": 30, "emitted": 30, "requests": 1}
-    served |= {"draft_tokens": 20, "accepted_tokens": 15}
+    served |= {"draft_tokens": 20, "accepted_tokens": 15, "prompt_tokens": 100}
     slow = served | {"seconds": 3.0, "tokens": 30}
     quiet = bench.Slice(served, 1.1, 1.0, 1.05, 0.0)
     turn = bench.as_turn("k2", 4, 7, [quiet, bench.Slice(slow, 3.1, 3.0, 3.0, 0.0)])
