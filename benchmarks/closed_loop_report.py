@@ -220,7 +220,7 @@ def _legend(results: Results) -> list[str]:
         "step. Ratios: of rounds in which all arms read as many prompt tokens (a regression's slope takes out the time",
         "of prompts beyond the round's average; over a load all arms read the same). Geometric mean over paired rounds",
         "with its 95 % interval. The best rival is chosen on every other round and compared on the rounds between, and",
-        "the other way round, among the arms that were in half of the rounds at least: after the first rounds arms that",
+        "the other way round, among arms that were in half of the rounds at least: after the first rounds arms that",
         "fall behind are left out.",
         f"*Bar*: ratio at least {LEAST_RATIO}, lower end at least {LEAST_LOW}, half-width at most "
         f"{WANTED_HALF_WIDTH:.0%}; *open*: the interval is still wider.",
