@@ -31,4 +31,4 @@ def test_moods_that_last_are_not_averaged_out_by_longer_slices(slices: ModuleTyp
 
 
 def test_lengths_of_which_the_run_holds_too_few_are_left_out(slices: ModuleType) -> None:
-    assert [row["slice_s"] for row in slices.summary(np.full(600, 0.01), (1.0, 2.0))["lengths"]] == [1.0]
+    assert [row["slice_s"] for row in slices.summary(np.full(800, 0.01), (1.0, 2.0))["lengths"]] == [1.0]
