@@ -6,7 +6,7 @@ Every arm is a vLLM engine in a process of its own, FASER's with a real sidecar 
 FASER. The engines take turns in slices of a second or two: who is not at work waits with its requests half done. All
 serve the same stream of held-out prompts, and a slice ends when its arm has emitted the same total of tokens as the
 others, so that what the machine's speed does within seconds falls on all of them. Every arm is held to the same
-answers, recorded before without speculation (held_text.py): else those whose texts happen to be easier would win. A
+answers, recorded before by the first arm (held_text.py): else those whose texts happen to be easier would win. A
 round is as many slices as make an answer of every client, or of eight of them. Every step counts: with a first step
 left out, whose caches are cold, an arm that emits a token a step would have had the same of its prompts left out in
 every round, those that end an answer in step with the slices. After --rounds full rounds a load goes on with FASER, no
@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import math
 import os
 import shutil
 import sys
@@ -31,6 +30,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from closed_loop_report import (
     OURS,
@@ -38,7 +38,6 @@ from closed_loop_report import (
     ROOT,
     Results,
     Settings,
-    Turn,
     envelope_at,
     name_of,
     read_results,
@@ -46,12 +45,15 @@ from closed_loop_report import (
     write_documents,
     write_results,
 )
+from closed_loop_turn import Slice, as_turn
 from remote import Remote, RemoteError, process_cpu_s
 from rich.console import Console
 from rich.table import Table
 
-from faser.controller.bench_machine import Noise, Processor, commit, machine_facts, require_memory, versions
-from faser.controller.bench_turn import slice_ends
+from faser.controller.bench_machine import Processor, commit, machine_facts, require_memory, versions
+from faser.controller.bench_plan import contenders, turn_order
+from faser.controller.bench_server import LEASE_MS
+from faser.controller.bench_turn import slice_ends, slice_tokens
 from faser.controller.bench_work import staggered, stream_order
 from faser.controller.config import load as load_config
 from faser.controller.errors import EngineError, FaserError, UsageError
@@ -64,13 +66,10 @@ from faser.models.embedded import EMBEDDED_K_MAX, TARGET_NAME
 ARM = str(Path(__file__).with_name("closed_loop_arm.py"))
 ARMS = ("none", *(f"k{length}" for length in range(1, EMBEDDED_K_MAX + 1)), OURS)
 MAX_LOAD = 48  # requests of the longest prompt and answer that fit the KV cache
-LEAST_STEPS = 8  # of a slice without speculation
 RECORDED_AT_ONCE = 32  # answers
 LEAST_TOKENS = 192  # of a round: fewer depend too much on where in a text it begins and ends
 WHOLE_ANSWERS = 8  # of a round at most: one prompt more or less is then a small part of it
-LEASE_MS = 60_000  # longer than any arm waits for its next slice
 ENGINE_GIB = 2.2  # of memory an engine takes
-NEAR = 0.92  # of the best rival's tokens/s: what may still turn out the best
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,36 +99,6 @@ def settled_tokens(load: int, answer_tokens: int) -> int:
     prompt that one arm reads before a round's end and another one behind it is what few rounds would differ by.
     """
     return round_tokens(load, answer_tokens) + answer_tokens // 2
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """What an arm did in its part of a round, and what the machine did meanwhile; CPU time in seconds."""
-
-    served: dict[str, float]  # the child's answer
-    whole_s: float
-    own_s: float
-    busy_s: float
-    steal_s: float
-
-
-def as_turn(name: str, load: int, round_: int, slices: Sequence[Slice]) -> Turn:
-    """Return an arm's round: the sums of its slices."""
-    total = {key: sum(each.served[key] for each in slices) for key in slices[0].served}
-    whole_s, own_s = sum(each.whole_s for each in slices), sum(each.own_s for each in slices)
-    cores = os.cpu_count() or 1
-    busy = Processor(sum(each.busy_s for each in slices), sum(each.steal_s for each in slices))
-    noise = Noise.between(Processor(0.0, 0.0), busy, own_s, whole_s, cores)
-    seconds = total["seconds"]
-    return Turn(
-        round=round_, load=load, arm=name, tokens_per_s=total["tokens"] / seconds, seconds=seconds, slices=len(slices),
-        steps=int(total["steps"]), tokens=int(total["tokens"]), requests=int(total["requests"]),
-        prompt_tokens=int(total["prompt_tokens"]),
-        draft_tokens=int(total["draft_tokens"]), accepted_tokens=int(total["accepted_tokens"]),
-        engine_cpu=total["cpu_s"] / seconds, own_cpu=own_s / whole_s, other_cpu=noise.other_cpu,
-        steal_share=noise.steal_share, is_disturbed=bool(noise.reason(cores)),
-        at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -215,12 +184,12 @@ class Bench:
         """Measure every load until its ratio is sharp or its minutes are over."""
         for load in self.plan.loads:
             self.say(f"{load} requests: every arm settles")
-            slice_tokens = self._settle(load)
+            rate = self._settle(load)
             end_s = time.monotonic() + 60.0 * self.plan.minutes
             first = max((turn.round for turn in self.results.turns if turn.load == load), default=-1) + 1
             names = self.plan.arms
             tokens = round_tokens(load, self.plan.settings.max_tokens)
-            ends = slice_ends(tokens, slice_tokens)
+            ends = slice_ends(tokens, slice_tokens(rate, self.plan.settings.slice_s, load))
             for round_ in itertools.count(first):
                 names = self.contenders(load, round_ - first, names)
                 if time.monotonic() > end_s or not names:
@@ -229,27 +198,26 @@ class Bench:
                 self._round(load, round_, names, [began + end for end in ends])
 
     def _settle(self, load: int) -> float:
-        """Start the load in every arm and serve a round, unmeasured; return the tokens of a slice."""
+        """Start the load in every arm and serve a round, unmeasured; return the first arm's tokens/s."""
         settings = self.plan.settings
         random = np.random.default_rng((len(self.results.turns), load))
         turn = int(random.integers(len(self.order)))
         order = self.order[turn:] + self.order[:turn]
         firsts = staggered(load, settings.max_tokens, random)
-        rates = []
+        rates: list[float] = []
         for name in self.plan.arms:
             engine = self.arms[name]
             engine.ask("begin", order, firsts)
             engine.ask("turn", 2 * load)  # the first prompts
             settled = engine.ask("turn", settled_tokens(load, settings.max_tokens))
             rates.append(settled["tokens"] / settled["seconds"])
-        return max(rates[0] * settings.slice_s, LEAST_STEPS * load)
+        return rates[0]
 
     def _round(self, load: int, round_: int, names: Sequence[str], goals: Sequence[int]) -> None:
         """Give each arm its slices, in rotating order; those no longer measured stay where they are."""
         slices: dict[str, list[Slice]] = {name: [] for name in names}
         for at, goal in enumerate(goals):
-            first = (round_ + at) % len(names)
-            for name in (*names[first:], *names[:first]):
+            for name in turn_order(names, round_ + at):
                 slices[name].append(self._slice(name, goal))
         self.results.turns += [as_turn(name, load, round_, slices[name]) for name in names]
         write_results(self.results, self.path)
@@ -281,10 +249,7 @@ class Bench:
             return ()
         if envelope_at(self.results, load).ratio.is_sharp():
             return ()
-        rates = self.results.rates(load)
-        level = {arm: float(np.nanmean(np.log(rates[arm] / rates[OURS]))) for arm in names if arm != OURS}
-        near = {arm for arm, log in level.items() if log >= max(level.values()) + math.log(NEAR)} | {OURS, "none"}
-        return tuple(arm for arm in names if arm in near)
+        return contenders(self.results.rates(load, is_even=True), names)
 
 
 def open_results(path: Path, settings: Settings, is_resumed: bool) -> Results:
@@ -292,7 +257,10 @@ def open_results(path: Path, settings: Settings, is_resumed: bool) -> Results:
     now = commit()
     if not is_resumed or not path.exists():
         return Results(machine_facts(), versions(), [now], settings)
-    results = read_results(path)
+    try:
+        results = read_results(path)
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"{path}: {error}", "turns of this version", "drop --resume") from None
     if (results.settings, results.machine) != (settings, machine_facts()):
         raise UsageError(f"{path} was measured with {results.settings}", f"{settings} on this machine", "drop --resume")
     if now not in results.commits:
@@ -314,6 +282,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
         loads = ()
     if not loads or loads[0] < 1 or loads[-1] > MAX_LOAD:
         raise UsageError(f"--loads {options.loads}", f"numbers from 1 to {MAX_LOAD}, separated by commas")
+    if options.answers < 1:
+        raise UsageError(f"--answers {options.answers}", "1 or more")
     card = json.loads((ROOT / "models" / "weights" / "drafter.card.json").read_text())
     settings = Settings(
         slice_s=options.slice_s, answers=options.answers, max_tokens=options.max_tokens,

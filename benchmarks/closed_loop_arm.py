@@ -123,7 +123,7 @@ class Engine:
         after = self._drafting()
         return {
             "seconds": seconds, "cpu_s": cpu_s, "steps": steps, "tokens": self.emitted - tokens,
-            "emitted": self.emitted, "requests": self.sent - sent, "prompt_tokens": self.read - read,
+            "requests": self.sent - sent, "prompt_tokens": self.read - read,
             **{name: after[name] - drafting[name] for name in after},
         }  # fmt: skip
 

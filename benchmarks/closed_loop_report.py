@@ -225,10 +225,15 @@ def _legend(results: Results) -> list[str]:
         f"*Bar*: ratio at least {LEAST_RATIO}, lower end at least {LEAST_LOW}, half-width at most "
         f"{WANTED_HALF_WIDTH:.0%}; *open*: the interval is still wider.",
         f"{len(results.turns)} rounds of an arm, {disturbed} of them disturbed by other work or stolen time and left",
-        "out; * marks loads that use such rounds.",
+        "out; * marks loads that use such rounds." + _uncounted(results),
         "Reproduce: `python benchmarks/closed_loop.py --docs docs`.",
         "",
     ]
+
+
+def _uncounted(results: Results) -> str:
+    loads = [load for load in results.loads() if not any(t.prompt_tokens for t in results.turns if t.load == load)]
+    return f" Prompt tokens were not counted yet at {', '.join(map(str, loads))} requests." if loads else ""
 
 
 def write_markdown(results: Results, path: Path) -> None:

@@ -177,7 +177,7 @@ class Bench:
                 names = [name for name in clients if name in self.arms]
                 if progress.is_complete():
                     names = list(contenders(self.results.rates(load, mix.name), names))
-                slices = await self._round(clients, names, round_, [goal + end for end in ends], what)
+                slices = await self._round(clients, names, round_, goal, ends, what)
                 place = (phase, load, mix.name, round_)
                 turns = [as_turn(place, name, each, self.own_load.cores) for name, each in slices.items()]
                 self._close_round(turns, progress, what)
@@ -219,20 +219,19 @@ class Bench:
         arm.halt()
 
     async def _round(
-        self, clients: dict[str, Clients], names: Sequence[str], round_: int, goals: Sequence[int], what: str
+        self, clients: dict[str, Clients], names: Sequence[str], round_: int, began: int, ends: Sequence[int], what: str
     ) -> dict[str, list[Slice]]:
         """Give each arm its slices in rotating order, until the same totals; return those of who lived through it."""
         slices: dict[str, list[Slice]] = {name: [] for name in names}
-        least = (goals[-1] - goals[0]) // max(len(goals) - 1, 1) // 2
-        for at, goal in enumerate(goals):
+        for at, end in enumerate(ends):
             for name in turn_order(names, round_ + at):
-                found = await self._attempt(name, partial(self._slice, clients[name], goal, least))
+                found = await self._attempt(name, partial(self._slice, clients[name], began + end, ends[0] // 2))
                 slices[name] += [found] if found is not None else []
-                self._step(what, 1.0 / len(goals))
-        return {name: found for name, found in slices.items() if len(found) == len(goals)}
+                self._step(what, 1.0 / len(ends))
+        return {name: found for name, found in slices.items() if len(found) == len(ends)}
 
     async def _slice(self, clients: Clients, goal: int, least: int, arm: Arm) -> Slice:
-        """Serve until the goal.
+        """Serve until the goal, and so many tokens at least.
 
         No step is left out: an arm that emits a token a step ends its answers in step with its slices, and would have
         the same of its prompts left out in every round.

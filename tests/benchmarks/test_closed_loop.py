@@ -101,7 +101,7 @@ def test_the_documents_come_from_the_file_alone_and_replace_only_their_own_secti
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"), [("--loads", "0"), ("--loads", "1,x"), ("--loads", "4096"), ("--arms", "k9")]
+    ("flag", "value"), [("--loads", "0"), ("--loads", "1,x"), ("--loads", "4096"), ("--arms", "k9"), ("--answers", "0")]
 )
 def test_what_cannot_be_measured_is_refused_before_anything_starts(flag: str, value: str, tmp_path: Path) -> None:
     command = [sys.executable, str(FOLDER / "closed_loop.py"), flag, value]
@@ -117,7 +117,7 @@ def test_a_round_is_an_answer_of_every_client_or_of_enough(bench: ModuleType) ->
 
 
 def test_a_turn_is_the_sum_of_its_slices(bench: ModuleType) -> None:
-    served = {"seconds": 1.0, "cpu_s": 0.9, "steps": 10, "tokens": 30, "emitted": 30, "requests": 1}
+    served = {"seconds": 1.0, "cpu_s": 0.9, "steps": 10, "tokens": 30, "requests": 1}
     served |= {"draft_tokens": 20, "accepted_tokens": 15, "prompt_tokens": 100}
     slow = served | {"seconds": 3.0, "tokens": 30}
     quiet = bench.Slice(served, 1.1, 1.0, 1.05, 0.0)

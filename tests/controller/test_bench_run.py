@@ -265,8 +265,8 @@ def test_the_slices_of_a_round_go_round_among_the_arms(tmp_path: Path, monkeypat
         return found
 
     monkeypatch.setattr(Bench, "_slice", seen)
-    results = measure(plan(least_tokens=120, slice_s=0.0, pairs=1), tmp_path, monkeypatch, {})
-    count = 120 // (LEAST_STEPS * 2)
+    results = measure(plan(least_tokens=160, slice_s=0.0, pairs=1), tmp_path, monkeypatch, {})
+    count = 160 // (LEAST_STEPS * 2)
     order = [("none", "k1", "faser"), ("k1", "faser", "none"), ("faser", "none", "k1")]
     assert served == [(name, True) for at in range(count) for name in order[at % 3]]
     assert [turn.slices for turn in results.turns] == [count] * 3
