@@ -6,7 +6,8 @@ Every arm is a vLLM engine in a process of its own, FASER's with a real sidecar 
 FASER. The engines take turns in slices of a second or two: who is not at work waits with its requests half done. All
 serve the same stream of held-out prompts, and a slice ends when its arm has emitted the same total of tokens as the
 others, so that what the machine's speed does within seconds falls on all of them. Every arm is held to the same
-answers, recorded before by the first arm (held_text.py): else those whose texts happen to be easier would win. A
+answers, recorded before by the first arm (held_text.py): else those whose texts happen to be easier would win. At
+each load FASER serves for half a minute before it is measured, for its sidecar is new to the engine. A
 round is as many slices as make an answer of every client, or of eight of them. Every step counts: with a first step
 left out, whose caches are cold, an arm that emits a token a step would have had the same of its prompts left out in
 every round, those that end an answer in step with the slices. After --rounds full rounds a load goes on with FASER, no
@@ -69,6 +70,7 @@ MAX_LOAD = 48  # requests of the longest prompt and answer that fit the KV cache
 RECORDED_AT_ONCE = 32  # answers
 LEAST_TOKENS = 192  # of a round: fewer depend too much on where in a text it begins and ends
 WHOLE_ANSWERS = 8  # of a round at most: one prompt more or less is then a small part of it
+LEARNING_TOKENS = 300  # of each client: the sidecar has never seen this engine, a user's has after half a minute
 ENGINE_GIB = 2.2  # of memory an engine takes
 
 
@@ -198,7 +200,7 @@ class Bench:
                 self._round(load, round_, names, [began + end for end in ends])
 
     def _settle(self, load: int) -> float:
-        """Start the load in every arm and serve a round, unmeasured; return the first arm's tokens/s."""
+        """Start the load in every arm and serve a round, FASER more, unmeasured; return the first arm's tokens/s."""
         settings = self.plan.settings
         random = np.random.default_rng((len(self.results.turns), load))
         turn = int(random.integers(len(self.order)))
@@ -207,6 +209,9 @@ class Bench:
         rates: list[float] = []
         for name in self.plan.arms:
             engine = self.arms[name]
+            if name == OURS:
+                engine.ask("begin", order, firsts)
+                engine.ask("turn", LEARNING_TOKENS * load)
             engine.ask("begin", order, firsts)
             engine.ask("turn", 2 * load)  # the first prompts
             settled = engine.ask("turn", settled_tokens(load, settings.max_tokens))
