@@ -21,7 +21,8 @@ from .step_grid import PLANES, ROWS
 
 EDGE_LIST: Final[list[float]] = EDGES.tolist()
 FREE: Final = len(EDGES) - 1  # the bin that lets everything pass
-EVERY_ROW_ALIKE: Final = np.zeros(0)
+FEW_ROWS: Final = 32  # draft rows at most of a batch whose steps are told apart by their rows, not by the mean of these
+NOT_FEW: Final = np.zeros(0)
 
 
 class Stops(NamedTuple):
@@ -29,23 +30,26 @@ class Stops(NamedTuple):
 
     go_on: Ints  # (k_max, bins): bin of the survival before each position from which it is drafted, by bin to keep
     table: Floats  # (PLANES, bins, k_max + 1), see models/step_grid.py
-    verify_s: Floats | None  # (bins, k_max + 1), None: what the cost table says of the rows
+    verify_s: Floats | None  # (bins, k_max + 1), None: what the cost table says of the mean rows
 
 
 def predict_stops(state: EngineState, forecast: Forecast, requests: int, rate: float) -> Stops:
     """Return the predictions for a batch of `requests`; `rate`, tokens/s, prices a second of drafting."""
     k_max, bins = forecast.reach.shape
     token_s, round_s = state.cost.draft_prices_s()
-    alone_s = None
-    if requests == 1:  # what it keeps is the whole batch: every row at its own price, not at that of a mean
-        alone_s = state.cost.beside_prompts_s(np.arange(k_max + 1) + 1.0, 1, state.prompt_rows())
-    row_prices = EVERY_ROW_ALIKE if alone_s is None else rate * np.diff(alone_s)
+    few_s = NOT_FEW
+    if requests * k_max <= FEW_ROWS:
+        rows = np.arange(requests * k_max + 1) + float(requests)
+        few_s = state.cost.beside_prompts_s(rows, requests, state.prompt_rows())
+    row_prices = rate * np.diff(few_s) if requests == 1 else NOT_FEW  # what it keeps is the whole batch
     go_on, table = np.empty((k_max, bins), np.int64), np.empty((PLANES, bins, k_max + 1))
     _tabulate(
         forecast.worth, forecast.reach, forecast.kept, forecast.gain, row_prices, float(rate * token_s),
         float(rate * round_s), requests, go_on, table,
     )  # fmt: skip
-    return Stops(go_on, table, None if alone_s is None else _of_one(alone_s, table[ROWS]))
+    verify_s = np.empty(table[ROWS].shape)
+    time_of_few(few_s, table[ROWS], requests, verify_s)
+    return Stops(go_on, table, verify_s if len(few_s) else None)
 
 
 def rule_of(go_on: Ints, confidence: Confidence, keep: int, depth: int) -> StopRule | None:
@@ -64,15 +68,43 @@ def all_drafts(state: EngineState, forecast: Forecast) -> Chances:
     return Chances(mean, deviation)
 
 
-def _of_one(alone_s: Floats, rows: Floats) -> Floats:
-    """Return the mean time of steps whose rows are one request's: (bins, k_max + 1) from its rows so far.
+@compiled
+def time_of_few(few_s: Floats, rows: Floats, requests: int, verify_s: Floats) -> None:
+    """Fill in the mean time of steps of a few requests, (bins, k_max + 1): nothing if `few_s` is empty.
 
-    :param alone_s: (k_max + 1,) seconds with 0, 1, ... draft rows
+    A step's rows are a sum over its requests, each of which keeps a draft of its own length, and the curve over rows
+    has steps in it: the time of the mean rows is not the mean time.
+
+    :param few_s: (requests x k_max + 1,) seconds with 0, 1, ... draft rows
+    :param rows: (bins, k_max + 1) mean rows of a step by threshold to keep and deepest round
     """
-    share = np.diff(rows, axis=1)  # of drafts that keep the token at each position
-    extra = np.concatenate([np.zeros((len(rows), 1)), (share * np.diff(alone_s)).cumsum(axis=1)], axis=1)
-    verify_s: Floats = float(alone_s[0]) + extra
-    return verify_s
+    if len(few_s) == 0:
+        return
+    k_max = rows.shape[1] - 1
+    one, whole = np.empty(k_max + 1), np.empty(len(few_s))
+    for keep in range(rows.shape[0]):
+        for depth in range(k_max + 1):
+            longer = 1.0  # share of drafts that keep their first `length` tokens
+            for length in range(depth + 1):
+                share = longer
+                longer = 0.0
+                if length < depth:
+                    longer = min(max((rows[keep, length + 1] - rows[keep, length]) / requests, 0.0), share)
+                one[length] = share - longer
+            most = 0
+            whole[0] = 1.0
+            for _ in range(requests):
+                whole[most + 1 : most + depth + 1] = 0.0
+                most += depth
+                for total in range(most, -1, -1):  # downwards: what is still read lies below
+                    chance = 0.0
+                    for length in range(min(depth, total) + 1):
+                        chance += one[length] * whole[total - length]
+                    whole[total] = chance
+            mean_s = 0.0
+            for total in range(most + 1):
+                mean_s += whole[total] * few_s[total]
+            verify_s[keep, depth] = mean_s
 
 
 @compiled
