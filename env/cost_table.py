@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,16 @@ PROMPT_GAIN, MIN_PROMPT_ROW, MAX_PROMPT_ROW = 0.1, 0.02, 1.0
 MIN_STEP_S, MAX_STEP_S, MIN_LEVEL_S = 1e-6, 60.0, 1e-9  # beyond: a broken clock, not a step
 MAX_ROWS = 1 << 20
 MAX_NODES = 80
+
+
+class Prompts(NamedTuple):
+    """Prompts beside what decodes: some steps have many rows of them, the others none."""
+
+    rows: float  # in a step that has any, in rows that decode
+    share: float  # of steps that have any, 0..1
+
+
+NO_PROMPTS: Final = Prompts(0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -107,8 +118,8 @@ class CostTable:
         kernel.verify(self._bent(), self._sizes, self.level_s, times_s.reshape(-1))
         return times_s
 
-    def beside_prompts_s(self, rows: npt.ArrayLike, requests: int, prompt_rows: float) -> Floats:
-        """Return seconds of everything but drafting for each number of decoding rows, any shape, without the prompts'.
+    def beside_prompts_s(self, rows: npt.ArrayLike, requests: int, prompts: Prompts) -> Floats:
+        """Return mean seconds of everything but drafting for each number of decoding rows, any shape, without prompts'.
 
         A row beside prompts never costs less than without them: where a prompt's row is taken for more than it is, the
         curve gets too flat at many rows, and drafts beside prompts would look cheap.
@@ -116,11 +127,10 @@ class CostTable:
         :param requests: rows of the step without drafts
         """
         alone_s = self.verify_time_s(rows)
-        if prompt_rows == 0.0:
+        if prompts.rows == 0.0:
             return alone_s
-        together_s = self.verify_time_s(np.asarray(rows) + prompt_rows)
-        slower_s: Floats = np.maximum(alone_s, together_s - self.prefill_time_s(requests, prompt_rows))
-        return slower_s
+        together_s = self.verify_time_s(np.asarray(rows) + prompts.rows)
+        return _mixed(alone_s, together_s - self.prefill_time_s(requests, prompts.rows), prompts.share)
 
     def prefill_time_s(self, requests: int, prefill_rows: float) -> float:
         """Return seconds that prompts, `prompt_rows` of them, add to a step of `requests` decoding rows.
@@ -162,17 +172,17 @@ class CostTable:
         return known
 
     def time_range_s(
-        self, rows: Floats, rounds: Floats, drafted: Floats, prompt_rows: float = 0.0
+        self, rows: Floats, rounds: Floats, drafted: Floats, prompts: Prompts = NO_PROMPTS
     ) -> tuple[Floats, Floats]:
         """Return (least, most) plausible seconds of steps, (m,) each; the first is the step without drafts.
 
         What was never measured may be as cheap as that step, or as much dearer again as the guess says. Prompts count
         as in `beside_prompts_s`.
         """
-        if prompt_rows > 0.0:
-            prefill_s = self.prefill_time_s(int(rows[0]), prompt_rows)
-            alone_s, together_s = (self.time_range_s(each, rounds, drafted) for each in (rows, rows + prompt_rows))
-            least_s, most_s = np.maximum(alone_s, np.subtract(together_s, prefill_s))
+        if prompts.rows > 0.0:
+            prefill_s = self.prefill_time_s(int(rows[0]), prompts.rows)
+            alone_s, together_s = (self.time_range_s(each, rounds, drafted) for each in (rows, rows + prompts.rows))
+            least_s, most_s = _mixed(np.array(alone_s), np.subtract(together_s, prefill_s), prompts.share)
             return least_s, most_s
         draft_s = self.draft_time_s(rows, rounds, drafted)
         doubt = self._drafting.doubt(rounds, float(rows[0]))
@@ -245,6 +255,12 @@ class CostTable:
             kernel.bend(self._table)
             self._is_bent = True
         return self._table
+
+
+def _mixed(alone_s: Floats, beside_s: Floats, share: float) -> Floats:
+    """Return the mean time of steps of which a share has prompts; those are never faster than the others."""
+    mean_s: Floats = alone_s + share * np.maximum(beside_s - alone_s, 0.0)
+    return mean_s
 
 
 def _node_rows(graph_sizes: tuple[int, ...], max_rows: int) -> Floats:

@@ -17,7 +17,7 @@ from ..engine_adapter.protocol import MAX_DRAFT_LENGTH, MAX_REQUESTS, StepRecord
 from . import acceptance
 from .acceptance import Floats, Ints, Population
 from .confidence import Confidence, DraftRows
-from .cost_table import MAX_ROWS, CostTable, StepCost
+from .cost_table import MAX_ROWS, NO_PROMPTS, CostTable, Prompts, StepCost
 from .requests import Bools, RequestTable
 from .spaces import Capabilities
 from .step_octaves import StepOctaves
@@ -25,6 +25,7 @@ from .step_rows import StepRows, StepSums
 
 ARRIVAL_WINDOW_S = 10.0
 LOAD_STEPS = 8.0  # memory of the running means
+LEAST_PROMPT_SHARE = 1e-3  # of the steps; what is less has faded
 STEADY_STEPS = 256.0  # ... of those that are to outlast the time between two prompts
 ASKED = 64  # action sets whose stop rule is remembered: more than are ever on their way
 
@@ -38,6 +39,7 @@ class Load:
     kv_usage: float = 0.0  # 0..1
     arrival_rate_per_s: float = 0.0  # over about 10 s
     prefill_rows: float = 0.0  # running mean, rows per step
+    prefill_steps: float = 0.0  # running mean, 0..1 of the steps that had any
     prefill_share: float = 0.0  # running mean, 0..1 of the rows
     steady_prefill_rows: float = 0.0  # rows per step, over some hundred steps
     step_s: float = 0.0  # running mean
@@ -118,9 +120,16 @@ class EngineState:
         """Return (n, k_max) standard deviation of `acceptance`."""
         return acceptance.deviation(self.acceptance(), self.requests.trials)
 
-    def prompt_rows(self) -> float:
-        """Return the rows that prompts add to a step, in rows that decode; a running mean."""
-        return self.cost.prompt_rows(self.load.prefill_rows)
+    def prompts(self) -> Prompts:
+        """Return what prompts add to steps, by running means.
+
+        Most steps of a small batch have none: a mean over all would price their rows at a place of the curve where they
+        never are.
+        """
+        share = self.load.prefill_steps
+        if share < LEAST_PROMPT_SHARE:
+            return NO_PROMPTS
+        return Prompts(self.cost.prompt_rows(self.load.prefill_rows / share), share)
 
     def catch_up_s(self, decoding: Bools) -> float:
         """Return seconds the drafter would need first, were these requests to draft now."""
@@ -183,7 +192,9 @@ def learn(state: EngineState) -> None:
     rows = lesson.rows
     if lesson.drafts.rule is None:
         known = state.requests.trials, state.requests.successes
-        state.population.learn(lesson.trials, lesson.successes, known, rows.draft_limit, rows.drafted)
+        # Drafts that a rule ended say nothing about what the drafter delivers.
+        limit = rows.draft_limit if lesson.rule is None else np.zeros_like(rows.draft_limit)
+        state.population.learn(lesson.trials, lesson.successes, known, limit, rows.drafted)
     state.confidence.learn(lesson.drafts)
     cost = _step_cost(lesson)
     state.cost.learn(cost)
@@ -243,6 +254,7 @@ def _update_load(state: EngineState, record: StepRecord, emitted: float) -> None
     load.running, load.waiting, load.kv_usage = record.running, record.waiting, record.kv_usage
     prefill_rows, steady = min(record.prefill_tokens, MAX_ROWS), max(1.0 / STEADY_STEPS, 1.0 / state.link.records)
     load.prefill_rows += share * (prefill_rows - load.prefill_rows)
+    load.prefill_steps += share * (float(prefill_rows > 0) - load.prefill_steps)
     load.steady_prefill_rows += steady * (prefill_rows - load.steady_prefill_rows)
     load.prefill_share += share * (record.prefill_tokens / max(total, 1) - load.prefill_share)
     load.step_s += share * (record.step_s - load.step_s)

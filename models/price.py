@@ -22,7 +22,7 @@ from ..env.state import EngineState
 from .baselines import uniform
 from .probe import Chances, ProbeAccount
 from .step_grid import HYSTERESIS, PLANES, choose
-from .stopping import EDGE_LIST, all_drafts, predict_stops, rule_of
+from .stopping import EDGE_LIST, NO_RULE, all_drafts, predict_stops, rule_of
 
 BINS: Final = 48  # survival thresholds, log-spaced
 LOWEST_SURVIVAL: Final = 0.01
@@ -129,9 +129,10 @@ class PricePolicy:
         go_on, table, verify_s = predict_stops(state, forecast, requests, self._rate)
         choice = choose(table, state, requests, _reading_s(state, decoding), self._stop_cell, verify_s)
         keep, depth = self._stop_cell = (choice.threshold, choice.depth)
+        kept = "all kept" if keep == NO_RULE else f"kept above {EDGE_LIST[keep]:.2f}"
         reason = (
-            f"{requests} decoding: {choice.drafted:.0f} drafts in up to {depth} rounds, "
-            f"kept above {EDGE_LIST[keep]:.2f}, {choice.gain_percent:+.0f} % over none"
+            f"{requests} decoding: {choice.drafted:.0f} drafts in up to {depth} rounds, {kept}, "
+            f"{choice.gain_percent:+.0f} % over none"
         )
         lengths = np.full(state.requests.size, depth, np.int64)
         stop = rule_of(go_on, state.confidence, keep, depth) if depth else None

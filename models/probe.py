@@ -89,7 +89,7 @@ class ProbeAccount:
 
 def _time_range_s(state: EngineState, lengths: Floats, drafted: Floats, rows: Floats) -> tuple[Floats, Floats]:
     """Return (least, most) plausible seconds of steps, (m,) each, new prompts' part in drafting among them."""
-    least_s, most_s = state.cost.time_range_s(rows, lengths, drafted, state.prompt_rows())
+    least_s, most_s = state.cost.time_range_s(rows, lengths, drafted, state.prompts())
     keep_up_s = state.keep_up_s()  # what is found is to be drafted with for long, behind new prompts too
     least_s[1:] += keep_up_s
     most_s[1:] += keep_up_s

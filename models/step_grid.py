@@ -48,7 +48,7 @@ def choose(
     """
     drafted, _, rows, rounds = table
     if verify_s is None:
-        verify_s = state.cost.beside_prompts_s(rows, requests, state.prompt_rows())
+        verify_s = state.cost.beside_prompts_s(rows, requests, state.prompts())
     draft_s = state.cost.draft_time_s(rows, rounds, drafted)
     return Choice(*_best(table, verify_s, draft_s, reading_s, requests, *cell))
 

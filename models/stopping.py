@@ -21,6 +21,7 @@ from .step_grid import PLANES, ROWS
 
 EDGE_LIST: Final[list[float]] = EDGES.tolist()
 FREE: Final = len(EDGES) - 1  # the bin that lets everything pass
+NO_RULE: Final = len(EDGES)  # a threshold of the table: everything is kept, and every draft goes on
 FEW_ROWS: Final = 32  # draft rows at most of a batch whose steps are told apart by their rows, not by the mean of these
 NOT_FEW: Final = np.zeros(0)
 
@@ -28,9 +29,9 @@ NOT_FEW: Final = np.zeros(0)
 class Stops(NamedTuple):
     """What a batch would do under stop rules."""
 
-    go_on: Ints  # (k_max, bins): bin of the survival before each position from which it is drafted, by bin to keep
-    table: Floats  # (PLANES, bins, k_max + 1), see models/step_grid.py
-    verify_s: Floats | None  # (bins, k_max + 1), None: what the cost table says of the mean rows
+    go_on: Ints  # (k_max, bins + 1): bin of the survival before each position from which it is drafted, by bin to keep
+    table: Floats  # (PLANES, bins + 1, k_max + 1), see models/step_grid.py; NO_RULE is the last threshold
+    verify_s: Floats | None  # (bins + 1, k_max + 1), None: what the cost table says of the mean rows
 
 
 def predict_stops(state: EngineState, forecast: Forecast, requests: int, rate: float) -> Stops:
@@ -40,9 +41,9 @@ def predict_stops(state: EngineState, forecast: Forecast, requests: int, rate: f
     few_s = NOT_FEW
     if requests * k_max <= FEW_ROWS:
         rows = np.arange(requests * k_max + 1) + float(requests)
-        few_s = state.cost.beside_prompts_s(rows, requests, state.prompt_rows())
+        few_s = state.cost.beside_prompts_s(rows, requests, state.prompts())
     row_prices = rate * np.diff(few_s) if requests == 1 else NOT_FEW  # what it keeps is the whole batch
-    go_on, table = np.empty((k_max, bins), np.int64), np.empty((PLANES, bins, k_max + 1))
+    go_on, table = np.empty((k_max, bins + 1), np.int64), np.empty((PLANES, bins + 1, k_max + 1))
     _tabulate(
         forecast.worth, forecast.reach, forecast.kept, forecast.gain, row_prices, float(rate * token_s),
         float(rate * round_s), requests, go_on, table,
@@ -54,6 +55,8 @@ def predict_stops(state: EngineState, forecast: Forecast, requests: int, rate: f
 
 def rule_of(go_on: Ints, confidence: Confidence, keep: int, depth: int) -> StopRule | None:
     """Return the rule of a cell, None where it lets everything pass."""
+    if keep == NO_RULE:
+        return None
     bins = go_on[1:, keep].tolist()
     if keep == FREE and all(place == FREE for place in bins[: depth - 1]):
         return None
@@ -118,13 +121,13 @@ def _tabulate(
     """
     k_max, bins = reach.shape
     free = bins - 1
-    for keep in range(bins):
+    for keep in range(bins + 1):
         drafted = rounds = rows = tokens = 0.0
         place = free  # every draft begins
         table[0, keep, 0], table[1, keep, 0] = 0.0, requests
         table[2, keep, 0], table[3, keep, 0] = requests, 0.0
         for j in range(k_max):
-            if j > 0:
+            if j > 0 and keep <= free:
                 # A round that others want anyway costs little more; who goes alone pays all of it.
                 start = _best_start(worth, reach, kept, gain, row_prices, j, keep, token_price)
                 others = (1.0 - min(reach[j, start], 1.0)) ** (requests - 1)
@@ -132,12 +135,12 @@ def _tabulate(
                 start = _best_start(worth, reach, kept, gain, row_prices, j, keep, price)
                 # The price of going on rises with depth, or the thresholds would not nest.
                 place = min(place, start)
-            used = place if j == 0 else min(place, keep)  # only kept tokens are followed
+            used, passed = place if j == 0 else min(place, keep), min(keep, free)  # only kept tokens are followed
             go_on[j, keep] = used
             wanted = reach[j, used]
             drafted += wanted
-            rows += kept[j, used, keep]
-            tokens += gain[j, used, keep]
+            rows += kept[j, used, passed]
+            tokens += gain[j, used, passed]
             rounds += 1.0 - (1.0 - min(wanted, 1.0)) ** requests
             table[0, keep, j + 1] = drafted * requests
             table[1, keep, j + 1] = tokens * requests + requests

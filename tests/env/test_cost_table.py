@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from faser.env.cost_table import CostTable, StepCost
+from faser.env.cost_table import NO_PROMPTS, CostTable, Prompts, StepCost
 from faser.env.cost_table_kernel import rising
 
 BATCHES = (1, 4, 16, 64)
@@ -249,13 +249,16 @@ def test_a_row_beside_prompts_costs_at_least_what_it_costs_without_them() -> Non
                 table.learn(StepCost(n, 0, n, 0, 0, 0, 0.01 + 1e-3 * min(n, 24) + row_s * max(n - 24, 0), 0.0, 0.0))
     rows = np.array([16.0, 24.0])
     alone_s = flat.verify_time_s(rows)
-    assert flat.beside_prompts_s(rows, 16, 0.0) == pytest.approx(alone_s)
-    assert flat.beside_prompts_s(rows, 16, 60.0) == pytest.approx(alone_s)
-    beside_s = steep.beside_prompts_s(rows, 16, 60.0)
+    always = Prompts(60.0, 1.0)
+    assert flat.beside_prompts_s(rows, 16, NO_PROMPTS) == pytest.approx(alone_s)
+    assert flat.beside_prompts_s(rows, 16, always) == pytest.approx(alone_s)
+    beside_s = steep.beside_prompts_s(rows, 16, always)
+    at_times_s = steep.beside_prompts_s(rows, 16, Prompts(60.0, 0.25))
+    assert at_times_s == pytest.approx(0.75 * steep.verify_time_s(rows) + 0.25 * beside_s)
     assert beside_s[0] == pytest.approx(steep.verify_time_s(16)), "their own time is not counted"
     assert beside_s[1] - beside_s[0] == pytest.approx(8 * 3e-3, rel=0.15)
     for table, extra_s in ((flat, alone_s[1] - alone_s[0]), (steep, beside_s[1] - beside_s[0])):
-        for bound_s in table.time_range_s(rows, np.zeros(2), np.zeros(2), 60.0):
+        for bound_s in table.time_range_s(rows, np.zeros(2), np.zeros(2), always):
             assert bound_s[1] - bound_s[0] == pytest.approx(extra_s, rel=0.5)
 
 
