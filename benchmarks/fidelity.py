@@ -4,9 +4,9 @@ SURVEY is what `faser profile --telemetry FILE` kept. Fits it as `faser calibrat
 writes the profile (env/profiles/embedded.json unless told otherwise), docs/simulator_steps.svg and the figures of
 docs/simulator.md into benchmarks/results/fidelity.json. Acceptance is refitted to the answers in FILE, if given
 (`faser demo --policy fixed:4 --seed N --output FOLDER`): a survey's own texts repeat themselves. A and B are telemetry
-of two runs of one load, never fitted (`faser demo --seed M`, twice): `faser fidelity` replays A through that profile,
-levelled to --level if given: telemetry of another load just before, because a shared machine has faster and slower
-hours.
+of two runs of one load, never fitted (`faser demo --seed M --peak-rps R`, twice): `faser fidelity` replays A through
+that profile, levelled to --level if given: telemetry of another load just before, because a shared machine has faster
+and slower hours.
 
 With --ahead-survey, --ahead and --ahead-repeat the same for an engine with a drafter's process (docs/simulator.md,
 drafting ahead): a survey that drafts ahead at times, and two runs that always do. Then run `python docs/figures.py`.

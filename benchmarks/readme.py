@@ -26,7 +26,8 @@ PLACES = ("telemetry_path", "report_path")
 DEMO_FIGURES = (
     "engine", "requests", "tokens_per_s", "ttft_ms", "tpot_ms", "steps", "decisions", "steps_under_lease",
     "dropped_records", "gaps", "acceptance_rate", "mean_draft_length", "draft_length_histogram",
-    "steps_with_mixed_lengths", "adapter_us_per_step", "adapter_share", "peak_running", "telemetry_path", "report_path",
+    "lease_share_after_first_second", "steps_with_mixed_lengths", "adapter_us_per_step", "adapter_share", "peak_rps",
+    "peak_running", "telemetry_path", "report_path",
 )  # fmt: skip
 WIDTH = 125
 NAMED = ("model", "drafter")  # of the engine: places, too

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import platform
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -49,6 +48,7 @@ from ..env.exit_fit import fit_exits
 from ..env.step_basis import Phase
 from ..env.step_samples import Floats, StepSamples
 from ..env.trace import TraceError
+from .bench_machine import commit
 from .calibrate_report import acceptance_table, ahead_line, drift_range, error_table, exit_table, figures
 from .errors import ModelError, StoreError, UsageError
 from .measured import Measured, ahead_steps, looks, read_measured, trials
@@ -56,7 +56,6 @@ from .starvation import freed, load_waiting
 
 PHASES: Final[tuple[Phase, ...]] = ("verify", "draft", "host")
 _BLOCK_TOKENS: Final = 128  # vLLM's KV block on a CPU; with another size only the count of blocks differs
-_GIT_LIMIT_S: Final = 5.0
 _SAME: Final = ("model", "drafter", "method", "vllm_version", "device", "k_max", "graph_sizes")
 
 
@@ -313,21 +312,6 @@ def machine() -> str:
     except OSError:
         pass
     return f"{name}, {len(os.sched_getaffinity(0))} cores"
-
-
-def commit() -> str:
-    """Return the commit of the checkout this runs from; empty for an installed package."""
-    folder = Path(__file__).resolve().parent.parent
-    if not (folder / ".git").exists():
-        return ""
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
-            timeout=_GIT_LIMIT_S, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip()
 
 
 __all__ = ["CalibrateOptions", "calibrate"]

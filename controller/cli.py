@@ -121,6 +121,10 @@ def demo(
     duration: Annotated[float, typer.Option(help="Seconds of load.")] = 60.0,
     policy: Policy = None,
     seed: Annotated[int, typer.Option(help="Seed of arrivals, prompts and sampling.")] = 0,
+    peak_rps: Annotated[
+        float | None,
+        typer.Option(help="Requests/s at the load's peak; half as many again as the machine serves, unless given."),
+    ] = None,
     json: Json = False,
     method: Annotated[str | None, typer.Option(help="Drafting method: draft_model, ngram, eagle, eagle3.")] = None,
     drafter: Annotated[str | None, typer.Option(help="The drafter: a path, or the embedded one.")] = None,
@@ -134,6 +138,7 @@ def demo(
         duration_s=duration,
         policy=policy,
         seed=seed,
+        peak_rps=peak_rps,
         json=json,
         method=method,
         drafter=drafter,

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,18 +23,18 @@ from typing import Final
 import msgspec
 from rich.console import Console
 
-from ..env.prompt import held_out_prompts
-from ..env.trace import TraceError, shipped_trace
-from ..env.workload import Lengths, Swell, TimedRequest, build_workload, swelling_arrivals
+from ..env.workload import TimedRequest
 from ..models.embedded import EMBEDDED_K_MAX
 from .config import Config, load
+from .demo_load import PEAK_OVER_SERVED, TRACE, make_requests, peak_rps, trial_requests
 from .demo_result import collect, final_table
 from .demo_view import View
 from .endpoint import socket_folder
 from .engine import RunningEngine
 from .errors import EndpointError, EngineError, FaserError, StoreError, UsageError
-from .launch import EngineLaunch, available_cores, default_threads
+from .launch import EngineLaunch
 from .loadgen import LoadGenerator, LoadOptions
+from .loadstats import RequestResult
 from .processes import ProcessTree, deferred_interrupts
 from .report import write_report
 from .serve import (
@@ -49,17 +49,7 @@ from .session import check_policy
 from .starvation import WaitingMeter, save_waiting
 from .status import ask
 
-TRACE: Final = "azure-conv"
 METHODS: Final = ("eagle3", "eagle", "draft_model", "ngram")
-LOW_RPS: Final = 0.5
-# On two cores, one of them for the engine, the embedded pair serves about 2 requests/s of these lengths: the load is
-# past its knee for a third of the time, and the queue drains again.
-PEAK_RPS: Final = 3.0
-# More cores help less and less at this model's size; an estimate, the figures stand in the result.
-_CORE_EXPONENT: Final = 0.6
-LENGTHS: Final = Lengths(
-    context_tokens=2048, input_scale=0.1, max_input_tokens=300, min_output_tokens=16, max_output_tokens=128
-)
 # A prompt's chunk holds every other request up: 0.4 s of prefill instead of the 1.5 s of vLLM's default.
 _ENGINE_ARGUMENTS: Final[tuple[str, ...]] = ("--max-num-batched-tokens", "512")
 _WARM_UP: Final = TimedRequest(0.0, "Count from one to twenty.", "chat", 24)
@@ -74,6 +64,7 @@ class DemoOptions:
     duration_s: float = 60.0
     policy: str | None = None
     seed: int = 0
+    peak_rps: float | None = None
     json: bool = False
     method: str | None = None
     drafter: str | None = None
@@ -85,6 +76,8 @@ class DemoOptions:
             raise UsageError(f"--duration {self.duration_s:g}", "1 to 1200 seconds")
         if self.seed < 0:
             raise UsageError(f"--seed {self.seed}", "0 or more")
+        if self.peak_rps is not None and not 0.1 <= self.peak_rps <= 1000.0:
+            raise UsageError(f"--peak-rps {self.peak_rps:g}", "0.1 to 1000 requests per second")
         if self.method is not None and self.method not in METHODS:
             raise UsageError(f"--method {self.method}", " or ".join(METHODS))
         if self.method == "ngram" and self.drafter is not None:
@@ -97,31 +90,16 @@ class DemoOptions:
 
 def run_demo(options: DemoOptions) -> int:
     """Run the demo; return 0, 1 if a request failed, 130 after Ctrl-C."""
-    requests = make_requests(options.duration_s, options.seed)
     with socket_folder("demo") as sockets, stopping_on_sigterm():
         demo = Demo(options, _configure(options, sockets))
         processes = ExitStack()
         try:
-            demo.run(processes, requests)
+            demo.run(processes)
         finally:
             with _ignoring_interrupts():
                 demo.stop(processes)
                 code = demo.conclude()
         return code
-
-
-def peak_rps() -> float:
-    """Return the peak arrival rate that is past the knee of this machine."""
-    return round(PEAK_RPS * math.pow(default_threads(available_cores()), _CORE_EXPONENT), 2)
-
-
-def make_requests(duration_s: float, seed: int) -> list[TimedRequest]:
-    """Return the demo's load: the same for the same duration, seed and number of cores."""
-    try:
-        arrivals = swelling_arrivals(shipped_trace(TRACE), Swell(duration_s, LOW_RPS, peak_rps()), seed)
-        return build_workload(arrivals, held_out_prompts(), LENGTHS, seed=seed)
-    except TraceError as error:
-        raise UsageError(str(error)) from None
 
 
 class Demo:
@@ -133,6 +111,7 @@ class Demo:
         self.folder = config.store.path.parent
         self.generator: LoadGenerator | None = None
         self.is_interrupted = False
+        self._peak_rps = 0.0  # not known yet
         self._failure: EngineError | None = None
         self._has_started = False
         self._console = Console(stderr=True, highlight=False)
@@ -141,11 +120,11 @@ class Demo:
         """Tell the user what happens now."""
         self._console.print(f"faser: {text}", soft_wrap=True)
 
-    def run(self, processes: ExitStack, requests: list[TimedRequest]) -> None:
+    def run(self, processes: ExitStack) -> None:
         """Start engine and sidecar in `processes` and send the load; remember Ctrl-C or a lost engine for the end."""
         try:
             engine, sidecar = self._start(processes)
-            asyncio.run(self._load(engine, sidecar, requests))
+            asyncio.run(self._load(engine, sidecar))
             engine.require_running()
         except KeyboardInterrupt:
             self.is_interrupted = True
@@ -174,7 +153,7 @@ class Demo:
             seed=self.options.seed,
             duration_s=self.options.duration_s,
             trace=TRACE,
-            peak_rps=peak_rps(),
+            peak_rps=self._peak_rps,
             is_interrupted=self.is_interrupted,
         )
         if steps is not None:
@@ -234,13 +213,25 @@ class Demo:
             f"see {self.folder}/engine.log, or run: faser doctor",
         )  # fmt: skip
 
-    async def _load(self, engine: RunningEngine, sidecar: ProcessTree, requests: list[TimedRequest]) -> None:
+    async def _load(self, engine: RunningEngine, sidecar: ProcessTree) -> None:
         stop = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._interrupt, stop)
         options = LoadOptions(engine.launch.url, _served_name(engine.launch), seed=self.options.seed)
-        await _warm_up(options, stop)
-        self.say(f"{len(requests)} requests in {self.options.duration_s:g} s from {TRACE}, seed {self.options.seed}")
+        await _answered([_WARM_UP], options, stop)
+        peak = f"{PEAK_OVER_SERVED:g} times what this machine serves"
+        if self.options.peak_rps is None:
+            trial = await _answered(trial_requests(), options, stop)
+            if stop.is_set():
+                return
+            self._peak_rps = peak_rps(trial)
+        else:
+            self._peak_rps, peak = self.options.peak_rps, "as asked"
+        requests = make_requests(self.options.duration_s, self.options.seed, self._peak_rps)
+        self.say(
+            f"{len(requests)} requests in {self.options.duration_s:g} s from {TRACE}, seed {self.options.seed}, "
+            f"peak {self._peak_rps:g}/s, {peak}"
+        )
         self.generator = LoadGenerator(requests, options)
         is_live = self._console.is_terminal and not self.options.json
         aside = [
@@ -271,11 +262,15 @@ class Demo:
         stop.set()
 
 
-async def _warm_up(options: LoadOptions, stop: asyncio.Event) -> None:
-    """Send one request, so that first-use costs are not measured as latency; raise EngineError if it fails."""
-    summary = await LoadGenerator([_WARM_UP], options).run(stop)
+async def _answered(
+    requests: Sequence[TimedRequest], options: LoadOptions, stop: asyncio.Event
+) -> Sequence[RequestResult]:
+    """Send requests that are no part of the load; raise EngineError if one fails."""
+    generator = LoadGenerator(requests, options)
+    summary = await generator.run(stop)
     if summary.failed:
         raise EngineError(f"vLLM's first answer failed: {next(iter(summary.failures))}")
+    return generator.results
 
 
 def _served_name(launch: EngineLaunch) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json as json_module
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from .bench_machine import commit
 from .errors import PolicyError, UsageError
 
 
@@ -46,7 +46,7 @@ def train(
                     tasks[what] = bar.add_task(what, total=total)
                 bar.update(tasks[what], completed=done, total=total)  # type: ignore[arg-type]
 
-            result = run(settings, output, decided, resume=resume, progress=tell, commit=_commit())
+            result = run(settings, output, decided, resume=resume, progress=tell, commit=commit())
     except PolicyFault as error:
         raise PolicyError(str(error)) from None
     if json:
@@ -64,16 +64,6 @@ def train(
             f"{result.manifest}: {result.steps} steps in {result.seconds:.0f} s, {gain:+.2%} tokens/s on unseen "
             f"engines over where it began; try --policy learned:{result.manifest}"
         )
-
-
-def _commit() -> str:
-    """Return the checkout's commit, empty outside one."""
-    here = Path(__file__).parent
-    try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return found.stdout.strip()
 
 
 def register(app: typer.Typer) -> None:

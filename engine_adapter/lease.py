@@ -32,24 +32,29 @@ class Lease:
         self.epoch = 0  # the highest ever granted: epochs are monotone
         self._sequence = -1
         self._action: ActionSet | None = None
-        self._last_step = -1
+        self._late_step = self._last_step = -1
         self._last_s = 0.0
 
-    def offer(self, action: ActionSet, step: int, now_s: float) -> str | None:
-        """Take an action set, or return why not: foreign, advisory, stale, owned, old_epoch, reordered."""
-        reason = self._refusal(action, step, now_s)
+    def offer(self, action: ActionSet, step: int, now_s: float, looked_s: float | None = None) -> str | None:
+        """Take an action set, or return why not: foreign, advisory, stale, owned, old_epoch, reordered.
+
+        :param looked_s: when the engine looked for messages before. It came after that, and if it was not stale then it
+            holds for this one step at least: a step may take longer than a lease (a long prompt on a CPU).
+        """
+        reason = self._refusal(action, step, now_s, now_s if looked_s is None else looked_s)
         if reason is None:
             self.epoch, self._sequence, self._action = action.epoch, action.sequence, self._clamped(action)
+            self._late_step = -1 if looked_s is None else step
             self._last_step = min(action.valid_until_step, step + self.max_steps)
             self._last_s = min(action.valid_until_s, now_s + self.max_s)
         return reason
 
-    def _refusal(self, action: ActionSet, step: int, now_s: float) -> str | None:
+    def _refusal(self, action: ActionSet, step: int, now_s: float, looked_s: float) -> str | None:
         if action.boot_id != self.boot_id:
             return "foreign"
         if action.mode in ("advisory", "off"):
             return "advisory"
-        if action.valid_until_step < step or action.valid_until_s < now_s:
+        if action.valid_until_step < step or action.valid_until_s < looked_s:
             return "stale"
         if action.epoch < self.epoch:
             return "old_epoch"
@@ -79,6 +84,7 @@ class Lease:
 
     def in_force(self, step: int, now_s: float) -> ActionSet | None:
         """Return the action set that holds at this step and time, None for the engine's own default."""
-        if self._action is not None and (step > self._last_step or now_s > self._last_s):
+        is_late = step > self._last_step or now_s > self._last_s
+        if self._action is not None and is_late and step != self._late_step:
             self._action = None
         return self._action

@@ -102,6 +102,7 @@ class Steering:
     _preempted: list[Entry] = field(default_factory=list)  # since the last record
     _builder: RecordBuilder = field(init=False)
     _last_end_s: float = 0.0
+    _looked_s: float | None = None  # for messages
     _prune: Prune | None = None  # what was in force when the drafts of the step under way were drawn
 
     def __post_init__(self) -> None:
@@ -247,12 +248,13 @@ class Steering:
     def _poll(self, now_s: float) -> None:
         for message in self.link.receive():
             if isinstance(message, ActionSet):
-                if reason := self.lease.offer(message, self.step, now_s):
+                if reason := self.lease.offer(message, self.step, now_s, self._looked_s):
                     self._refuse(reason, f"action set {message.epoch}.{message.sequence}")
             elif isinstance(message, HelloRequest):
                 self.introduce()
             elif not self.lease.release(message):
                 self._refuse("foreign", f"release of epoch {message.epoch}")
+        self._looked_s = now_s
 
     def _refuse(self, reason: str, detail: str) -> None:
         refused = self.link.refused

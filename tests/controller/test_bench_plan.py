@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from faser.controller.bench import BenchOptions
+from faser.controller.bench import BenchOptions, speed_of_cores
 from faser.controller.bench_machine import Noise, OwnLoad, Processor
 from faser.controller.bench_plan import (
     FULL_RIVALS,
@@ -25,7 +25,6 @@ from faser.controller.bench_plan import (
 from faser.controller.bench_ratio import Ratio
 from faser.controller.bench_table import best_table, described, longest
 from faser.controller.bench_work import PEAK_PARTS, TRACES, Mix, Replay, closed_stream
-from faser.controller.demo import PEAK_RPS, peak_rps
 from faser.controller.errors import UsageError
 from faser.controller.session import check_policy
 from faser.env.prompt import KINDS
@@ -213,7 +212,7 @@ def test_the_default_peak_is_past_the_knee_and_not_past_everything(trace: str) -
     """The knee and what can be served at all, tokens/s without speculation, are those of docs/results.md."""
     replay = BenchOptions(traces=(trace,), threads=1).plan().replays[0]
     answer = np.mean([request.max_tokens for request in replay.requests(Mix.parse("all"), 0)])
-    speed = peak_rps() / PEAK_RPS
+    speed = speed_of_cores()
     assert replay.peak_rps * answer / speed < 200.0
     if trace != "azure-code":  # its answers are short: prompts are most of the work
         assert replay.peak_rps * answer / speed > 115.0

@@ -11,15 +11,18 @@ import time
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from faser.controller.config import LinkConfig
-from faser.controller.demo import LOW_RPS, DemoOptions, make_requests, peak_rps
+from faser.controller.demo import DemoOptions
+from faser.controller.demo_load import LENGTHS, make_requests, peak_rps, trial_requests
 from faser.controller.demo_result import DemoResult, collect, final_table
 from faser.controller.demo_view import View, bars
-from faser.controller.errors import UsageError
+from faser.controller.errors import EngineError, UsageError
 from faser.controller.loadgen import LoadGenerator, LoadOptions
+from faser.controller.loadstats import RequestResult
 from faser.controller.reaper import descendants
 from faser.controller.telemetry import read_lengths, read_steps
 from faser.env.prompt import KINDS
@@ -36,18 +39,49 @@ PROMISED = {
 
 
 def test_the_load_is_fixed_by_the_seed_and_mixes_kinds_of_held_out_prompts() -> None:
-    requests = make_requests(45.0, 0)
-    assert requests == make_requests(45.0, 0)
-    assert requests != make_requests(45.0, 1)
+    requests = make_requests(45.0, 0, 3.0)
+    assert requests == make_requests(45.0, 0, 3.0)
+    assert requests != make_requests(45.0, 1, 3.0)
     assert {request.kind for request in requests} == set(KINDS)
     assert all(is_held_out_prompt(request.prompt) for request in requests)
 
 
 def test_the_load_swings_from_one_request_to_beyond_the_knee() -> None:
-    arrivals_s = [request.arrival_s for request in make_requests(60.0, 0)]
+    arrivals_s = [request.arrival_s for request in make_requests(60.0, 0, 3.0)]
     assert arrivals_s[0] == 0.0
-    assert sum(arrival_s < 6 for arrival_s in arrivals_s) / 6 < 3 * LOW_RPS
-    assert sum(24 <= arrival_s < 36 for arrival_s in arrivals_s) / 12 > 0.7 * peak_rps()
+    assert sum(arrival_s < 6 for arrival_s in arrivals_s) / 6 < 1.5
+    assert sum(24 <= arrival_s < 36 for arrival_s in arrivals_s) / 12 > 0.7 * 3.0
+
+
+def answered(read_s: float, token_s: float) -> list[RequestResult]:
+    """Return the trial of an engine that reads prompts one by one and then says a token of each every `token_s`."""
+    found = []
+    for index, request in enumerate(trial := trial_requests()):
+        firsts_s, said = (index + 1) * read_s, request.max_tokens
+        ends_s = len(trial) * read_s + token_s * np.arange(1, said)
+        found.append(RequestResult(index, request.kind, "", 0.0, 0.0))
+        found[-1].token_times_s, found[-1].token_counts = [firsts_s, *ends_s.tolist()], list(range(1, said + 1))
+    return found
+
+
+def test_the_peak_is_half_as_much_again_as_the_machine_serves() -> None:
+    """A request costs its prompt's reading and its tokens' share of the steps in which eight are answered."""
+    tokens = np.mean([request.max_tokens for request in make_requests(60.0, 0, 1.0)])
+    assert peak_rps(answered(0.1, 0.04)) == pytest.approx(1.5 / (0.1 + tokens * 0.04 / 8), abs=0.02)
+    assert peak_rps(answered(0.4, 0.04)) < 0.7 * peak_rps(answered(0.1, 0.04))
+    assert peak_rps(answered(60.0, 1.0)) == 0.3  # a load worth the name all the same
+    with pytest.raises(EngineError, match="empty"):
+        peak_rps([RequestResult(0, "chat", "", 0.0)])
+
+
+def test_the_trial_is_a_few_short_answers_to_prompts_like_the_load_s_own() -> None:
+    trial = trial_requests()
+    assert {request.arrival_s for request in trial} == {0.0}
+    assert 4 <= len(trial) <= 16
+    assert max(request.max_tokens for request in trial) <= LENGTHS.min_output_tokens
+    load = {request.prompt for request in make_requests(45.0, 0, 3.0)}
+    assert sum(request.prompt in load for request in trial) < len(trial) / 2
+    assert all(is_held_out_prompt(request.prompt) for request in trial)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +90,8 @@ def test_the_load_swings_from_one_request_to_beyond_the_knee() -> None:
         ({"duration_s": 0.5}, "--duration 0.5"),
         ({"duration_s": float("nan")}, "--duration nan"),
         ({"seed": -1}, "--seed -1"),
+        ({"peak_rps": 0.0}, "--peak-rps 0"),
+        ({"peak_rps": float("nan")}, "--peak-rps nan"),
         ({"method": "medusa"}, "--method medusa"),
         ({"method": "draft_model"}, "without a drafter"),
         ({"method": "ngram", "drafter": "x"}, "--drafter with --method ngram"),
@@ -90,7 +126,7 @@ def test_the_result_has_every_promised_field_also_when_nothing_was_measured(tmp_
 
 
 def test_without_a_sidecar_the_view_still_shows_the_load() -> None:
-    generator = LoadGenerator(make_requests(5.0, 0), LoadOptions("http://127.0.0.1:1", "m"))
+    generator = LoadGenerator(make_requests(5.0, 0, 3.0), LoadOptions("http://127.0.0.1:1", "m"))
     view = View(generator, LinkConfig(endpoint="ipc:///nowhere"), Console(file=StringIO()), is_live=False)
     assert "0 ended, 0 in flight" in view.line(None)
     assert view.table(None).row_count == 4
@@ -102,7 +138,7 @@ def test_the_view_goes_on_when_no_sidecar_answers(is_live: bool, monkeypatch: py
         monkeypatch.setattr(f"faser.controller.demo_view.{name}", 0.005)
     screen = StringIO()
     console = Console(file=screen, force_terminal=is_live, width=100)
-    generator = LoadGenerator(make_requests(5.0, 0), LoadOptions("http://127.0.0.1:1", "m"))
+    generator = LoadGenerator(make_requests(5.0, 0, 3.0), LoadOptions("http://127.0.0.1:1", "m"))
 
     async def follow() -> None:
         with contextlib.suppress(TimeoutError):
@@ -131,7 +167,7 @@ def test_a_short_demo_serves_steers_and_reports(demo: list[str], tmp_path: Path)
     result = json.loads(done.stdout.splitlines()[-1])
     assert set(result) >= PROMISED
     assert result["requests"]["failed"] == 0
-    assert result["requests"]["finished"] == len(make_requests(10.0, 0))
+    assert result["requests"]["finished"] == len(make_requests(10.0, 0, result["peak_rps"]))
     assert result["engine"]["version"].startswith("0.32")
     assert result["gaps"] == result["dropped_records"] == 0
     assert result["lease_share_after_first_second"] > 0.95

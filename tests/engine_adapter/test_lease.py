@@ -48,6 +48,15 @@ def test_an_action_set_holds_until_its_time_and_not_longer() -> None:
     assert held.in_force(1, 0.51) is None
 
 
+def test_what_came_in_time_during_a_long_step_holds_for_the_next_step_and_not_longer() -> None:
+    held = lease()
+    assert held.offer(action(time_s=1.0), step=4, now_s=1.6, looked_s=0.0) is None
+    assert held.in_force(4, 1.6) is not None
+    assert held.in_force(5, 1.6) is None
+    assert held.offer(action(sequence=9, time_s=1.0), step=6, now_s=3.0, looked_s=1.6) == "stale"  # on its way for long
+    assert lease().offer(action(time_s=1.0), step=4, now_s=1.6) == "stale"  # nobody says when it came
+
+
 def test_the_engine_shortens_a_lease_that_asks_for_more_than_it_grants() -> None:
     held = lease()
     assert held.offer(action(step=10**6, time_s=10**6), step=0, now_s=0.0) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from faser.engine_adapter.protocol import MAX_DRAFT_LENGTH, RequestRow, StepRecord, StopRule
-from faser.env.cost_table import CostTable, StepCost
+from faser.env.cost_table import NO_PROMPTS, CostTable, StepCost
 from faser.env.spaces import Capabilities
 from faser.env.state import EngineState, observe
 
@@ -75,3 +75,36 @@ def test_tokens_that_a_stop_rule_chose_tell_nothing_about_drafts_without_one(
             ),
         )  # fmt: skip
     assert (state.requests.trials.sum() > 0.0) == is_history
+
+
+@pytest.mark.parametrize(("rule", "delivery"), [(None, [1.0, 0.5, 0.0, 0.0]), (RULE, [1.0, 1.0, 1.0, 1.0])])
+def test_what_a_rule_ended_says_nothing_of_what_the_drafter_delivers(
+    rule: StopRule | None, delivery: list[float]
+) -> None:
+    state = EngineState(Capabilities(k_max=4))
+    for counter in range(1, 2001):
+        state.ask(counter, rule if counter % 2 else None)  # what a step verifies is free, or nothing would be learnt
+        rows = [RequestRow(handle, 1, 4, drafted, 0, 0, 0, 1, 50, False) for handle, drafted in ((1, 2), (2, 1))]
+        if counter % 2 == 0 and rule is not None:
+            rows = [RequestRow(handle, 1, 4, 4, 0, 0, 0, 1, 50, False) for handle in (1, 2)]
+        record = StepRecord(
+            "boot", counter, counter, float(counter), 0.02, 0.0, 0.015, 0.0, 0.004, 0.0, 0.0, 2, 0, 0, 2, 0, 0.1, None,
+            None, 1, counter, 0, 0, [], rows,
+        )  # fmt: skip
+        observe(state, record)
+    assert state.population.delivery == pytest.approx(delivery, abs=0.01)
+
+
+def test_prompts_are_told_by_the_steps_that_have_them() -> None:
+    state = EngineState(Capabilities(k_max=4))
+    assert state.prompts() == NO_PROMPTS
+    for counter in range(1, 801):
+        prompt = 160 if counter % 4 == 0 else 0
+        record = StepRecord(
+            "boot", counter, counter, float(counter), 0.02, 0.0, 0.015, 0.0, 0.004, 0.0, 0.0, 2, 0, prompt, 2, 0, 0.1,
+            None, None, 0, 0, 0, 0, [], [RequestRow(1, 1, 0, 0, 0, 0, 0, 1, 50, False)],
+        )  # fmt: skip
+        observe(state, record)
+    rows, share = state.prompts()
+    assert share == pytest.approx(0.25, abs=0.07)
+    assert rows == pytest.approx(160 * state.cost.prompt_row)

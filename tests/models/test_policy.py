@@ -15,6 +15,7 @@ from faser.models.baselines import LengthTable
 from faser.models.policy import POLICIES, PolicyError, make_policy
 from faser.models.price import COMPARE_SEARCHES, SETTLED_DECISIONS
 from faser.models.probe import Chances, ProbeAccount
+from faser.models.stopping import NO_RULE, predict_stops, rule_of
 
 COMPARE_DECISIONS = COMPARE_SEARCHES * SETTLED_DECISIONS  # within so many it has weighed both ways
 K_MAX = 5
@@ -231,6 +232,23 @@ def test_thresholds_to_go_on_are_at_least_those_to_keep_and_rise_with_the_price_
     assert min(cheap[:-1]) >= keep
     assert cheap[:-1] == sorted(cheap[:-1])
     assert dear[0] > cheap[0]
+
+
+def test_drafts_without_a_rule_are_in_the_table_of_stop_rules() -> None:
+    state = make_confident_state(0.3, batch=3)
+    forecast = state.confidence.forecast
+    assert forecast is not None
+    found = predict_stops(state, forecast, 3, 100.0)
+    drafted, tokens, rows, rounds = found.table[:, NO_RULE]
+    depths = np.arange(K_MAX + 1)
+    assert drafted == pytest.approx(3.0 * depths)
+    assert rows == pytest.approx(3.0 * (depths + 1))
+    assert rounds == pytest.approx(depths)
+    assert tokens == pytest.approx(3.0 * (1.0 + np.append(0.0, forecast.gain[:, -1, -1].cumsum())))
+    assert found.verify_s is not None
+    assert found.verify_s[NO_RULE] == pytest.approx(state.cost.verify_time_s(3.0 * (depths + 1)))
+    assert rule_of(found.go_on, state.confidence, NO_RULE, K_MAX) is None
+    assert (tokens >= found.table[1, :NO_RULE] - 1e-9).all(), "a rule only ever takes tokens away"
 
 
 def test_without_confidence_in_the_name_or_with_steps_in_flight_nothing_stops() -> None:
