@@ -8,6 +8,7 @@ from typing import Any, Final
 
 RESULT: Final = Path(__file__).parent / "results" / "overlap.json"
 PAIR_RESULT: Final = RESULT.with_name("overlap_pair.json")
+FORCED: Final = ("in turn", "ahead", "groups")  # what the gates choose from
 
 
 def read() -> Any:
@@ -18,11 +19,6 @@ def read() -> Any:
 def spread(found: dict[str, float], digits: int) -> str:
     """Return a median with the least and the most."""
     return f"{found['median']:.{digits}f} ({found['least']:.{digits}f} to {found['most']:.{digits}f})"
-
-
-def interval(found: dict[str, Any]) -> str:
-    """Return a ratio with its 95 % interval."""
-    return f"{found['value']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
 
 
 def hidden(found: dict[str, Any]) -> str:
@@ -83,10 +79,9 @@ def pair_rates() -> str:
     """Return the embedded pair's tokens per second in each arm."""
     found = json.loads(PAIR_RESULT.read_text())
     arms = list(next(iter(found["loads"].values()))["tokens_per_s"])
-    lines = [f"| requests | {' | '.join(arms)} | rounds |", "|---" * (len(arms) + 2) + "|"]
+    lines = [f"| requests, {found['rounds']} rounds | {' | '.join(arms)} |", "|---" * (len(arms) + 1) + "|"]
     for requests, load in found["loads"].items():
-        rates = " | ".join(spread(load["tokens_per_s"][arm], 1) for arm in arms)
-        lines.append(f"| {requests} | {rates} | {load['rounds']} |")
+        lines.append(f"| {requests} | {' | '.join(spread(load['tokens_per_s'][arm], 1) for arm in arms)} |")
     return "\n".join(lines)
 
 
@@ -99,13 +94,14 @@ def pair_ratios() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for requests, load in found["loads"].items():
-        ratios, ahead, gated = load["ratios"], load["ahead"], load["gated_over_best"]
+        best = max(FORCED, key=lambda arm: load["tokens_per_s"][arm]["median"])
+        ratios, ahead = load["ratios"], load["ahead"]
         tried = ahead["hits"] + ahead["rejected"] + ahead["other_bonus"] + ahead["late"]
         shares = [
             f"{ahead[f'accepted_{how}'] / max(ahead[f'handed_{how}'], 1) * 100:.0f} %" for how in ("ahead", "in_turn")
         ]
         lines.append(
-            f"| {requests} | {interval(ratios['ahead / in turn'])} | {interval(ratios['groups / in turn'])} "
-            f"| {interval(gated)} | {' / '.join(gated['best'])} | {ahead['hits']} / {tried} | {' / '.join(shares)} |"
+            f"| {requests} | {spread(ratios['ahead / in turn'], 2)} | {spread(ratios['groups / in turn'], 2)} "
+            f"| {spread(ratios[f'gated / {best}'], 2)} | {best} | {ahead['hits']} / {tried} | {' / '.join(shares)} |"
         )
     return "\n".join(lines)

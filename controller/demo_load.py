@@ -19,11 +19,11 @@ from .loadstats import RequestResult
 
 TRACE: Final = "azure-conv"
 LENGTHS: Final = Lengths(
-    context_tokens=2048, input_scale=0.1, max_input_tokens=300, min_output_tokens=16, max_output_tokens=128
+    context_tokens=2048, input_scale=0.1, max_input_tokens=200, min_output_tokens=16, max_output_tokens=128
 )
 # Past the knee for a third of the time, and the queue drains again; at the ends of the run one request at a time.
 PEAK_OVER_SERVED: Final = 1.5
-PEAK_OVER_LOW: Final = 3.0
+PEAK_OVER_LOW: Final = 2.0
 LEAST_PEAK_RPS: Final = 0.3  # below, a minute has no load worth the name
 TRIAL_REQUESTS: Final = 8
 TRIAL_TOKENS: Final = 16
