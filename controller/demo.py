@@ -90,6 +90,8 @@ class DemoOptions:
 
 def run_demo(options: DemoOptions) -> int:
     """Run the demo; return 0, 1 if a request failed, 130 after Ctrl-C."""
+    if options.peak_rps is not None:  # one that the trace does not have is told before anything starts
+        make_requests(options.duration_s, options.seed, options.peak_rps)
     with socket_folder("demo") as sockets, stopping_on_sigterm():
         demo = Demo(options, _configure(options, sockets))
         processes = ExitStack()
@@ -224,7 +226,7 @@ class Demo:
             trial = await _answered(trial_requests(), options, stop)
             if stop.is_set():
                 return
-            self._peak_rps = peak_rps(trial)
+            self._peak_rps = peak_rps(trial, self.options.duration_s)
         else:
             self._peak_rps, peak = self.options.peak_rps, "as asked"
         requests = make_requests(self.options.duration_s, self.options.seed, self._peak_rps)

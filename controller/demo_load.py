@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
-from ..env.prompt import held_out_prompts
+from ..env.prompt import KINDS, Prompt, held_out_prompts
 from ..env.trace import TraceError, shipped_trace
 from ..env.workload import Lengths, Swell, TimedRequest, build_workload, swelling_arrivals
 from .errors import EngineError, UsageError
@@ -25,29 +24,34 @@ LENGTHS: Final = Lengths(
 PEAK_OVER_SERVED: Final = 1.5
 PEAK_OVER_LOW: Final = 2.0
 LEAST_PEAK_RPS: Final = 0.3  # below, a minute has no load worth the name
+MOST_ARRIVALS: Final = 9000  # the trace has some more
 TRIAL_REQUESTS: Final = 8
 TRIAL_TOKENS: Final = 16
-_TRIAL_SEED: Final = 1_000_003  # other prompts than the load's, which would come from the prefix cache
 
 
 def make_requests(duration_s: float, seed: int, peak_rps: float) -> list[TimedRequest]:
     """Return the demo's load: the same for the same duration, seed and peak."""
     try:
         swell = Swell(duration_s, peak_rps / PEAK_OVER_LOW, peak_rps)
-        return build_workload(
-            swelling_arrivals(shipped_trace(TRACE), swell, seed), held_out_prompts(), LENGTHS, seed=seed
-        )
+        return build_workload(swelling_arrivals(shipped_trace(TRACE), swell, seed), _prompts()[1], LENGTHS, seed=seed)
     except TraceError as error:
         raise UsageError(str(error)) from None
 
 
 def trial_requests() -> list[TimedRequest]:
-    """Return a few requests like the load's, all at once, with short answers."""
-    some = make_requests(60.0, _TRIAL_SEED, 1.0)[:TRIAL_REQUESTS]
-    return [replace(each, arrival_s=0.0, max_tokens=TRIAL_TOKENS) for each in some]
+    """Return a few requests, all at once, with short answers."""
+    return [TimedRequest(0.0, each.text, each.kind, TRIAL_TOKENS, each.id, each.tokens) for each in _prompts()[0]]
 
 
-def peak_rps(trial: Sequence[RequestResult]) -> float:
+def _prompts() -> tuple[list[Prompt], list[Prompt]]:
+    """Return the trial's prompts, of every kind, and the load's: in the load they would come from the prefix cache."""
+    short = [prompt for prompt in held_out_prompts() if prompt.tokens <= LENGTHS.max_input_tokens]
+    kinds = [[prompt for prompt in short if prompt.kind == kind] for kind in KINDS]
+    trial = [kinds[number % len(kinds)][number // len(kinds)] for number in range(TRIAL_REQUESTS)]
+    return trial, [prompt for prompt in short if prompt not in trial]
+
+
+def peak_rps(trial: Sequence[RequestResult], duration_s: float) -> float:
     """Return the peak of the load, requests/s, from what the trial's requests took; EngineError if they said nothing.
 
     Until the last of them has its first token the engine reads prompts, from then on it answers all of them.
@@ -59,9 +63,9 @@ def peak_rps(trial: Sequence[RequestResult]) -> float:
     answered = sum(each.token_counts[-1] - _said_by(each, read_s) for each in trial)
     token_s = answered_s / answered if answered else 0.0
     load = make_requests(60.0, 0, 1.0)
-    tokens = sum(each.max_tokens for each in load) / len(load)
-    served_rps = 1.0 / (read_s / len(trial) + tokens * token_s)
-    return max(round(PEAK_OVER_SERVED * served_rps, 2), LEAST_PEAK_RPS)
+    token_read_s = read_s / sum(each.prompt_tokens for each in trial_requests())
+    served_rps = len(load) / sum(each.prompt_tokens * token_read_s + each.max_tokens * token_s for each in load)
+    return min(max(round(PEAK_OVER_SERVED * served_rps, 2), LEAST_PEAK_RPS), MOST_ARRIVALS / duration_s)
 
 
 def _said_by(result: RequestResult, at_s: float) -> int:

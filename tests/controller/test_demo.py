@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from faser.controller.config import LinkConfig
-from faser.controller.demo import DemoOptions
+from faser.controller.demo import DemoOptions, run_demo
 from faser.controller.demo_load import LENGTHS, make_requests, peak_rps, trial_requests
 from faser.controller.demo_result import DemoResult, collect, final_table
 from faser.controller.demo_view import View, bars
@@ -66,12 +66,22 @@ def answered(read_s: float, token_s: float) -> list[RequestResult]:
 
 def test_the_peak_is_half_as_much_again_as_the_machine_serves() -> None:
     """A request costs its prompt's reading and its tokens' share of the steps in which eight are answered."""
-    tokens = np.mean([request.max_tokens for request in make_requests(60.0, 0, 1.0)])
-    assert peak_rps(answered(0.1, 0.04)) == pytest.approx(1.5 / (0.1 + tokens * 0.04 / 8), abs=0.02)
-    assert peak_rps(answered(0.4, 0.04)) < 0.7 * peak_rps(answered(0.1, 0.04))
-    assert peak_rps(answered(60.0, 1.0)) == 0.3  # a load worth the name all the same
+    load, trial = make_requests(60.0, 0, 1.0), trial_requests()
+    tokens = np.mean([request.max_tokens for request in load])
+    longer = np.mean([request.prompt_tokens for request in load]) / np.mean([each.prompt_tokens for each in trial])
+    assert 0.5 < longer < 2.0
+    assert peak_rps(answered(0.1, 0.04), 45.0) == pytest.approx(1.5 / (0.1 * longer + tokens * 0.04 / 8), abs=0.02)
+    assert peak_rps(answered(0.4, 0.04), 45.0) < 0.7 * peak_rps(answered(0.1, 0.04), 45.0)
+    assert peak_rps(answered(60.0, 1.0), 45.0) == 0.3  # a load worth the name all the same
     with pytest.raises(EngineError, match="empty"):
-        peak_rps([RequestResult(0, "chat", "", 0.0)])
+        peak_rps([RequestResult(0, "chat", "", 0.0)], 45.0)
+
+
+def test_a_fast_machine_gets_what_the_trace_has() -> None:
+    peak = peak_rps(answered(1e-3, 1e-4), 1200.0)
+    assert 5000 < len(make_requests(1200.0, 0, peak)) < 9739
+    with pytest.raises(UsageError, match="lower the rate or duration"):
+        run_demo(DemoOptions(duration_s=1200.0, peak_rps=100.0))
 
 
 def test_the_trial_is_a_few_short_answers_to_prompts_like_the_load_s_own() -> None:
@@ -79,8 +89,8 @@ def test_the_trial_is_a_few_short_answers_to_prompts_like_the_load_s_own() -> No
     assert {request.arrival_s for request in trial} == {0.0}
     assert 4 <= len(trial) <= 16
     assert max(request.max_tokens for request in trial) <= LENGTHS.min_output_tokens
-    load = {request.prompt for request in make_requests(45.0, 0, 3.0)}
-    assert sum(request.prompt in load for request in trial) < len(trial) / 2
+    assert {request.kind for request in trial} == set(KINDS)
+    assert not {request.prompt for request in trial} & {request.prompt for request in make_requests(1200.0, 0, 3.0)}
     assert all(is_held_out_prompt(request.prompt) for request in trial)
 
 
