@@ -52,6 +52,7 @@ class Plan:
     max_tokens: int = 96
     max_prompt_tokens: int = 300
     least_tokens: int = 192  # of a turn: fewer depend too much on where in a text it begins and ends
+    least_per_client: int = 16  # tokens of a turn: fewer depend too much on whose prompt falls into it
     repeat_s: float = math.inf  # since the run's start: later no round is repeated
     seed: int = 0
 

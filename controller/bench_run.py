@@ -24,7 +24,7 @@ from .bench_plan import NONE, REPEATS, TABLE, Plan, Progress, arm_of, contenders
 from .bench_ratio import OURS, Goodput, Objective
 from .bench_result import MAIN, SWEEP, Latency, Results, Spans, Turn, envelope_at, name_of, write_results
 from .bench_server import SERVER_GIB, Arm, Bed
-from .bench_table import best_table, described
+from .bench_table import best_table, described, worth_sweeping
 from .bench_turn import Look, Place, Slice, as_turn, slice_ends, slice_tokens
 from .bench_work import Mix, Replay, closed_stream
 from .errors import EngineError
@@ -32,7 +32,6 @@ from .launch import available_cores
 
 MAX_REQUESTS: Final = 64  # as the embedded servers are started
 SETTLE_TURNS: Final = {SWEEP: 1, MAIN: 2}  # of each arm at each load, unmeasured; FASER has to learn the load
-LEAST_PER_CLIENT: Final = 16  # tokens of a turn: fewer depend too much on whose prompt falls into it
 UNLOADED_REQUESTS: Final = 10  # one at a time, for the objective of a replay
 _CLOSE_S: Final = 0.3  # for a server to notice that clients are gone
 _LOST: Final = (EngineError, aiohttp.ClientError, TimeoutError, OSError)
@@ -152,6 +151,8 @@ class Bench:
                 return
             for load in self.plan.sweep_loads:
                 await self._closed(SWEEP, load, mix, names, self.plan.sweep_rounds)
+                left = {NONE, *map(arm_of, worth_sweeping(levels_at(self.results, load, mix.name)))}
+                names = tuple(name for name in names if name in left)
         levels = {load: found for load in self.plan.sweep_loads if (found := levels_at(self.results, load, mix.name))}
         if not levels:
             self.results.failed[TABLE] = "no length was swept: every server was lost"
@@ -201,7 +202,7 @@ class Bench:
         quantum, ends = 0, [0]
         for name, each in clients.items():
             if not quantum and (rate := await self._attempt(name, partial(self._trial, each, load))):
-                quantum = max(round(rate * self.plan.turn_s), self.plan.least_tokens, LEAST_PER_CLIENT * load)
+                quantum = max(round(rate * self.plan.turn_s), self.plan.least_tokens, self.plan.least_per_client * load)
                 ends = slice_ends(quantum, slice_tokens(rate, self.plan.slice_s, load))
             await self._attempt(name, partial(self._settle_one, each, SETTLE_TURNS[phase] * quantum))
             self._step(f"{what}: settling", SETTLE_TURNS[phase])

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Final
+
+NEAR_BEST: Final = 0.8  # of the best length's tokens/s
 
 Table = tuple[tuple[int, int, int], ...]  # first and last batch size, both included, and the length between them
 
@@ -35,6 +38,21 @@ def best_table(levels: Mapping[int, Mapping[int, float]], max_requests: int) -> 
             rows.append((first, last, length))
         first = last + 1
     return tuple(rows)
+
+
+def worth_sweeping(levels: Mapping[int, float]) -> set[int]:
+    """Return the lengths that may still be the best where more requests run, from what each gave where fewer did.
+
+    Rows cost more the more of them there are, so the best length falls with the load: who is longer than the best one
+    and far behind it will not catch up. Sweeping them all the same is where an operator's hours would go.
+
+    :param levels: length -> log tokens/s
+    """
+    if not levels:
+        return set()
+    best = best_lengths({0: levels})[0]
+    least = levels[best] + math.log(NEAR_BEST)
+    return {length for length, level in levels.items() if length <= best or level >= least}
 
 
 def longest(table: Table) -> int:

@@ -38,8 +38,9 @@ class Lease:
     def offer(self, action: ActionSet, step: int, now_s: float, looked_s: float | None = None) -> str | None:
         """Take an action set, or return why not: foreign, advisory, stale, owned, old_epoch, reordered.
 
-        :param looked_s: when the engine looked for messages before. It came after that, and if it was not stale then it
-            holds for this one step at least: a step may take longer than a lease (a long prompt on a CPU).
+        :param looked_s: when the engine looked for messages before, its idle time since then not counted. It came after
+            that, and if it was not stale then it holds for this one step at least: a step may take longer than a lease
+            (a long prompt on a CPU).
         """
         reason = self._refusal(action, step, now_s, now_s if looked_s is None else looked_s)
         if reason is None:

@@ -246,9 +246,12 @@ class Steering:
         self._departed.clear()
 
     def _poll(self, now_s: float) -> None:
+        looked_s = self._looked_s
+        if looked_s is not None and self._last_end_s > looked_s:
+            looked_s += now_s - self._last_end_s  # a step may outlast a lease; a pause between two of them ends it
         for message in self.link.receive():
             if isinstance(message, ActionSet):
-                if reason := self.lease.offer(message, self.step, now_s, self._looked_s):
+                if reason := self.lease.offer(message, self.step, now_s, looked_s):
                     self._refuse(reason, f"action set {message.epoch}.{message.sequence}")
             elif isinstance(message, HelloRequest):
                 self.introduce()

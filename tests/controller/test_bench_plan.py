@@ -23,7 +23,7 @@ from faser.controller.bench_plan import (
     turn_order,
 )
 from faser.controller.bench_ratio import Ratio
-from faser.controller.bench_table import best_table, described, longest
+from faser.controller.bench_table import best_table, described, longest, worth_sweeping
 from faser.controller.bench_work import PEAK_PARTS, TRACES, Mix, Replay, closed_stream
 from faser.controller.errors import UsageError
 from faser.controller.session import check_policy
@@ -123,6 +123,14 @@ def test_the_table_has_the_best_length_of_each_load_and_covers_every_batch_size(
         best_table({}, 64)
 
 
+def test_a_length_far_behind_a_shorter_one_is_not_swept_where_more_requests_run() -> None:
+    log = math.log
+    assert worth_sweeping({0: 0.0, 1: log(1.2), 2: log(1.5), 3: log(1.45), 4: log(1.1)}) == {0, 1, 2, 3}
+    assert worth_sweeping({0: 0.0, 1: log(0.9), 3: log(0.7)}) == {0, 1}
+    assert worth_sweeping({0: log(0.5), 4: 0.0}) == {0, 4}, "the shorter ones may come to be the best"
+    assert worth_sweeping({}) == set()
+
+
 def test_lengths_and_arms_name_each_other() -> None:
     assert [length_of(arm) for arm in ("none", "k1", "k8", "table", "ngram", "faser")] == [0, 1, 8, None, None, None]
     assert all(length_of(arm_of(length)) == length for length in range(9))
@@ -132,7 +140,10 @@ def test_a_quick_run_is_what_it_promises() -> None:
     plan = BenchOptions(quick=True).plan()
     assert (plan.loads, plan.rivals, plan.pairs) == ((1, 8, 32), ("none", "k1", "k3", "table"), 3)
     assert (plan.minutes, plan.replays, [mix.name for mix in plan.mixes]) == (0.0, (), ["all"])
-    assert BenchOptions().plan().loads == (1, 2, 4, 8, 16, 32, 64)
+    assert (plan.max_prompt_tokens, plan.least_per_client) == (150, 12)
+    full = BenchOptions().plan()
+    assert full.loads == (1, 2, 4, 8, 16, 32, 64)
+    assert (full.max_prompt_tokens, full.least_per_client) == (300, 16)
     assert BenchOptions(traces=("mooncake",)).plan().loads == ()
 
 

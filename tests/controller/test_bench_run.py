@@ -309,6 +309,14 @@ def test_the_table_is_swept_before_and_its_server_started_with_it(
     assert {turn.arm for turn in results.turns if turn.phase == "main"} == {"none", "table", "faser"}
 
 
+def test_a_length_far_behind_is_not_swept_at_more_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arms = {"k1": FakeArm("k1", burst=8), "k2": FakeArm("k2")}
+    wanted = plan(loads=(1, 3), rivals=("none", "table"), pairs=1, table_lengths=(0, 1, 2), sweep_rounds=1)
+    results = measure(wanted, tmp_path, monkeypatch, arms)
+    swept = {load: {turn.arm for turn in results.turns_at(load, "all", "sweep")} for load in (1, 3)}
+    assert swept == {1: {"none", "k1", "k2"}, 3: {"none", "k1"}}
+
+
 def test_a_replay_is_told_by_goodput_against_the_unloaded_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,7 +123,7 @@ def test_control_a_frontier_of_another_request_is_seen(done: dict[str, Any]) -> 
 
 HEAD_SHORT = {
     "prompts": [PROMPTS[0], PROMPTS[2][:110], *PROMPTS[2:]],
-    "sampling": {"temperature": 0.0, "max_tokens": 45},
+    "sampling": {"temperature": 0.0, "max_tokens": 60},
 }
 HEAD_BATCHES = {
     "no drafts": batch(rule={"cycle": [0]}, frontier=0, **HEAD_SHORT),

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -188,6 +189,24 @@ def test_a_lease_that_arrives_after_the_latch_waits_for_the_next_step() -> None:
     adapter.record(order, outcome({"a": 1}, {}, [[5]]))
     assert order.lengths == {"a": 4}
     assert adapter.order({"a": 1}, 0.0).lengths == {"a": 1}
+
+
+@pytest.mark.parametrize(("step_ends_s", "length"), [(1.6, 4), (0.2, 0)])
+def test_a_step_may_outlast_a_lease_but_a_pause_ends_it(
+    step_ends_s: float, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr("faser.engine_adapter.steering.time", clock)
+    adapter, link = steering()
+    now_s = 0.0
+    adapter.arrive("a", Request())
+    order = adapter.order({"a": 1}, 0.0)
+    now_s = step_ends_s
+    adapter.record(order, outcome({"a": 1}, {}, [[5]]))
+    now_s = 1.6
+    link.arrived = [wire.ActionSet("boot", 1, 1, 1000, 0.5, 4, [], [])]  # valid until 0.5 s
+    assert adapter.order({"a": 1}, 0.0).lengths == {"a": length}
+    assert adapter.order({"a": 1}, 0.0).lengths == {"a": 0}
 
 
 @pytest.mark.parametrize(("left", "length"), [(1, 0), (2, 0), (3, 1), (5, 3), (100, 6)])
