@@ -47,6 +47,20 @@ class Plan(msgspec.Struct, frozen=True):
     people: Chances | None = None  # None: the population as seen without stop rules
 
 
+class OperatingPoint(msgspec.Struct):
+    """What is in force for batches of one size: two requests need not be relearnt because one of them just ended."""
+
+    is_stopping: bool = False
+    cell: tuple[int, int] = (0, 0)  # (threshold bin, deepest round) of lengths by history
+    stop_cell: tuple[int, int] = (0, 0)  # (threshold to keep, deepest round) of stop rules
+    searches: int = 0
+
+    @property
+    def place(self) -> tuple[bool, tuple[int, int]]:
+        """Return the way followed and its cell."""
+        return self.is_stopping, self.stop_cell if self.is_stopping else self.cell
+
+
 class PricePolicy:
     """Per-request lengths by marginal survival against marginal cost, with probes of what is not known.
 
@@ -57,10 +71,8 @@ class PricePolicy:
         self.name = "price" if use_confidence else "price:history"
         self._k_max = capabilities.k_max
         self._can_stop = use_confidence and not capabilities.is_async
-        self._cell = (0, 0)  # (threshold bin, deepest round) in force
-        self._stop_cell = (0, 0)  # (threshold to keep, deepest round) in force
-        self._is_stopping = False
-        self._searches = 0
+        self._point = OperatingPoint()
+        self._points: dict[int, OperatingPoint] = {}  # by size of the batch
         self._next_search = self._interval = SETTLE_DECISIONS  # decisions from now, and from the last one
         self._held: Plan | None = None  # last searched for
         self._held_for: tuple[int, Forecast | None] = (0, None)  # requests, and forecast if it was followed
@@ -88,22 +100,17 @@ class PricePolicy:
         is_similar = abs(requests - held_requests) * SIMILAR_BATCH <= held_requests and forecast is held_forecast
         if self._held is not None and self._next_search > 0 and is_similar:
             return self._follow(self._held, state, decoding)
-        before = self._point
+        before = self._point.place
         self._held = self._search(state, forecast, decoding, requests)
         self._held_for = requests, forecast
-        is_settled = is_similar and self._point == before
+        is_settled = is_similar and self._point.place == before
         self._interval = min(2 * self._interval, SETTLED_DECISIONS) if is_settled else SETTLE_DECISIONS
         self._next_search = self._interval
         return self._held
 
-    @property
-    def _point(self) -> tuple[bool, tuple[int, int]]:
-        """Return the operating point in force."""
-        return self._is_stopping, self._stop_cell if self._is_stopping else self._cell
-
     def _follow(self, plan: Plan, state: EngineState, decoding: Bools) -> Plan:
         """Return the plan for the requests as they are now, at the operating point in force."""
-        if self._is_stopping or plan.depth == 0:
+        if self._point.is_stopping or plan.depth == 0:
             lengths, default = np.full(state.requests.size, plan.depth, np.int64), plan.depth
         else:
             lengths, default = self._placed(state.acceptance(decoding), state, decoding)
@@ -111,24 +118,25 @@ class PricePolicy:
         return Plan(action, plan.rate, plan.depth, plan.people)
 
     def _search(self, state: EngineState, forecast: Forecast | None, decoding: Bools, requests: int) -> Plan:
+        point = self._point = self._points.setdefault(_size(requests), msgspec.structs.replace(self._point, searches=0))
         if forecast is None:
-            self._is_stopping = False
+            point.is_stopping = False
             return self._by_history(state, decoding, requests)
-        self._searches += 1
-        if self._searches % COMPARE_SEARCHES:  # both take too long for every step
-            way = self._by_confidence if self._is_stopping else self._by_history
+        point.searches += 1
+        if point.searches % COMPARE_SEARCHES:  # both take too long for every step
+            way = self._by_confidence if point.is_stopping else self._by_history
             return way(state, decoding, requests)
         history, stops = (way(state, decoding, requests) for way in (self._by_history, self._by_confidence))
         ahead = stops.rate / history.rate - 1.0
-        self._is_stopping = ahead > (-HYSTERESIS if self._is_stopping else HYSTERESIS)
-        return stops if self._is_stopping else history
+        point.is_stopping = ahead > (-HYSTERESIS if point.is_stopping else HYSTERESIS)
+        return stops if point.is_stopping else history
 
     def _by_confidence(self, state: EngineState, decoding: Bools, requests: int) -> Plan:
         forecast = state.confidence.forecast
         assert forecast is not None
         go_on, table, verify_s = predict_stops(state, forecast, requests, self._rate)
-        choice = choose(table, state, requests, _reading_s(state, decoding), self._stop_cell, verify_s)
-        keep, depth = self._stop_cell = (choice.threshold, choice.depth)
+        choice = choose(table, state, requests, _reading_s(state, decoding), self._point.stop_cell, verify_s)
+        keep, depth = self._point.stop_cell = (choice.threshold, choice.depth)
         kept = "all kept" if keep == NO_RULE else f"kept above {EDGE_LIST[keep]:.2f}"
         reason = (
             f"{requests} decoding: {choice.drafted:.0f} drafts in up to {depth} rounds, {kept}, "
@@ -144,8 +152,8 @@ class PricePolicy:
         acceptance = state.acceptance(decoding)
         table = np.zeros((PLANES, BINS + 1, self._k_max + 1))
         _tabulate(acceptance, decoding, state.population.delivery, requests, table)
-        choice = choose(table, state, requests, _reading_s(state, decoding), self._cell)
-        self._cell = (choice.threshold, choice.depth)
+        choice = choose(table, state, requests, _reading_s(state, decoding), self._point.cell)
+        self._point.cell = (choice.threshold, choice.depth)
         lengths, default = self._placed(acceptance, state, decoding)
         reason = (
             f"{requests} decoding: {choice.drafted:.0f} drafts in {choice.depth} rounds, "
@@ -157,10 +165,15 @@ class PricePolicy:
 
     def _placed(self, acceptance: Floats, state: EngineState, decoding: Bools) -> tuple[Ints, int]:
         """Return (n,) lengths, as deep as survival is worth a row, and that of who is not known or not decoding."""
-        threshold, depth = self._cell
+        threshold, depth = self._point.cell
         lengths = np.empty(len(decoding), np.int64)
         mean = state.population.mean
         return lengths, _place(acceptance, decoding, mean, least_survival(threshold), depth, lengths)
+
+
+def _size(requests: int) -> int:
+    """Return the class of a batch: small ones each their own, larger ones by octave."""
+    return requests if requests < SIMILAR_BATCH else SIMILAR_BATCH * requests.bit_length()
 
 
 def _reading_s(state: EngineState, decoding: Bools) -> float:
