@@ -53,6 +53,7 @@ class OperatingPoint(msgspec.Struct):
     is_stopping: bool = False
     cell: tuple[int, int] = (0, 0)  # (threshold bin, deepest round) of lengths by history
     stop_cell: tuple[int, int] = (0, 0)  # (threshold to keep, deepest round) of stop rules
+    rate: float = 0.0  # tokens/s expected last
     searches: int = 0
 
     @property
@@ -76,7 +77,6 @@ class PricePolicy:
         self._next_search = self._interval = SETTLE_DECISIONS  # decisions from now, and from the last one
         self._held: Plan | None = None  # last searched for
         self._held_for: tuple[int, Forecast | None] = (0, None)  # requests, and forecast if it was followed
-        self._rate = 0.0  # tokens/s expected last
         self._probes = ProbeAccount()
 
     def act(self, state: EngineState) -> Action:
@@ -86,7 +86,7 @@ class PricePolicy:
         if self._k_max == 0 or requests == 0:
             return uniform(state, 0, "nothing to speculate on")
         plan = self._plan(state, decoding, requests)
-        self._rate = plan.rate
+        self._point.rate = plan.rate
         begin_s = state.catch_up_s(decoding) if self._probes.is_due(state) else 0.0
         probe = self._probes.choose(state, requests, plan.rate, plan.depth, plan.people, begin_s)
         if probe is not None:
@@ -134,7 +134,7 @@ class PricePolicy:
     def _by_confidence(self, state: EngineState, decoding: Bools, requests: int) -> Plan:
         forecast = state.confidence.forecast
         assert forecast is not None
-        go_on, table, verify_s = predict_stops(state, forecast, requests, self._rate)
+        go_on, table, verify_s = predict_stops(state, forecast, requests, self._point.rate)
         choice = choose(table, state, requests, _reading_s(state, decoding), self._point.stop_cell, verify_s)
         keep, depth = self._point.stop_cell = (choice.threshold, choice.depth)
         kept = "all kept" if keep == NO_RULE else f"kept above {EDGE_LIST[keep]:.2f}"

@@ -251,6 +251,19 @@ def test_drafts_without_a_rule_are_in_the_table_of_stop_rules() -> None:
     assert (tokens >= found.table[1, :NO_RULE] - 1e-9).all(), "a rule only ever takes tokens away"
 
 
+def test_an_operating_point_outlives_a_short_time_with_another_number_of_requests() -> None:
+    many, few = make_confident_state(0.3, batch=8), make_state({1: 0.6}, 0.3)
+    policy = make_policy("price", CAPABILITIES)
+    for _ in range(2 * COMPARE_DECISIONS):
+        before = policy.act(many)
+    assert before.stop is not None
+    for _ in range(3):
+        assert policy.act(few).stop is None, "it has no confidences: its lengths come from history"
+    after = policy.act(many)
+    assert after.stop is not None
+    assert (after.stop.keep, after.stop.go_on) == (before.stop.keep, before.stop.go_on)
+
+
 def test_without_confidence_in_the_name_or_with_steps_in_flight_nothing_stops() -> None:
     state = make_confident_state(0.1)
     assert max(stop_of(state)[2]) > 0.0
