@@ -11,8 +11,8 @@ each load FASER serves for half a minute before it is measured, for its sidecar 
 round is as many slices as make an answer of every client, or of eight of them. Every step counts: with a first step
 left out, whose caches are cold, an arm that emits a token a step would have had the same of its prompts left out in
 every round, those that end an answer in step with the slices. After --rounds full rounds a load goes on with FASER, no
-speculation and the rivals near the best until its ratio is sharp or its minutes are over. Every round is in the JSON
-file when it is over; closed_loop_report.py makes table and picture of it.
+speculation and the rivals near the best until its ratio is sharp, with eight rounds at least, or its minutes are over.
+Every round is in the JSON file when it is over; closed_loop_report.py makes table and picture of it.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ LEAST_TOKENS = 192  # of a round: fewer depend too much on where in a text it be
 WHOLE_ANSWERS = 8  # of a round at most: one prompt more or less is then a small part of it
 LEAST_STEPS = 3  # of a slice without speculation: the first costs a twelfth more, its caches being cold
 HALF_WIDTH = 0.02  # at which a load is done: at the bar's own 3 % a ratio of 1.00 would often not be seen to meet it
+LEAST_ROUNDS = 8  # before that a ratio may look sharp by luck: three rounds once said 1.8 % at four requests
 LEARNING_TOKENS = 300  # of each client: the sidecar has never seen this engine, a user's has after half a minute
 ENGINE_GIB = 2.2  # of memory an engine takes
 
@@ -254,7 +255,7 @@ class Bench:
             return self.plan.arms
         if not self.plan.is_sharpened or not {OURS, "none"} <= set(names):
             return ()
-        if envelope_at(self.results, load).ratio.half_width <= HALF_WIDTH:
+        if rounds >= LEAST_ROUNDS and envelope_at(self.results, load).ratio.half_width <= HALF_WIDTH:
             return ()
         return contenders(self.results.rates(load, is_even=True), names)
 

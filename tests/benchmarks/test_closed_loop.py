@@ -128,6 +128,19 @@ def test_a_turn_is_the_sum_of_its_slices(bench: ModuleType) -> None:
     assert loud.is_disturbed
 
 
+def test_a_load_is_done_when_its_ratio_is_sharp_and_not_after_three_lucky_rounds(
+    bench: ModuleType, report: ModuleType, tmp_path: Path
+) -> None:
+    steady = [100.0, 101.0, 100.0, 101.0, 100.0, 101.0, 100.0, 101.0]
+    measured = results(report, {"none": steady, "k1": [90.0] * 8, "faser": [1.02 * rate for rate in steady]})
+    arms = ("none", "k1", "faser")
+    plan = bench.Plan((1,), arms, 3, 1.0, True, measured.settings)
+    ours = bench.Bench(plan, measured, tmp_path / "a", tmp_path, bench.Console())
+    assert ours.contenders(1, 2, arms) == arms
+    assert ours.contenders(1, 3, arms) == ("none", "faser")
+    assert ours.contenders(1, 8, arms) == ()
+
+
 @pytest.mark.engine
 @pytest.mark.slow
 def test_a_short_run_measures_every_turn(report: ModuleType, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ NGRAM = WORLDS["gpu-ngram"]
 
 
 def test_records_are_those_of_the_plain_recorder_under_a_policy_with_stop_rules() -> None:
-    engine = SimulatedEngine(WORLDS["gpu-small-knee"].closed(16), 5)
+    engine = SimulatedEngine(WORLDS["gpu-small-knee"].closed(8), 5)
     recorder = Recorder(engine.simulator)
     policy, state, actions, stops = make_policy("price", engine.capabilities), EngineState(engine.capabilities), None, 0
     for sequence in range(1, 301):
