@@ -57,7 +57,7 @@ class Sidecar:
         if self.decide is not None:
             self.inbox = [self.decide(message)]
 
-    def send_later(self, make: Callable[[], FromEngine]) -> None:
+    def send_later(self, make: Callable[[], FromEngine], rest_s: float = 0.0) -> None:
         """Take a record that is still to be made."""
         self.send(make())
 

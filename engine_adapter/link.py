@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Final
@@ -50,6 +51,7 @@ class EngineLink:
         self._outbox: deque[FromEngine | Callable[[], FromEngine]] = deque()
         self._inbox: deque[FromController] = deque(maxlen=INBOX_LIMIT)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._rest_s = 0.0
         self._closing = False
         self._context = zmq.Context()
         self._socket = self._connected(endpoint, boot_id, keys)
@@ -78,8 +80,12 @@ class EngineLink:
         """Hand a message over to be sent; drop and count it if too many wait already."""
         self._hand_over(message)
 
-    def send_later(self, make: Callable[[], FromEngine]) -> None:
-        """Have the link's thread make a message and send it, as `send` does; what is dropped is not made."""
+    def send_later(self, make: Callable[[], FromEngine], rest_s: float = 0.0) -> None:
+        """Have the link's thread make a message and send it, as `send` does; what is dropped is not made.
+
+        :param rest_s: the thread waits so long first, lest it take the interpreter from the engine's thread
+        """
+        self._rest_s = rest_s
         self._hand_over(make)
 
     def _hand_over(self, message: FromEngine | Callable[[], FromEngine]) -> None:
@@ -114,6 +120,8 @@ class EngineLink:
             ready = dict(poller.poll())
             if self._wake in ready:
                 os.eventfd_read(self._wake)
+                if self._rest_s and not self._closing:
+                    time.sleep(self._rest_s)
             self._send_waiting()
             if self._socket in ready:
                 self._take_arrived()

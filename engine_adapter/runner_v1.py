@@ -46,7 +46,7 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
     def _set_up(self) -> None:
         if self.device.type == "cuda":  # type: ignore[attr-defined]
             self._stopwatch = DevicePhases()
-        config = self.speculative_config  # type: ignore[attr-defined]
+        config = self.speculative_config
         drafter = getattr(self, "drafter", None)  # absent on pipeline ranks before the last
         if config is None or drafter is None:
             return
@@ -110,6 +110,10 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
         self._guard("report", lambda: self._attach(output))
         return output
 
+    def may_prepare_plainly(self) -> bool:
+        """Tell whether the drafter can do without vLLM's record of what was verified, where nothing was."""
+        return getattr(getattr(self, "drafter", None), "catch_up", None) is not None
+
     def around_verify(self, verify: Callable[[], Any]) -> Any:
         """Time the target's forward pass."""
         with self._timed("verify"):
@@ -171,6 +175,9 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
             if self.order is None:
                 return
             batch = self.input_batch  # type: ignore[attr-defined]
+            if not any(self.order.lengths.values()):
+                lengths = [0] * batch.num_reqs
+                return
             has_sampled = ~self.discard_request_mask.np[: batch.num_reqs]  # type: ignore[attr-defined]
             ordered = self.order.lengths
             lengths = [
@@ -183,7 +190,7 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
 
     def _followers(self) -> list[bool] | None:
         """Return for each batch row whether its request is in the middle of a prompt and will draft behind it."""
-        if self.order is None:
+        if self.order is None or not any(self.order.lengths.values()):
             return None
         batch = self.input_batch  # type: ignore[attr-defined]
         is_inside = self.discard_request_mask.np[: batch.num_reqs].tolist()  # type: ignore[attr-defined]

@@ -37,6 +37,10 @@ from .steps import StepOrder, StepReport
 logger = logging.getLogger(__name__)
 
 _NO_REPORT = StepReport()
+# Behind a step the engine's thread is in Python for a millisecond or two, and waits while the link's thread is.
+# Behind a long step a record may come so much later: its answer is looked for when the next one is over.
+LONG_STEP_S: Final = 0.04
+REST_S: Final = 0.003
 CLIENT_LIMIT: Final = "faser_max_draft"  # in a request's extra_args
 
 
@@ -48,7 +52,7 @@ class Link(Protocol):
 
     def send(self, message: FromEngine) -> None: ...
 
-    def send_later(self, make: Callable[[], StepRecord]) -> None: ...
+    def send_later(self, make: Callable[[], StepRecord], rest_s: float = ...) -> None: ...
 
     def receive(self) -> list[FromController]: ...
 
@@ -235,7 +239,8 @@ class Steering:
         self._last_end_s = now_s
         self.cost_s = 0.0
         self.events, self._preempted = [], []
-        self.link.send_later(partial(self._builder.build, trace))
+        rest_s = REST_S if trace.step_s >= LONG_STEP_S else 0.0
+        self.link.send_later(partial(self._builder.build, trace), rest_s)
         if self._departed:
             self._forget_departed()
 

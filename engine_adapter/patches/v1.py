@@ -20,7 +20,25 @@ logger = logging.getLogger(f"vllm.{__name__}")  # below "vllm", whose handler sh
 
 
 class RunnerHooks:
-    """Mixin in front of vLLM's V1 runners: the two private phases, named."""
+    """Mixin in front of vLLM's V1 runners: the two private phases, named, and the preparation of a step."""
+
+    speculative_config: Any
+
+    def may_prepare_plainly(self) -> bool:
+        """Tell whether a step that verifies nothing may be prepared as if there were no speculation."""
+        return False
+
+    def _prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        inherited = super()._prepare_inputs  # type: ignore[misc]
+        if scheduler_output.scheduled_spec_decode_tokens or not self.may_prepare_plainly():
+            return inherited(scheduler_output, *args, **kwargs)
+        # vLLM works out where the drafts are that are not there (0.32 gpu_model_runner.py:2184): without a drafter it
+        # leaves that out, and so does every reader of what it returns.
+        configured, self.speculative_config = self.speculative_config, None
+        try:
+            return inherited(scheduler_output, *args, **kwargs)
+        finally:
+            self.speculative_config = configured
 
     def around_verify(self, verify: Callable[[], Any]) -> Any:
         """Run the target's forward pass."""
@@ -102,7 +120,9 @@ def undrafted_step(runner: Any, scheduled: Any, step: tuple[Any, ...]) -> Undraf
     import torch
 
     _, _, states, _, auxiliary, verified, metadata, _ = step
-    if any(verified.num_draft_tokens) or hasattr(runner.get_model(), "get_mtp_target_hidden_states"):
+    if verified is not None and any(verified.num_draft_tokens):
+        return None
+    if hasattr(type(runner.get_model()), "get_mtp_target_hidden_states"):  # a module that lacks a name looks for long
         return None
     rows = scheduled.total_num_scheduled_tokens
     if runner.use_aux_hidden_state_outputs:

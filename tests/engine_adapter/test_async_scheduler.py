@@ -60,7 +60,7 @@ class Wire:
     def send(self, message: object) -> None:
         self.sent.append(message)
 
-    def send_later(self, make: Callable[[], StepRecord]) -> None:
+    def send_later(self, make: Callable[[], StepRecord], rest_s: float = 0.0) -> None:
         self.send(make())
 
     def receive(self) -> list[Any]:

@@ -31,7 +31,7 @@ class SilentLink:
     def send(self, message: object) -> None:
         """Forget it."""
 
-    def send_later(self, make: object) -> None:
+    def send_later(self, make: object, rest_s: float = 0.0) -> None:
         """Forget it."""
 
     def receive(self) -> list[Any]:

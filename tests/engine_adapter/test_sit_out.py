@@ -22,6 +22,14 @@ class VllmsRunner:
     """Where vLLM would prepare the drafter's pass."""
 
     asked = 0
+    prepared_with: object = None
+    speculative_config: object = "configured"
+
+    def _prepare_inputs(self, scheduler_output: Any, rows: list[int]) -> tuple[list[int], None, int]:
+        self.prepared_with = self.speculative_config
+        if not rows:
+            raise ValueError("nothing is scheduled")
+        return rows, None, 1
 
     def propose_draft_token_ids(self, *_: Any) -> Any:
         self.asked += 1
@@ -77,3 +85,35 @@ def test_where_nobody_drafts_vllm_prepares_nothing_and_the_steps_rows_are_kept()
 )
 def test_every_other_step_is_vllms(lengths: dict[str, int], drafts: list[int], in_prompt: tuple[bool, bool]) -> None:
     assert propose(lengths, drafts, in_prompt).asked == 1
+
+
+@pytest.mark.parametrize(
+    ("drafts", "is_skipping", "seen"),
+    [({}, True, None), ({"a": [3]}, True, "configured"), ({}, False, "configured")],
+    ids=["nothing is verified", "a draft is verified", "the drafter runs in every step"],
+)
+def test_a_step_that_verifies_nothing_is_prepared_as_without_speculation(
+    drafts: dict[str, list[int]], is_skipping: bool, seen: object
+) -> None:
+    runner = Runner({"a": 0, "b": 0}, (False, False))
+    if not is_skipping:
+        runner.drafter.catch_up = None
+    step = SimpleNamespace(scheduled_spec_decode_tokens=drafts)
+    assert runner._prepare_inputs(step, [1, 1]) == ([1, 1], None, 1)
+    assert runner.prepared_with == seen
+    with pytest.raises(ValueError, match="nothing is scheduled"):
+        runner._prepare_inputs(step, [])
+    assert runner.speculative_config == "configured"
+
+
+def test_a_step_prepared_without_speculation_keeps_its_rows_too() -> None:
+    runner = Runner({"a": 0, "b": 0}, (False, False))
+    metadata = SimpleNamespace(slot_mapping=torch.tensor([5, 11]), causal=True, batch_size=lambda: ROWS)
+    scheduled = SimpleNamespace(total_num_scheduled_tokens=ROWS)
+    states = [torch.ones((ROWS, WIDTH))] * 2
+    runner.propose_draft_token_ids(
+        scheduled, torch.tensor([[1], [2]]), None, states[0], None, states, None, metadata, None
+    )
+    assert runner.faults == {}
+    assert runner.asked == 0
+    assert runner.drafter.catch_up._tokens[[5, 11]].tolist() == [7, 8]

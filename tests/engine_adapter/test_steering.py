@@ -17,7 +17,7 @@ import zmq
 from faser.engine_adapter import protocol as wire
 from faser.engine_adapter.lease import Lease
 from faser.engine_adapter.link import HIGH_WATER_MARK, EngineLink
-from faser.engine_adapter.steering import CLIENT_LIMIT, BatchOutcome, Default, Steering
+from faser.engine_adapter.steering import CLIENT_LIMIT, LONG_STEP_S, REST_S, BatchOutcome, Default, Steering
 from faser.engine_adapter.steps import StepReport
 
 
@@ -39,11 +39,13 @@ class MemoryLink:
         self.arrived: list[wire.FromController] = []
         self.dropped = 0
         self.refused: Counter[str] = Counter()
+        self.rests: list[float] = []
 
     def send(self, message: wire.FromEngine) -> None:
         self.sent.append(message)
 
-    def send_later(self, make: Callable[[], wire.StepRecord]) -> None:
+    def send_later(self, make: Callable[[], wire.StepRecord], rest_s: float = 0.0) -> None:
+        self.rests.append(rest_s)
         self.send(make())
 
     def receive(self) -> list[wire.FromController]:
@@ -364,6 +366,16 @@ def test_what_was_sent_before_the_end_arrives_the_goodbye_included(endpoint: str
         assert arrived[-1] == wire.Goodbye("boot")
 
 
+def test_behind_a_long_step_only_the_record_leaves_the_interpreter_to_the_engine_first() -> None:
+    adapter, link = steering()
+    adapter.arrive("a", Request())
+    for seconds in (2 * LONG_STEP_S, LONG_STEP_S / 2):
+        order = adapter.order({"a": 1}, time.monotonic() - seconds)
+        adapter._last_end_s = 0.0
+        adapter.record(order, outcome({"a": 1}, {}, [[5]]))
+    assert link.rests == [REST_S, 0.0]
+
+
 def test_after_a_record_that_was_never_made_confidences_are_not_taken_for_those_of_other_drafts() -> None:
     adapter, link = steering(Default(3))
     adapter.arrive("a", Request(num_output_tokens=1))
@@ -377,7 +389,7 @@ def test_after_a_record_that_was_never_made_confidences_are_not_taken_for_those_
     step(0.1)
     step(0.2)
     keep = link.send_later
-    link.send_later = lambda make: None  # type: ignore[method-assign]  # the link's queue is full
+    link.send_later = lambda make, rest_s: None  # type: ignore[method-assign]  # the link's queue is full
     step(0.3)
     link.send_later = keep  # type: ignore[method-assign]
     step(0.4)
