@@ -54,7 +54,7 @@ from rich.table import Table
 from faser.controller.bench_machine import Processor, commit, machine_facts, require_memory, versions
 from faser.controller.bench_plan import contenders, turn_order
 from faser.controller.bench_server import LEASE_MS
-from faser.controller.bench_turn import slice_ends, slice_tokens
+from faser.controller.bench_turn import LEAST_STEPS, slice_ends, slice_tokens
 from faser.controller.bench_work import staggered, stream_order
 from faser.controller.config import load as load_config
 from faser.controller.errors import EngineError, FaserError, UsageError
@@ -70,7 +70,6 @@ MAX_LOAD = 48  # requests of the longest prompt and answer that fit the KV cache
 RECORDED_AT_ONCE = 32  # answers
 LEAST_TOKENS = 192  # of a round: fewer depend too much on where in a text it begins and ends
 WHOLE_ANSWERS = 8  # of a round at most: one prompt more or less is then a small part of it
-LEAST_STEPS = 8  # of a slice without speculation: the first costs a twelfth more, its caches being cold
 HALF_WIDTH = 0.02  # at which a load is done: at the bar's own 3 % a ratio of 1.00 would often not be seen to meet it
 LEAST_ROUNDS = 8  # before that a ratio may look sharp by luck: three rounds once said 1.8 % at four requests
 LEARNING_TOKENS = 300  # of each client: the sidecar has never seen this engine, a user's has after half a minute

@@ -19,7 +19,7 @@ from .bench_ratio import Goodput
 from .bench_result import Turn
 from .bench_server import Drafting
 
-LEAST_STEPS: Final = 8  # of a slice without speculation
+LEAST_STEPS: Final = 8  # of a slice without speculation: the first costs a twelfth more, its caches being cold
 
 Place = tuple[str, int | str, str, int]  # phase, load, kinds, round
 

@@ -51,7 +51,7 @@ class EngineLink:
         self._outbox: deque[FromEngine | Callable[[], FromEngine]] = deque()
         self._inbox: deque[FromController] = deque(maxlen=INBOX_LIMIT)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._rest_s = 0.0
+        self._rest_s = 0.0  # asked for by the newest message
         self._closing = False
         self._context = zmq.Context()
         self._socket = self._connected(endpoint, boot_id, keys)
@@ -85,14 +85,14 @@ class EngineLink:
 
         :param rest_s: the thread waits so long first, lest it take the interpreter from the engine's thread
         """
-        self._rest_s = rest_s
-        self._hand_over(make)
+        self._hand_over(make, rest_s)
 
-    def _hand_over(self, message: FromEngine | Callable[[], FromEngine]) -> None:
+    def _hand_over(self, message: FromEngine | Callable[[], FromEngine], rest_s: float = 0.0) -> None:
         if self._closing or len(self._outbox) >= HIGH_WATER_MARK:
             self.dropped += 1
             return
         self._outbox.append(message)
+        self._rest_s = rest_s
         os.eventfd_write(self._wake, 1)
 
     def receive(self) -> list[FromController]:

@@ -175,7 +175,7 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
             if self.order is None:
                 return
             batch = self.input_batch  # type: ignore[attr-defined]
-            if not any(self.order.lengths.values()):
+            if not self.order.is_drafting:
                 lengths = [0] * batch.num_reqs
                 return
             has_sampled = ~self.discard_request_mask.np[: batch.num_reqs]  # type: ignore[attr-defined]
@@ -190,7 +190,7 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
 
     def _followers(self) -> list[bool] | None:
         """Return for each batch row whether its request is in the middle of a prompt and will draft behind it."""
-        if self.order is None or not any(self.order.lengths.values()):
+        if self.order is None or not self.order.is_drafting:
             return None
         batch = self.input_batch  # type: ignore[attr-defined]
         is_inside = self.discard_request_mask.np[: batch.num_reqs].tolist()  # type: ignore[attr-defined]

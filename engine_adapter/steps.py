@@ -26,6 +26,11 @@ class StepOrder:
     frontier: int = 0  # tokens to draft ahead of each chunk that this step hands over; 0: nothing is drafted ahead
     is_apart: bool = False  # this step's requests sit out the next one: nobody waits for their drafts
 
+    @property
+    def is_drafting(self) -> bool:
+        """Tell whether anybody may draft."""
+        return any(self.lengths.values())
+
 
 @dataclass(slots=True)
 class StepReport:

@@ -6,6 +6,7 @@ Called by models/evaluate.py. Outside the Policy protocol on purpose: an EngineS
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import Literal
 
 import numpy as np
@@ -22,7 +23,7 @@ MEMORY = 0.98  # share that is left of what was brought, a step later
 Kind = Literal["request", "uniform"]
 
 
-class CutAfterwards:
+class CutAfterwards(ABC):
     """An engine whose longest drafts are cut once they are drawn, and whose time is set back accordingly."""
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
@@ -50,13 +51,13 @@ class CutAfterwards:
         ints[KEPT, drafting] = ints[DRAFTS, drafting] = kept
         ints[LUCKY, drafting] = np.minimum(ints[LUCKY, drafting], kept)
 
+    @abstractmethod
     def choose(self, drafting: Ints, longest: Ints) -> tuple[Lengths, Lengths]:
         """Return (n,) tokens to verify and (n,) tokens to draft.
 
         :param drafting: (n,) their slots
         :param longest: (n,) tokens that were drafted
         """
-        raise NotImplementedError
 
     def worth(self, running: int, gained: Floats, kept: Floats, draft_s: Floats) -> Floats:
         """Return tokens net of what the steps' seconds would bring otherwise, for steps in (...,) ways."""

@@ -45,7 +45,7 @@ def test_a_sidecar_that_refuses_to_start_ends_serve_with_its_reason(
         _require_no_complaint(sidecar, 137)  # killed: the engine serves on without it
 
 
-ENDPOINT = "ipc:///tmp/x.sock"
+ENDPOINT = "ipc:///run/x.sock"  # nobody opens it
 
 
 @pytest.fixture

@@ -347,6 +347,22 @@ def test_without_a_sidecar_sending_never_waits_and_drops_are_counted(endpoint: s
     assert slowest < 0.005
 
 
+def test_a_message_that_rests_is_made_so_much_later_and_does_not_hold_up_those_after_it(endpoint: str) -> None:
+    link, made_s = EngineLink(endpoint, "boot"), list[float]()
+
+    def make() -> wire.FromEngine:
+        made_s.append(time.monotonic())
+        return wire.Goodbye("boot")
+
+    for rest_s, least_s, most_s in ((0.3, 0.3, 5.0), (0.0, 0.0, 0.2)):
+        asked_s = time.monotonic()
+        link.send_later(make, rest_s)
+        assert time.monotonic() - asked_s < 0.2, "the engine's thread waited"
+        wait_for(lambda: made_s)
+        assert least_s <= made_s.pop() - asked_s <= most_s
+    link.close()
+
+
 def test_what_was_sent_before_the_end_arrives_the_goodbye_included(endpoint: str) -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.bind(endpoint)
