@@ -15,7 +15,7 @@ from .exits import pruning_refusal
 from .gate import Gate
 from .patches.pruning import PruningHooks, attention_refusal
 from .pruning import Notes, Pruning
-from .settings import load_settings
+from .settings import AUTO, load_settings
 from .steps import StepReport
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below "vllm", whose handler shows the operator INFO lines too
@@ -39,7 +39,8 @@ class PruningRunner(PruningHooks):
             logger.warning("FASER does not prune: %s", error)
 
     def _set_up_pruning(self) -> None:
-        path = load_settings().exit_heads
+        settings = load_settings()
+        path = settings.exit_heads
         if not path:
             return
         if reason := pruning_refusal(self.vllm_config):  # type: ignore[attr-defined]
@@ -50,7 +51,7 @@ class PruningRunner(PruningHooks):
         if groups != 1:
             raise ValueError(f"the KV cache has {groups} groups, expected one")
         heads = load_heads(path, self.get_model())  # type: ignore[attr-defined]
-        self.pruning, self.gate = Pruning(self, heads), Gate()
+        self.pruning, self.gate = Pruning(self, heads), Gate() if settings.prune == AUTO else None
         if heads.has_candidates:
             self.drafter.candidates = heads.candidates  # type: ignore[attr-defined]
         logger.info("FASER may prune behind layers %s", ", ".join(map(str, heads.layers)))

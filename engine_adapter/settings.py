@@ -17,7 +17,7 @@ from typing import Final
 from .protocol import MAX_DRAFT_LENGTH
 
 ANYWHERE: Final = "all"  # cores: wherever the engine may run
-NEVER, AUTO, ALWAYS = "never", "auto", "always"  # ping-pong groups
+NEVER, AUTO, ALWAYS = "never", "auto", "always"  # pruning, drafting ahead, ping-pong groups
 MAX_CORES: Final = 4096
 IPC_PATH_LIMIT: Final = 107  # sun_path of Linux, without the trailing zero
 
@@ -48,6 +48,7 @@ class Settings:
     has_confidence: bool
     catch_up_tokens: int
     exit_heads: str
+    prune: str = AUTO
     drafter_cores: str = ""
     frontier: int = 0
     draft_ahead: str = AUTO
@@ -153,6 +154,13 @@ SETTINGS: Final = {
         "",
         "File of exit heads (docs/pruning.md); with it, a lease may prune verification; empty: never.",
         lambda _name, text: text,
+    ),
+    "prune": Setting(
+        "FASER_PRUNE",
+        AUTO,
+        "Where to prune if a lease asks for it: auto (at numbers of requests at which that was measured to be faster) or "
+        "always.",
+        _choice(AUTO, ALWAYS),
     ),
     "drafter_cores": Setting(
         "FASER_DRAFTER_CORES",

@@ -164,6 +164,21 @@ def start(
     return engine, "\n".join(caplog.messages)
 
 
+@pytest.mark.parametrize(("setting", "has_gate"), [(None, True), ("auto", True), ("always", False)])
+def test_the_gate_has_its_say_unless_the_operator_wants_pruning_always(
+    setting: str | None,
+    has_gate: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if setting is not None:
+        monkeypatch.setenv("FASER_PRUNE", setting)
+    engine, _said = start(heads_file(tmp_path), monkeypatch, caplog)
+    assert engine.pruning is not None
+    assert (engine.gate is not None) is has_gate
+
+
 @pytest.mark.parametrize(
     ("file", "given", "said"),
     [
