@@ -117,6 +117,7 @@ class Bench:
     arms: dict[str, Remote] = field(default_factory=dict)
     sidecar: ProcessTree | None = None
     order: list[int] = field(default_factory=list)  # of the prompts whose answers are recorded
+    table: list[list[int]] = field(default_factory=list)  # vLLM's own lengths by batch size, of the arm `table`
     begin_s: float = field(default_factory=time.monotonic)
 
     def say(self, text: str) -> None:
@@ -143,7 +144,10 @@ class Bench:
 
     def _launch(self, name: str, sockets: Path) -> Remote:
         settings = self.plan.settings
-        order = {"arm": name, "max_tokens": settings.max_tokens, "max_prompt_tokens": settings.max_prompt_tokens}
+        order = {
+            "arm": name, "max_tokens": settings.max_tokens, "max_prompt_tokens": settings.max_prompt_tokens,
+            "table": self.table,
+        }  # fmt: skip
         environment = {"VLLM_PLUGINS": "faser" if name == OURS else "none"}
         if name == OURS:
             environment |= {"FASER_ENDPOINT": f"ipc://{sockets / 'engine.sock'}", "FASER_LEASE_MS": str(LEASE_MS)}
@@ -291,14 +295,18 @@ def plan_of(options: argparse.Namespace) -> Plan:
         raise UsageError(f"--loads {options.loads}", f"numbers from 1 to {MAX_LOAD}, separated by commas")
     if options.answers < 1:
         raise UsageError(f"--answers {options.answers}", "1 or more")
+    return Plan(loads, arms, options.rounds, options.minutes, not options.smoke, settings_of(options))
+
+
+def settings_of(options: argparse.Namespace) -> Settings:
+    """Return what must be the same for rounds to be compared."""
     card = json.loads((ROOT / "models" / "weights" / "drafter.card.json").read_text())
-    settings = Settings(
+    return Settings(
         slice_s=options.slice_s, answers=options.answers, max_tokens=options.max_tokens,
         max_prompt_tokens=options.max_prompt_tokens,
         threads=options.threads or default_threads(available_cores()), k_max=EMBEDDED_K_MAX, policy=options.policy,
         target=TARGET_NAME, drafter_sha256=card["sha256"],
     )  # fmt: skip
-    return Plan(loads, arms, options.rounds, options.minutes, not options.smoke, settings)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
-"""One arm of closed_loop.py, run as its child: a vLLM engine that serves a stream of prompts in turns.
+"""One arm of closed_loop.py or swing.py, run as their child: a vLLM engine that serves a stream of prompts in turns.
 
-The child's orders are `record`, `learn`, `begin` and `turn` (remote.py). All are held to the same recorded answers.
+The child's orders are `record`, `learn`, `begin`, `replay` and `turn` (remote.py). All are held to the same
+recorded answers.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ import itertools
 import json
 import sys
 import time
+from collections import deque
 from typing import Any
 
 from closed_loop_report import OURS
 from held_text import HeldText
 from remote import serve
 
+from faser.controller.bench_table import longest
 from faser.controller.bench_work import stream_prompts
 from faser.controller.launch import SCHEDULER_CLASS, WORKER_CLASS
 from faser.models.embedded import EMBEDDED_K_MAX, ensure_embedded_drafter, ensure_embedded_target
@@ -32,9 +35,12 @@ class Engine:
         target, arm = str(ensure_embedded_target()), order["arm"]
         named: dict[str, Any] = {}
         if arm != "none":
-            length = EMBEDDED_K_MAX if arm == OURS else int(arm[1:])
+            length = int(arm[1:]) if arm[1:].isdecimal() else EMBEDDED_K_MAX
             drafter = str(ensure_embedded_drafter())
             named["speculative_config"] = {"method": "eagle3", "model": drafter, "num_speculative_tokens": length}
+        if arm == "table":
+            named["speculative_config"]["num_speculative_tokens_per_batch_size"] = order["table"]
+            named["speculative_config"]["num_speculative_tokens"] = longest(order["table"])
         if arm == OURS:
             named |= {"scheduler_cls": SCHEDULER_CLASS, "worker_cls": WORKER_CLASS}
         # Without the prefix cache a prompt costs the same whenever it comes back.
@@ -54,6 +60,7 @@ class Engine:
         self.emitted = self.sent = self.read = 0
         self.unread: dict[str, int] = {}  # request -> tokens of its prompt
         self.answers: dict[int, list[int]] = {}  # by prompt
+        self.arrivals: deque[tuple[float, int]] | None = None  # of a replay; None: a constant number of clients
         self.held = HeldText(self.engine.model_executor.driver_worker.worker.model_runner)
 
     def record(self, order: list[int], at_once: int) -> list[list[int]]:
@@ -78,13 +85,31 @@ class Engine:
         :param order: prompts in the order in which they are sent, over and over
         :param firsts: tokens of each client's first answer: staggered, so that the load is at once as it stays
         """
+        self._empty(order)
+        self.arrivals = None
+        for tokens in firsts:
+            self._send(tokens)
+
+    def replay(self, order: list[int], arrivals: list[tuple[float, int]]) -> None:
+        """Start a replay anew, on a clock of emitted tokens: so every arm has as many requests running at a token.
+
+        :param arrivals: tokens emitted before each request comes, and tokens of its answer
+        """
+        self._empty(order)
+        self.arrivals = deque(arrivals)
+        self._admit()
+
+    def _empty(self, order: list[int]) -> None:
         self.engine.abort_request(list(self.live))
         while self.engine.has_unfinished_requests():
             self.engine.step()
         self.live, self.unread, self.emitted, self.held.texts = {}, {}, 0, {}
         self.stream = itertools.cycle(order)
-        for tokens in firsts:
-            self._send(tokens)
+
+    def _admit(self) -> None:
+        """Send the requests of a replay that have come by now; with nobody to serve the clock does not stand still."""
+        while self.arrivals and (self.arrivals[0][0] <= self.emitted or not self.live):
+            self._send(self.arrivals.popleft()[1])
 
     def _send(self, tokens: int) -> None:
         from vllm import SamplingParams
@@ -100,7 +125,7 @@ class Engine:
         self.live[name], self.unread[name] = [], len(self.prompts[place])
 
     def step(self) -> None:
-        """Run one engine step; a client whose answer is done sends its next prompt."""
+        """Run one engine step; a client whose answer is done sends its next prompt, unless arrivals are replayed."""
         for output in self.engine.step():
             self.emitted += len(output.outputs[0].token_ids)
             self.read += self.unread.pop(output.request_id, 0)
@@ -110,13 +135,15 @@ class Engine:
                 if said != self.held.texts.pop(output.request_id)[: len(said)]:
                     raise RuntimeError(f"request {output.request_id} left the text that it is held to")
                 del self.live[output.request_id]
-                self._send(self.max_tokens)
+                if self.arrivals is None:
+                    self._send(self.max_tokens)
+        self._admit()
 
     def turn(self, until: int) -> dict[str, float]:
-        """Serve until so many tokens are emitted since `begin`, a step at least; return what it took."""
+        """Serve until so many tokens are emitted since the start, a step at least; return what it took."""
         tokens, drafting, sent, read = self.emitted, self._drafting(), self.sent, self.read
         began_s, cpu_s, steps = time.perf_counter(), time.process_time(), 0
-        while self.emitted < until or not steps:
+        while self.live and (self.emitted < until or not steps):
             self.step()
             steps += 1
         seconds, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s

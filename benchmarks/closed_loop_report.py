@@ -126,7 +126,7 @@ def read_results(path: Path) -> Results:
     return msgspec.json.decode(path.read_bytes(), type=Results)
 
 
-def write_results(results: Results, path: Path) -> None:
+def write_results(results: msgspec.Struct, path: Path) -> None:
     """Replace the file at once: a reader never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")

@@ -9,7 +9,8 @@ that profile, levelled to --level if given: telemetry of another load just befor
 and slower hours.
 
 With --ahead-survey, --ahead and --ahead-repeat the same for an engine with a drafter's process (docs/simulator.md,
-drafting ahead): a survey that drafts ahead at times, and two runs that always do. Then run `python docs/figures.py`.
+drafting ahead): a survey that drafts ahead at times, and two runs that always do. With --pruned-survey, --pruned and
+--pruned-repeat for one that prunes. What is not given stays in the file as it was. Then run `python docs/figures.py`.
 Takes a minute or two.
 """
 
@@ -33,6 +34,7 @@ from faser.env.acceptance_fit import describe, fit_acceptance
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULT: Final = ROOT / "benchmarks" / "results" / "fidelity.json"
 PROFILE: Final = ROOT / "env" / "profiles" / "embedded.json"
+MECHANISMS: Final = {"ahead": "ahead", "pruned": "exits"}  # and what of a profile they are
 
 
 def told(*arguments: object) -> dict[str, Any]:
@@ -66,41 +68,26 @@ def replay(profile: Path, level: Path | None, run: Path, again: Path) -> dict[st
         return told("fidelity", run, "--profile", profile, "--repeat", again) | {"levels": levels}
 
 
-def drafting_ahead(options: argparse.Namespace) -> dict[str, Any] | None:
-    """Return what a survey with a drafter's process came to, and how far a replay is from a run that drafts ahead."""
-    if options.ahead_survey is None:
-        return None
+def with_mechanism(options: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Return what a survey with a mechanism on came to, and how far a replay is from a run with it."""
+    asked = {key: getattr(options, f"{name}_{key}") for key in ("survey", "level", "repeat")}
     with tempfile.TemporaryDirectory() as folder:
-        profile = Path(folder) / "ahead.json"
-        fitted = told("calibrate", options.ahead_survey, "-o", profile)
+        profile = Path(folder) / f"{name}.json"
+        fitted = told("calibrate", *asked["survey"], "-o", profile)
         if options.answers:
             told("calibrate", *options.answers, "--base", profile, "--keep-costs", "-o", profile)
-        replayed = replay(profile, options.ahead_level, options.ahead, options.ahead_repeat)
-    return {"calibration": {name: fitted[name] for name in ("verify", "draft", "ahead")}, "closed_loop": replayed}
+        replayed = replay(profile, asked["level"], getattr(options, name), asked["repeat"])
+    parts = {part: fitted[part] for part in ("verify", "draft", MECHANISMS[name])}
+    return {"calibration": parts, "closed_loop": replayed} | where_and_when()
 
 
-def main() -> None:
-    """Fit, compare, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("surveys", type=Path, nargs="+", metavar="SURVEY")
-    parser.add_argument("--profile", type=Path, default=PROFILE, help="the profile to write")
-    parser.add_argument(
-        "--answers", type=Path, nargs="+", default=[], help="telemetry of real answers at a fixed length"
-    )
-    parser.add_argument("--level", type=Path, help="telemetry that tells how fast the machine is beside --run")
-    parser.add_argument("--ahead-survey", type=Path, help="a survey of an engine that drafts ahead at times")
-    parser.add_argument("--ahead-level", type=Path, help="as --level, of that engine")
-    parser.add_argument("--ahead", type=Path, help="telemetry of one that always does")
-    parser.add_argument("--ahead-repeat", type=Path, help="telemetry of the same load again")
-    parser.add_argument("--run", type=Path, help="telemetry of a run that is not fitted")
-    parser.add_argument("--repeat", type=Path, help="telemetry of the same load again")
-    parser.add_argument("--json", type=Path, default=RESULT, help="the figures to write")
-    parser.add_argument("--picture", type=Path, default=DEFAULT_OUTPUT, help="predicted against measured step times")
-    options = parser.parse_args()
-    if (options.run is None) != (options.repeat is None):
-        parser.error("--run and --repeat go together: the engine's own spread stands beside every figure")
-    if len({path is None for path in (options.ahead_survey, options.ahead, options.ahead_repeat)}) > 1:
-        parser.error("--ahead-survey, --ahead and --ahead-repeat go together")
+def where_and_when() -> dict[str, Any]:
+    """Return what the figures were made on."""
+    return {"machine": msgspec.to_builtins(machine_facts()), "versions": versions(), "commit": commit()}
+
+
+def without(options: argparse.Namespace) -> dict[str, Any]:
+    """Fit the shipped profile, and return what its surveys came to and how far a replay is from a run."""
     calibration = told("calibrate", *options.surveys, "-o", options.profile, "--name", "embedded")
     if options.answers:
         kept = ("--base", options.profile, "--keep-costs", "-o", options.profile)
@@ -108,13 +95,46 @@ def main() -> None:
     closed_loop = None
     if options.run is not None:
         closed_loop = replay(options.profile, options.level, options.run, options.repeat)
-    report = {
-        "machine": msgspec.to_builtins(machine_facts()), "versions": versions(), "commit": commit(),
-        "surveys": len(options.surveys), "calibration": calibration, "closed_loop": closed_loop,
-        "ahead": drafting_ahead(options), "published": published(),
-    }  # fmt: skip
-    options.json.write_text(json.dumps(report, indent=1) + "\n")
     draw_surveys(options.surveys, options.picture)
+    found = {"surveys": len(options.surveys), "calibration": calibration, "closed_loop": closed_loop}
+    return where_and_when() | found | {"published": published()}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Fit, compare, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("surveys", type=Path, nargs="*", metavar="SURVEY")
+    parser.add_argument("--profile", type=Path, default=PROFILE, help="the profile to write")
+    parser.add_argument(
+        "--answers", type=Path, nargs="+", default=[], help="telemetry of real answers at a fixed length"
+    )
+    parser.add_argument("--level", type=Path, help="telemetry that tells how fast the machine is beside --run")
+    parser.add_argument("--run", type=Path, help="telemetry of a run that is not fitted")
+    parser.add_argument("--repeat", type=Path, help="telemetry of the same load again")
+    for name in MECHANISMS:
+        parser.add_argument(f"--{name}-survey", type=Path, nargs="+", help="surveys with it on at times")
+        parser.add_argument(f"--{name}-level", type=Path, help="as --level, of an engine with it")
+        parser.add_argument(f"--{name}", type=Path, help="telemetry of an engine with it always on")
+        parser.add_argument(f"--{name}-repeat", type=Path, help="telemetry of the same load again")
+    parser.add_argument("--json", type=Path, default=RESULT, help="the figures to write")
+    parser.add_argument("--picture", type=Path, default=DEFAULT_OUTPUT, help="predicted against measured step times")
+    options = parser.parse_args(arguments)
+    if (options.run is None) != (options.repeat is None):
+        parser.error("--run and --repeat go together: the engine's own spread stands beside every figure")
+    given = []
+    for name in MECHANISMS:
+        parts = [getattr(options, part) for part in (f"{name}_survey", name, f"{name}_repeat")]
+        if any(parts) and not all(parts):
+            parser.error(f"--{name}-survey, --{name} and --{name}-repeat go together")
+        given += [name] if all(parts) else []
+    if not options.surveys and not given:
+        parser.error("nothing to fit; expected SURVEY or the survey of a mechanism")
+    report = json.loads(options.json.read_text()) if options.json.exists() else {}
+    if options.surveys:
+        report |= without(options)
+    for name in given:
+        report[name] = with_mechanism(options, name)
+    options.json.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report))
 
 

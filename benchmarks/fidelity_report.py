@@ -68,21 +68,36 @@ def ahead() -> str:
     if found is None:
         return _replayed(None)
     fitted = found["calibration"]["ahead"]
+    told = (
+        f"Fitted: the next draft was there behind {percent(fitted['ready'])} of the drafts that were accepted as a "
+        f"whole, {percent(fitted['hidden'])} of its time was hidden, it was accepted {fitted['acceptance']:.2f} "
+        f"times as often, and verification beside a busy drafter took {fitted['verify_factor']:.3f} times as long."
+    )
+    return "\n".join([_held_out(found), told, "", _replayed(found["closed_loop"])])
+
+
+def pruned() -> str:
+    """Return what pruning came to, and how far a replayed run that prunes is from the real one."""
+    found = read().get("pruned")
+    if found is None:
+        return _replayed(None)
+    told = [
+        f"Fitted, behind layer {each['layer']}: {percent(each['recall'])} of the rejections found, "
+        f"{percent(each['false_alarm'])} of the accepted tokens cut, {percent(each['saved_share'])} of the layers "
+        f"spared; a look took {1e3 * each['look_s']:.2f} ms and {1e6 * each['look_token_s']:.0f} us a draft token."
+        for each in found["calibration"]["exits"]
+    ]
+    where = f"{found['machine']['cpu']}, commit {found['commit']}."
+    return "\n".join([where, _held_out(found), *told, "", _replayed(found["closed_loop"])])
+
+
+def _held_out(found: Any) -> str:
     cells = "; ".join(
         f"{phase} {percent(each['held_out_median'])} and {percent(each['held_out_p90'])} in {each['held_out_cells']}"
         for phase in ("verify", "draft")
         for each in [found["calibration"][phase]]
     )
-    return "\n".join(
-        [
-            f"Held-out cells, median and p90: {cells} cells.",
-            f"Fitted: the next draft was there behind {percent(fitted['ready'])} of the drafts that were accepted as a "
-            f"whole, {percent(fitted['hidden'])} of its time was hidden, it was accepted {fitted['acceptance']:.2f} "
-            f"times as often, and verification beside a busy drafter took {fitted['verify_factor']:.3f} times as long.",
-            "",
-            _replayed(found["closed_loop"]),
-        ]
-    )
+    return f"Held-out cells, median and p90: {cells} cells."
 
 
 def _replayed(found: Any) -> str:

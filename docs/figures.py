@@ -275,6 +275,7 @@ BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "closed loop"): closed_loop,
     ("docs/simulator.md", "speed"): partial(reported, "measured", "speed"),
     ("docs/bench.md", "trace"): partial(reported, "trace", "table"),
+    ("docs/results.md", "swing"): partial(reported, "swing_report", "table"),
     ("docs/bench.md", "slices"): partial(reported, "slices", "table"),
     ("docs/policies.md", "policies"): policies_overall,
     ("docs/policies.md", "policies by world"): policies_by_world,
@@ -292,7 +293,7 @@ BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/reliability.md", "soak"): partial(reported, "soak", "table"),
     **{
         ("docs/simulator.md", f"simulator {name}"): partial(reported, "fidelity_report", name.replace(" ", "_"))
-        for name in ("calibration", "acceptance", "published", "closed loop", "ahead")
+        for name in ("calibration", "acceptance", "published", "closed loop", "ahead", "pruned")
     },
 }
 ADAPTER = {
