@@ -39,7 +39,7 @@ GATE_TURNS = 12  # the most that the gate learns for before it is measured
 class Oracle(TokenHeads):
     """Exit heads that know the answer: the tokens that the unpruned run of the same prompts emitted."""
 
-    has_candidates = False
+    candidates = 0
 
     def __init__(self, runner: Any, layers: tuple[int, ...]) -> None:
         self.runner, self.layers = runner, layers
@@ -87,12 +87,11 @@ class Bench:
         self.trained, self.options = self.runner.pruning, options
         self.oracle = Oracle(self.runner, (options["oracle_layer"],))
         self.perfect = Pruning(self.runner, self.oracle)
-        self.candidates = self.runner.drafter.candidates
         self.gate = Gate()
         self.prune: Any = None
         self.stop: Any = None
         order, record, bench = Steering.order, Steering.record, self
-        self.reports: list[Any] = []
+        self.reports: list[tuple[Any, int, int]] = []  # of each step: its report, draft tokens, emitted tokens
 
         def ordered(steering: Any, *rest: Any) -> Any:
             made = order(steering, *rest)
@@ -101,7 +100,8 @@ class Bench:
 
         def recorded(steering: Any, given: Any, outcome: Any) -> None:
             if outcome.report is not None:
-                bench.reports.append((outcome.report, sum(map(len, outcome.drafts.values()))))
+                drafted, emitted = sum(map(len, outcome.drafts.values())), sum(map(len, outcome.sampled))
+                bench.reports.append((outcome.report, drafted, emitted))
             record(steering, given, outcome)
 
         Steering.order, Steering.record = ordered, recorded  # type: ignore[method-assign]
@@ -116,7 +116,7 @@ class Bench:
         self.steering.default.length = 0 if mode == "none" else length
         self.runner.pruning = self.trained if is_trained else self.perfect if mode == "oracle" else None
         self.runner.gate = self.gate if mode == "gate" else None
-        self.runner.drafter.candidates = self.candidates if is_trained else 0
+        self.runner.drafter.candidates = 0  # with trained heads the runner sets it before each drafting
         self.prune = Prune(options["layer"], options["threshold"]) if is_trained else None
         if mode == "oracle":
             self.prune = Prune(options["oracle_layer"], 0.0)
@@ -147,15 +147,16 @@ class Bench:
         if mode == "full":
             self.oracle.answers = answers
         tokens = ANSWER_TOKENS * len(prompts) - first
-        verified = sum(drafts for _, drafts in self.reports)
+        verified = sum(drafts for _, drafts, _ in self.reports)
         whole = steps[: len(steps) // 2]  # later on requests have left
         return {
             "tokens_per_s": tokens / sum(steps),
             "step_ms": 1e3 * statistics.median(whole),
             "tokens_per_step": tokens / len(steps) / len(prompts),
             "verified": verified,
-            "dropped": sum(sum(report.pruned) for report, _ in self.reports) / max(verified, 1),
-            "prune_ms": 1e3 * statistics.median([report.prune_s for report, _ in self.reports[: len(whole)]] or [0.0]),
+            "dropped": sum(sum(report.pruned) for report, _, _ in self.reports) / max(verified, 1),
+            "prune_ms": 1e3
+            * statistics.median([report.prune_s for report, _, _ in self.reports[: len(whole)]] or [0.0]),
         }
 
     def prompts(self, count: int, number: int) -> list[list[int]]:
@@ -172,14 +173,18 @@ class Bench:
         ]
         return [list(chat["input_ids"]) if not isinstance(chat, list) else chat for chat in chats]
 
+    def best_doubt(self, prompts: list[list[int]], length: int) -> float:
+        """Return the survival under which it is fastest to end a draft."""
+        rates = {doubt: self.run("confidence", prompts, length, doubt)["tokens_per_s"] for doubt in DOUBTS}
+        return max(rates, key=lambda one: rates[one])
+
     def cell(self, batch: int, length: int, rounds: int) -> dict[str, Any]:
         """Measure one batch size and draft length: every mode in every round."""
         from faser.engine_adapter.gate import Gate
 
         others = self.prompts(batch, 0)
         self.run("full", others, length, 0.0)  # warms up
-        rates = {doubt: self.run("confidence", others, length, doubt)["tokens_per_s"] for doubt in DOUBTS}
-        doubt = max(rates, key=lambda one: rates[one])
+        doubt = self.best_doubt(others, length)
         self.gate = Gate()
         for _ in range(GATE_TURNS):
             if self.gate.gain(batch) is None:
@@ -209,16 +214,21 @@ def child(options: dict[str, Any]) -> None:
     bench, result = Bench(options), Path(options["out"])
     for batch, length in options["cells"]:
         cell = bench.cell(batch, length, options["rounds"])
-        whole = json.loads(result.read_text())
-        whole["cells"] = sorted([*whole["cells"], cell], key=lambda one: (one["batch"], one["length"]))
-        draft = result.with_suffix(".part")
-        draft.write_text(json.dumps(whole, indent=1) + "\n")
-        draft.replace(result)
-        print(f"batch {batch}, k {length}: done", file=sys.stderr)
+        keep(result, cell)
 
 
-def measure(options: dict[str, Any]) -> None:
-    """Run the child in a process of its own."""
+def keep(result: Path, cell: dict[str, Any]) -> None:
+    """Add a cell to the file."""
+    whole = json.loads(result.read_text())
+    whole["cells"] = sorted([*whole["cells"], cell], key=lambda one: (one["batch"], one["length"]))
+    draft = result.with_suffix(".part")
+    draft.write_text(json.dumps(whole, indent=1) + "\n")
+    draft.replace(result)
+    print(f"batch {cell['batch']}, k {cell['length']}: done", file=sys.stderr)
+
+
+def measure(options: dict[str, Any], script: str) -> None:
+    """Run a script's child in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="faser-") as folder:
         environment = os.environ | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -226,7 +236,7 @@ def measure(options: dict[str, Any]) -> None:
             "HF_HUB_OFFLINE": "1", "LD_PRELOAD": str(openmp_library() or ""), "FASER_ENDPOINT": f"ipc://{folder}/e.sock",
             "FASER_EXIT_HEADS": options["heads"],
         }  # fmt: skip
-        command = [sys.executable, os.path.abspath(__file__), "--child", json.dumps(options)]
+        command = [sys.executable, os.path.abspath(script), "--child", json.dumps(options)]
         subprocess.run(command, env=environment, check=True, cwd="/", stdout=subprocess.DEVNULL)
 
 
@@ -238,6 +248,17 @@ def begun(out: Path, said: dict[str, Any]) -> list[tuple[int, int]]:
         out.write_text(json.dumps({"settings": said, "cells": []}) + "\n")
         return []
     return [(cell["batch"], cell["length"]) for cell in whole["cells"]]
+
+
+def pair_options(heads: str = "", layer: int = 0, threshold: float = 0.0) -> dict[str, Any]:
+    """Return what an engine of the embedded pair needs; heads, layer and threshold are the shipped ones by default."""
+    weights = Path(sys.modules["faser.models.embedded"].__file__ or "").parent / "weights"
+    file = Path(heads or weights / "exits.safetensors").absolute()
+    best = json.loads(file.with_suffix(".card.json").read_text())["best"]
+    return {
+        "target": str(ensure_embedded_target()), "drafter": str(ensure_embedded_drafter()), "heads": str(file),
+        "layer": layer or best["layer"], "threshold": threshold or best["rule"]["threshold"],
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -256,21 +277,17 @@ def main() -> None:
     if given.child:
         child(given.child)
         return
-    weights = Path(sys.modules["faser.models.embedded"].__file__ or "").parent / "weights"
-    heads = Path(given.heads or weights / "exits.safetensors").absolute()
-    best = json.loads(heads.with_suffix(".card.json").read_text())["best"]
+    pair = pair_options(given.heads, given.layer, given.threshold)
     said = {
-        "heads": heads.name, "layer": given.layer or best["layer"], "oracle_layer": given.oracle_layer,
-        "threshold": given.threshold or best["rule"]["threshold"], "rounds": given.rounds, "tokens": ANSWER_TOKENS,
+        "heads": Path(pair["heads"]).name, "layer": pair["layer"], "oracle_layer": given.oracle_layer,
+        "threshold": pair["threshold"], "rounds": given.rounds, "tokens": ANSWER_TOKENS,
         "machine": msgspec.to_builtins(machine_facts()),
     }  # fmt: skip
     done, out = begun(given.out, said), given.out.absolute()
     wanted = [(int(batch), int(length)) for batch in given.batches.split(",") for length in given.lengths.split(",")]
     if missing := [cell for cell in wanted if cell not in done]:
-        measure(said | {
-            "target": str(ensure_embedded_target()), "drafter": str(ensure_embedded_drafter()), "heads": str(heads),
-            "longest": max(length for _, length in wanted), "cells": missing, "out": str(out),
-        })  # fmt: skip
+        longest = max(length for _, length in wanted)
+        measure(said | pair | {"longest": longest, "cells": missing, "out": str(out)}, __file__)
     if out == TABLE_RESULT:
         write_tables()
 

@@ -20,6 +20,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 DOCUMENT: Final = ROOT / "docs" / "pruning.md"
 TABLE_RESULT: Final = ROOT / "benchmarks" / "results" / "pruning.json"
 WANTED_SAVING: Final = 0.2  # of a step, at 60 % of the drafts rejected, behind the middle layer
+GATE_RESULT: Final = ROOT / "benchmarks" / "results" / "pruning_gate.json"
 SHAPE_RESULT: Final = ROOT / "benchmarks" / "results" / "pruning_shape.json"
 STAGES_RESULT: Final = ROOT / "benchmarks" / "results" / "pruning_stages.json"
 WANTED_US: Final = 500.0  # compaction plus metadata
@@ -165,8 +166,40 @@ def verdict(result: Result) -> str:
     return " ".join(lines)
 
 
+def gate_lines(result: Result) -> list[str]:
+    """Return the table of the gate in slices, beside the better of drafts in full and drafts that end."""
+    said, cells, ratios = result["settings"], [], []
+    for cell in result["cells"]:
+        rates = {arm: np.array(values) for arm, values in cell["tokens_per_s"].items()}
+        ratio = envelope(rates, "gate", wider_interval).ratio
+        ratios.append(ratio.value)
+        gain = cell["gain_seen_by_gate"]
+        medians = [f"{np.median(rates[arm]):.0f}" for arm in ("full", "confidence", "gate")]
+        cells.append(
+            (
+                f"{cell['batch']}", f"{cell['length']}", f"{cell['confidence']:g}", *medians, str(ratio),
+                "" if gain is None else f"{gain:+.1%}",
+            )
+        )  # fmt: skip
+    names = (
+        "batch", "k", "drafts end under", "in full, tokens/s", "ended by confidence, tokens/s",
+        "both, gate on, tokens/s", "gate over the better", "time per token that pruning saves, by the gate",
+    )  # fmt: skip
+    low = min(ratios)
+    return [
+        f"{said['turns']} sets of answers in each cell, slices of {said['slice_steps']} steps; "
+        f"{said['machine']['cpu']}, commit {said['commit']}.",
+        "",
+        *markdown(names, cells),
+        "",
+        f"Lowest: {low:.3f}, {'not under' if low >= LEAST_RATIO else 'under'} {LEAST_RATIO}; "
+        f"over the cells together {paired_ratio(np.log(ratios), student_interval)}.",
+    ]
+
+
 PARTS: Final[tuple[tuple[str, Path, Callable[[Result], list[str]]], ...]] = (
     ("engine", TABLE_RESULT, engine_lines),
+    ("gate", GATE_RESULT, gate_lines),
     ("shape", SHAPE_RESULT, shape_lines),
     ("stages", STAGES_RESULT, stages_lines),
 )

@@ -48,7 +48,7 @@ def surviving(batch: int, length: int, rejected: float) -> list[int]:
 class Imposed(TokenHeads):
     """Exit heads whose verdict is given: the first `kept[request]` tokens pass. They score every token all the same."""
 
-    has_candidates = False
+    candidates = 0
 
     def __init__(self, runner: Any, layers: tuple[int, ...]) -> None:
         import torch

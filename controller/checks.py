@@ -17,11 +17,11 @@ from typing import Literal
 import msgspec
 import zmq
 
+from ..engine_adapter.compiled import CACHE_VARIABLE, is_private
 from ..engine_adapter.keys import engine_keys
 from ..engine_adapter.limits_v2 import LIMITS_V2
 from ..engine_adapter.settings import SettingError, ensure_private_folder, runtime_folder
 from ..engine_adapter.versions import unsupported_reason
-from ..env.compiled import CACHE_VARIABLE, is_private
 from ..models.embedded import cache_folder, embedded_faults, release_faults
 from .config import Config
 from .endpoint import IPC, Endpoint

@@ -13,8 +13,8 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
+from ..engine_adapter.compiled import compiled
 from ..engine_adapter.protocol import MAX_REQUESTS, ActionSet, Mode, StepRecord
-from ..env.compiled import compiled
 from ..env.spaces import Action, Capabilities, Lengths, clamp, fit_rows
 from ..env.state import EngineState, look
 from ..models.policy import Policy

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..env.compiled import compiled
+from ..engine_adapter.compiled import compiled
 
 Ints = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]

@@ -1,7 +1,7 @@
 """The decision core's kernels, compiled or read in before an engine waits for them.
 
 Called by the daemon at its start, and by `make install`. The first start after an installation compiles, which takes
-half a minute; machine code is then kept (env/compiled.py).
+half a minute; machine code is then kept (engine_adapter/compiled.py).
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from ..engine_adapter.compiled import compiled
 from ..engine_adapter.protocol import StepRecord
 from ..env.acceptance import Ints
-from ..env.compiled import compiled
 from ..env.step_rows import StepRows
 
 WINDOW_S: Final = 5.0

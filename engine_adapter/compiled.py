@@ -1,4 +1,4 @@
-"""How the estimates of the decision core are compiled: one loop over the requests in place of many numpy calls.
+"""How loops over requests are compiled, in the decision core and behind a cut, in place of many numpy calls.
 
 With 64 requests a numpy call is nearly all overhead, and a record used to need several hundred. Machine code is kept
 beside the source, else in the user's cache (or in NUMBA_CACHE_DIR), so that only the first start after an installation
@@ -12,7 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
-import numba
+try:
+    import numba
+except ImportError:  # possible beside an engine only, where the same loops then run as Python
+    numba = None
 
 CACHE_VARIABLE: Final = "NUMBA_CACHE_DIR"
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -23,6 +26,8 @@ def compiled(function: Function) -> Function:
 
     It may use only functions and constants of its own file: numba looks for changes there and nowhere else.
     """
+    if numba is None:
+        return function
     is_kept = is_private(os.environ.get(CACHE_VARIABLE, ""))
     try:
         return cast(Function, numba.njit(cache=is_kept, error_model="numpy")(function))

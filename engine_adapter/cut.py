@@ -7,6 +7,8 @@ Behind the first row whose check fails every row leaves; that row's own test sta
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,48 +24,50 @@ class Batch:
     :param spared: (draft tokens,) which of them pass unseen: nothing is known of their request's drafter.
     """
 
-    __slots__ = ("behind", "drafts", "lengths", "owner", "place", "row_owner", "spared")
+    __slots__ = ("behind", "drafts", "kernel", "lengths", "memory", "owner", "place", "row_owner", "spared")
 
     def __init__(self, drafts: Ints, lengths: Ints, spared: Bools) -> None:
+        from . import cut_kernel
+
+        self.kernel = cut_kernel
         requests = np.arange(len(drafts))
         self.drafts, self.lengths, self.spared = drafts, lengths, spared
         self.owner: Ints = np.repeat(requests, drafts)  # (draft tokens,) request
         self.place: Ints = places(drafts)  # (draft tokens,) 0 is a request's first
         self.row_owner: Ints = np.repeat(requests, lengths)  # (rows,) request
         self.behind: Ints = lengths[self.row_owner] - places(lengths)  # (rows,) 1 is a request's last
+        count, tokens, rows = len(drafts), len(self.owner), len(self.row_owner)
+        wide, narrow = (count, count, rows, tokens), (2 * count + 1, 3 * count, tokens)
+        self.memory = parts(wide, np.int64) + parts(narrow, np.int32)  # for the one cut that is made
 
-    def cut(self, passes: Bools) -> Cut:
-        """Return the cut behind the first failing check of each request.
+    def kept(self, passes: Bools) -> Ints:
+        """Return (requests,) how many of the drafts + 1 rows of each request stay, up to its first failing check.
 
         :param passes: (draft tokens,) whether the row before each token expects it to be accepted, request by request.
         """
-        kept = self.drafts + 1
-        failed = np.flatnonzero(~(passes | self.spared))[::-1]  # backwards: what is written last stays, the first one
-        kept[self.owner[failed]] = self.place[failed] + 1
-        return Cut(self.drafts, kept)
-
-    def rows(self, cut: Cut) -> Ints:
-        """Return the rows of the whole batch that stay."""
-        return np.flatnonzero(self.behind > cut.removed[self.row_owner])
-
-    def tested(self, cut: Cut) -> Ints:
-        """Return which of all draft tokens are tested."""
-        return np.flatnonzero(self.place < cut.tests[self.owner])
+        kept = np.empty_like(self.drafts)
+        self.kernel.first_failures(passes, self.spared, self.drafts, kept)
+        return kept
 
 
 class Cut:
-    """One batch's cut.
+    """One batch's cut, and where everything lies behind it, in the batch's memory: a batch is cut once.
 
-    :param drafts: (requests,) draft tokens under verification.
+    :param batch: before the cut.
     :param kept: (requests,) of the drafts + 1 rows of each request, how many stay: 1..drafts + 1.
     """
 
-    __slots__ = ("drafts", "kept", "removed", "tests")
+    __slots__ = ("drafts", "ends", "kept", "most", "removed", "rows", "starts", "targets", "tested", "tests")
 
-    def __init__(self, drafts: Ints, kept: Ints) -> None:
-        self.drafts, self.kept = drafts, kept
-        self.removed: Ints = drafts + 1 - kept  # (requests,) rows that leave
-        self.tests: Ints = np.minimum(kept, drafts)  # (requests,) draft tokens that are still tested
+    def __init__(self, batch: Batch, kept: Ints) -> None:
+        self.drafts, self.kept = batch.drafts, kept
+        self.removed, self.tests, rows, tested, self.starts, self.ends, targets = batch.memory
+        stay, tests, self.most = batch.kernel.cut(
+            batch.lengths, self.drafts, kept, self.removed, self.tests, rows, tested, self.starts, self.ends, targets
+        )  # fmt: skip
+        self.rows: Ints = rows[:stay]  # (rows that stay,) of the whole batch
+        self.tested: Ints = tested[:tests]  # (tested tokens,) of all draft tokens
+        self.targets = targets[:tests]  # (tested tokens,) place in the sampler's rows
 
     @property
     def has_bonus(self) -> Bools:
@@ -88,7 +92,13 @@ class Cut:
 
 def after_first_failure(drafts: Ints, passes: Bools) -> Cut:
     """Return the cut of requests that have no rows but those of their drafts."""
-    return Batch(drafts, drafts + 1, np.zeros(len(passes), np.bool_)).cut(passes)
+    batch = Batch(drafts, drafts + 1, np.zeros(len(passes), np.bool_))
+    return Cut(batch, batch.kept(passes))
+
+
+def parts(sizes: tuple[int, ...], kind: type[np.integer[Any]]) -> tuple[npt.NDArray[Any], ...]:
+    """Return arrays of these sizes, one behind another in the same memory."""
+    return tuple(np.split(np.empty(sum(sizes), kind), np.cumsum(sizes[:-1])))
 
 
 def places(sizes: Ints) -> Ints:
@@ -96,3 +106,8 @@ def places(sizes: Ints) -> Ints:
     ends = np.cumsum(sizes)
     within: Ints = np.arange(sizes.sum()) - np.repeat(ends - sizes, sizes)
     return within
+
+
+def warm_up() -> None:
+    """Have the loops compiled or read in, before a step waits for them."""
+    after_first_failure(np.array([1]), np.array([False]))

@@ -1,4 +1,4 @@
-"""What the exit heads decide in one step: the cut of every request, and the rows of the batch that stay.
+"""What the exit heads decide in one step: how many rows of every request stay.
 
 Made behind layer L by whatever predicts acceptance (`TokenHeads` from one answer per token, exit_kernel.py in one
 launch on CUDA); used by `Pruning`.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .cut import Batch, Bools, Cut
+    from .cut import Batch, Bools, Ints
     from .pruning import Checks
 
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 class Decision:
     """What stays."""
 
-    cut: Cut
-    rows: Tensor  # (rows that stay,) int64 places in the batch, on the states' device
+    kept: Ints  # (requests,) of the drafts + 1 rows of each, how many stay
+    rows: Tensor | None = None  # (rows that stay,) int64 places in the batch, where they are known on a device already
 
 
 class TokenHeads(ABC):
     """Heads that tell of each draft token by itself whether it may well be accepted."""
 
     layers: tuple[int, ...]
-    has_candidates: bool  # whether the drafter's candidates and confidences are needed
+    candidates: int  # likely tokens that the drafter shall note at each position; 0: neither them nor confidences
 
     @abstractmethod
     def passes(self, layer: int, threshold: float, checks: Checks) -> Bools:
@@ -37,7 +37,4 @@ class TokenHeads(ABC):
 
     def decide(self, layer: int, threshold: float, checks: Checks, batch: Batch) -> Decision:
         """Cut each request behind its first token that does not pass."""
-        import torch
-
-        cut = batch.cut(self.passes(layer, threshold, checks))
-        return Decision(cut, torch.from_numpy(batch.rows(cut)).to(checks.states.device))
+        return Decision(batch.kept(self.passes(layer, threshold, checks)))

@@ -81,8 +81,6 @@ def features(scores: Tensor, is_draft: Tensor, confidences: Tensor, positions: T
 class ExitHeads(TokenHeads):
     """The heads of one file, on the target's device, beside the target's own LM head."""
 
-    has_candidates = True
-
     def __init__(self, heads: dict[int, Head], lm_head: Tensor, candidates: int) -> None:
         self.layers = tuple(sorted(heads))
         self.candidates = candidates

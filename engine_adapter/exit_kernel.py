@@ -14,14 +14,13 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from .cut import Cut, Ints
 from .decision import Decision
 from .exit_heads import LEAST, NOWHERE, moved, normed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .cut import Batch
+    from .cut import Batch, Ints
     from .exit_heads import Head
     from .pruning import Checks
 
@@ -50,7 +49,7 @@ def decide(head: Head, lm_head: Tensor, threshold: float, checks: Checks, batch:
         LEAST=LEAST, NOWHERE=NOWHERE,
     )  # fmt: skip
     kept: Ints = told[:-1].cpu().numpy().astype(np.int64)
-    return Decision(Cut(batch.drafts, kept[:-1]), rows[: int(kept[-1])])
+    return Decision(kept[:-1], rows[: int(kept[-1])])
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .cut import Batch, Cut, Ints
+from .cut import Batch, Cut, Ints, warm_up
 from .patches.pruning import (
     attention_layer,
     cut_attention,
@@ -68,6 +68,7 @@ class Pruning:
     """One step at a time: `open` before the forward pass, `attached` around it, then `narrow` around the sampler."""
 
     def __init__(self, runner: Any, heads: TokenHeads) -> None:
+        warm_up()
         self.heads = heads
         self.cut: Cut | None = None  # in force for the step under way
         self.is_on = True  # False after a failure
@@ -89,25 +90,28 @@ class Pruning:
         :param common: vLLM's CommonAttentionMetadata.
         """
         self.forget_step()
-        forget_narrowing(self._model)
-        if (
-            not self.is_on
-            or prune is None
-            or metadata is None
-            or common is None
-            or prune.layer not in self.heads.layers
-        ):
+        if not self.could_open(prune, metadata, common) or (self.heads.candidates and notes is None):
             return False
-        if not any(metadata.num_draft_tokens) or (self.heads.has_candidates and notes is None):
-            return False
-        if tracks_thinking(self._runner):
-            return False
+        assert prune is not None
         self._step = _Step(prune, metadata, common, notes, list(self._runner.input_batch.req_ids))
         return True
+
+    def could_open(self, prune: Prune | None, metadata: Any, common: Any) -> bool:
+        """Tell whether a step is one to prune, whatever its drafter noted; parameters as of `open`."""
+        return (
+            self.is_on
+            and prune is not None
+            and metadata is not None
+            and common is not None
+            and prune.layer in self.heads.layers
+            and any(metadata.num_draft_tokens)
+            and not tracks_thinking(self._runner)
+        )
 
     def forget_step(self) -> None:
         """Begin a step: nothing was looked at yet, nothing left."""
         self.cut, self._step, self.layer, self.decide_s = None, None, None, 0.0
+        forget_narrowing(self._model)
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -140,13 +144,13 @@ class Pruning:
         layer = step.prune.layer
         decision = self.heads.decide(layer, step.prune.threshold, self._checks(step, hidden, residual), step.batch)
         self.layer = layer
-        cut, index = decision.cut, decision.rows
-        removed = cut.removed
-        if not removed.any():
+        cut = Cut(step.batch, decision.kept)
+        if len(cut.rows) == len(step.batch.row_owner):
             return None
+        index = _index(cut.rows, hidden) if decision.rows is None else decision.rows
         kept = self._compacted(index, positions, hidden, residual)
-        common = cut_common(step.common, index, removed, kept[0])
-        short = shortened_speculation(step.metadata, step.batch, cut)
+        common = cut_common(step.common, index, cut, kept[0])
+        short = shortened_speculation(step.metadata, cut)
         cut_attention(self._runner, common, self._behind[layer])  # builds first, replaces last
         step.index, step.positions, step.short, self.cut = index, kept[0], short, cut
         return (*kept, *rest)

@@ -52,8 +52,6 @@ class PruningRunner(PruningHooks):
             raise ValueError(f"the KV cache has {groups} groups, expected one")
         heads = load_heads(path, self.get_model())  # type: ignore[attr-defined]
         self.pruning, self.gate = Pruning(self, heads), Gate() if settings.prune == AUTO else None
-        if heads.has_candidates:
-            self.drafter.candidates = heads.candidates  # type: ignore[attr-defined]
         logger.info("FASER may prune behind layers %s", ", ".join(map(str, heads.layers)))
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -79,11 +77,14 @@ class PruningRunner(PruningHooks):
         """Tell whether this step is pruned; a failure is a step without pruning, and the last attempt."""
         order = getattr(self, "order", None)
         try:
-            if order is None or not pruning.open(order.prune, self.verified, self.common, self._notes):
+            if order is None or not pruning.could_open(order.prune, self.verified, self.common):
                 return False
             drafts: list[int] = self.verified.num_draft_tokens
-            self._could_prune = self.common.num_actual_tokens == sum(drafts) + len(drafts)
-            return self.gate is None or self._may_prune[0]
+            is_alone = self.common.num_actual_tokens == sum(drafts) + len(drafts)
+            may_prune = self.gate is None or self._may_prune[0]
+            is_open = may_prune and pruning.open(order.prune, self.verified, self.common, self._notes)
+            self._could_prune = is_alone and is_open is may_prune  # else it is neither with pruning nor without
+            return is_open
         except Exception:
             pruning.is_on = False
             logger.exception("FASER prunes no more after a failure; vLLM verifies every row")
@@ -101,7 +102,10 @@ class PruningRunner(PruningHooks):
         return super().sample_tokens(grammar_output, *args, **kwargs)  # type: ignore[misc]
 
     def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> Any:
-        """Draft, and keep what the drafter noted for the verification of these drafts."""
+        """Draft, and keep what the drafter noted for the verification of these drafts, if that may be pruned."""
+        if self.pruning is not None and (count := self.pruning.heads.candidates):
+            may_prune = self.gate is None or self._may_prune[1]
+            self.drafter.candidates = count if may_prune else 0  # type: ignore[attr-defined]
         drafts = super().propose_draft_token_ids(*args, **kwargs)  # type: ignore[misc]
         book = getattr(self.drafter, "candidate_book", None)  # type: ignore[attr-defined]
         if self.pruning is not None and book is not None:

@@ -158,8 +158,8 @@ SETTINGS: Final = {
     "prune": Setting(
         "FASER_PRUNE",
         AUTO,
-        "Where to prune if a lease asks for it: auto (at numbers of requests at which that was measured to be faster) or "
-        "always.",
+        "Where to prune if a lease asks for it: auto (at numbers of requests at which that was measured to be faster) "
+        "or always.",
         _choice(AUTO, ALWAYS),
     ),
     "drafter_cores": Setting(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from .compiled import compiled
+from ..engine_adapter.compiled import compiled
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -13,7 +13,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from .compiled import compiled
+from ..engine_adapter.compiled import compiled
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

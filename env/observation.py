@@ -13,8 +13,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..engine_adapter.compiled import compiled
 from .acceptance import Floats, Ints
-from .compiled import compiled
 from .requests import Bools
 from .state import EngineState
 from .step_octaves import OCTAVES

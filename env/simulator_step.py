@@ -330,12 +330,13 @@ def _entry(sources: str) -> Any:
 
 
 def _sources() -> str:
-    names = ("action_vector", "acceptance", "compiled", "cost_table", "kernel", "observation", "reward",
-             "simulator_draft", "simulator_observe", "simulator_schedule", "simulator_state", "simulator_step",
-             "simulator_verify", "state", "step_basis", "step_octaves", "world")  # fmt: skip
+    folder = Path(__file__).parent
+    names = ("action_vector", "acceptance", "cost_table", "kernel", "observation", "reward", "simulator_draft",
+             "simulator_observe", "simulator_schedule", "simulator_state", "simulator_step", "simulator_verify",
+             "state", "step_basis", "step_octaves", "world")  # fmt: skip
     digest = hashlib.sha256()
-    for name in names:
-        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
+    for path in (folder.parent / "engine_adapter" / "compiled.py", *(folder / f"{name}.py" for name in names)):
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

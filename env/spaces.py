@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ..engine_adapter.compiled import compiled
 from ..engine_adapter.protocol import LARGEST_NUMBER, Hello, Prune, StopRule
 from ..engine_adapter.stop_rule import fitted
-from .compiled import compiled
 
 Lengths = npt.NDArray[np.int64]
 

@@ -11,7 +11,7 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from .compiled import compiled
+from ..engine_adapter.compiled import compiled
 
 Floats = npt.NDArray[np.float64]
 Phase = Literal["verify", "draft", "host"]

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..engine_adapter.compiled import compiled
 from ..env.acceptance import Floats, Ints
 from ..env.action_vector import RULED_FROM, deepest, outside
-from ..env.compiled import compiled
 from ..env.observation import Observation, Singles, observe_vector
 from ..env.spaces import Action, Capabilities, clamp
 from ..env.state import EngineState

@@ -15,8 +15,8 @@ from typing import Final, Literal, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
+from ..engine_adapter.compiled import compiled
 from ..env.action_vector import ACTION
-from ..env.compiled import compiled
 from ..env.observation import GLOBAL_FEATURES, OBSERVATION_VERSION, REQUEST_FEATURES
 from .cache import sha256_of
 from .policy import PolicyError

@@ -13,8 +13,8 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from ..engine_adapter.compiled import compiled
 from ..env.acceptance import Floats, Ints
-from ..env.compiled import compiled
 from ..env.confidence import Forecast
 from ..env.requests import Bools
 from ..env.spaces import Action, Capabilities

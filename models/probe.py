@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..engine_adapter.compiled import compiled
 from ..env.acceptance import Floats
-from ..env.compiled import compiled
 from ..env.state import EngineState
 
 BUDGET_SHARE = 0.01  # of the time

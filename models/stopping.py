@@ -11,9 +11,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from ..engine_adapter.compiled import compiled
 from ..engine_adapter.protocol import StopRule
 from ..env.acceptance import GUESS_TRIALS, Floats, Ints
-from ..env.compiled import compiled
 from ..env.confidence import EDGES, Confidence, Forecast
 from ..env.state import EngineState
 from .probe import Chances

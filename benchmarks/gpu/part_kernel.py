@@ -11,7 +11,7 @@ import torch
 from machines import Machine, told
 
 from faser.engine_adapter import exit_kernel
-from faser.engine_adapter.cut import Batch
+from faser.engine_adapter.cut import Batch, Cut
 from faser.engine_adapter.decision import Decision, TokenHeads
 from faser.engine_adapter.exit_heads import FEATURES, ExitHeads, Head
 
@@ -106,8 +106,8 @@ def _agreement(machine: Machine, size: Size, dtype: torch.dtype, steps: int) -> 
         case = Case(machine, size, drafts, dtype, seed)
         threshold = case.threshold(float(draw.random()))
         one, other = case.by_kernel(threshold), case.by_reference(threshold)
-        same = one.cut.kept == other.cut.kept
-        equal += bool(same.all()) and one.rows.tolist() == other.rows.tolist()
+        same = one.kept == other.kept
+        equal += bool(same.all()) and one.rows.tolist() == Cut(case.batch, other.kept).rows.tolist()
         requests += len(drafts)
         equal_requests += int(same.sum())
     return {"steps": steps, "equal": equal, "requests": requests, "equal_requests": equal_requests}

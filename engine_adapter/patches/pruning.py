@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..cut import Batch, Cut, Ints
+    from ..cut import Cut
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below "vllm", whose handler shows the operator INFO lines too
 
@@ -91,8 +89,8 @@ def attention_layer(layer: Any) -> str:
     return name
 
 
-def cut_common(common: Any, index: Tensor, removed: Ints, positions: Tensor) -> Any:
-    """Return a copy of CommonAttentionMetadata for the rows `index`, without the last `removed[i]` of request i.
+def cut_common(common: Any, index: Tensor, cut: Cut, positions: Tensor) -> Any:
+    """Return a copy of CommonAttentionMetadata for the rows `index` of a cut.
 
     `seq_lens` shrink too: behind the cut nothing writes the KV slots of the rows that left, so nothing may read them.
 
@@ -100,24 +98,25 @@ def cut_common(common: Any, index: Tensor, removed: Ints, positions: Tensor) -> 
     """
     import torch
 
-    count = len(removed)
-    starts = common.query_start_loc_cpu[: count + 1].numpy().copy()
-    starts[1:] -= removed.cumsum()
-    cpu_starts = torch.from_numpy(starts)
-    gone = torch.from_numpy(removed.astype(np.int32))
+    count = len(cut.drafts)
+    cpu_starts, gone = torch.split(torch.from_numpy(cut.starts), [count + 1, count])
     upper = common.seq_lens_cpu_upper_bound
-    return common.replace(
+    # Its own `replace` builds all of it anew, one field after the other.
+    short = object.__new__(type(common))
+    short.__dict__.update(
+        common.__dict__,
         query_start_loc_cpu=cpu_starts,
         query_start_loc=cpu_starts.to(common.query_start_loc.device),
         seq_lens=common.seq_lens[:count] - gone.to(common.seq_lens.device),
         seq_lens_cpu_upper_bound=None if upper is None else upper[:count] - gone,
         num_actual_tokens=len(index),
-        max_query_len=int((starts[1:] - starts[:-1]).max()),
+        max_query_len=cut.most,
         slot_mapping=common.slot_mapping.index_select(0, index),
         positions=None if common.positions is None else positions,
         _num_computed_tokens_cache=None,
         _token_to_req_indices_cache=None,
     )
+    return short
 
 
 def cut_attention(runner: Any, common: Any, names: frozenset[str]) -> None:
@@ -154,24 +153,22 @@ def spread_logits(runner: Any, rows: Tensor, count: int) -> None:
     runner.execute_model_state = state._replace(logits=whole)
 
 
-def shortened_speculation(metadata: Any, batch: Batch, cut: Cut) -> Any:
+def shortened_speculation(metadata: Any, cut: Cut) -> Any:
     """Return SpecDecodeMetadata as if only `cut.tests[i]` draft tokens of request i had been scheduled."""
     import torch
 
-    tested, tests = batch.tested(cut), cut.tests
-    ends = (tests + 1).cumsum()
-    targets = np.arange(len(tested)) + batch.owner[tested]  # each request before has a bonus row in between
-    flat = torch.from_numpy(np.concatenate([tests.cumsum(), ends, ends - 1, targets]).astype(np.int32))
-    count, device = len(tests), metadata.cu_num_draft_tokens.device
-    drafts, sampled, bonus, target = torch.split(flat.to(device), [count, count, count, len(tested)])
+    count, device = len(cut.tests), metadata.cu_num_draft_tokens.device
+    drafts, sampled, bonus = torch.split(torch.from_numpy(cut.ends).to(device), count)
     return type(metadata)(
-        draft_token_ids=metadata.draft_token_ids.index_select(0, torch.from_numpy(tested).to(device)),
-        num_draft_tokens=tests.tolist(),
+        draft_token_ids=metadata.draft_token_ids.index_select(0, torch.from_numpy(cut.tested).to(device)),
+        num_draft_tokens=cut.tests.tolist(),
         cu_num_draft_tokens=drafts,
         cu_num_sampled_tokens=sampled,
         bonus_logits_indices=bonus,
-        target_logits_indices=target,
-        logits_indices=metadata.logits_indices[: int(ends[-1])],  # of the right length; the sampler does not read it
+        target_logits_indices=torch.from_numpy(cut.targets).to(device),
+        logits_indices=metadata.logits_indices[
+            : len(cut.tested) + count
+        ],  # of the right length; the sampler does not read it
     )
 
 

@@ -116,9 +116,10 @@ def foreign_names(source: str) -> list[str]:
 
 def test_a_kernel_uses_nothing_of_other_files() -> None:
     """numba's cache looks for changes in a kernel's own file only: another file's change would go unnoticed."""
-    kernels = [path for path in (ROOT / "env").glob("*.py") if "from .compiled import" in path.read_text()]
-    for folder in ("models", "controller"):
-        kernels += [path for path in (ROOT / folder).rglob("*.py") if "env.compiled import" in path.read_text()]
+    folders = ("engine_adapter", "env", "models", "controller")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    kernels = [path for path in files if "compiled import compiled" in path.read_text()]
+    assert {path.parent.name for path in kernels} >= set(folders)
     assert {str(path.relative_to(ROOT)): names for path in kernels if (names := foreign_names(path.read_text()))} == {}
 
 

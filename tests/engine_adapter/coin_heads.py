@@ -21,7 +21,7 @@ from faser.engine_adapter.gate import Gate
 class CoinHeads(TokenHeads):
     """Heads that toss a coin for every draft token: `threshold` is the share of failing checks."""
 
-    has_candidates = False
+    candidates = 0
 
     def __init__(self, layers: list[int]) -> None:
         self.layers = tuple(layers)
@@ -70,12 +70,12 @@ def install(layers: list[int], kind: str = "coin") -> None:
     engine_facts.usable_exits = lambda path, config: (facts, None)
 
 
-def _reads_unwritten(whole: Any, index: Any, removed: Any, positions: Any) -> Any:
-    return _common(whole, index, removed, positions).replace(seq_lens=whole.seq_lens[: len(removed)].clone())
+def _reads_unwritten(whole: Any, index: Any, cut: Cut, positions: Any) -> Any:
+    return _common(whole, index, cut, positions).replace(seq_lens=whole.seq_lens[: len(cut.drafts)].clone())
 
 
-def _writes_first_slots(whole: Any, index: Any, removed: Any, positions: Any) -> Any:
-    return _common(whole, index, removed, positions).replace(slot_mapping=whole.slot_mapping[: len(index)])
+def _writes_first_slots(whole: Any, index: Any, cut: Cut, positions: Any) -> Any:
+    return _common(whole, index, cut, positions).replace(slot_mapping=whole.slot_mapping[: len(index)])
 
 
 def _shifts_logits(pruned: Any, call: Any, logits: Any, metadata: Any) -> Any:
@@ -90,11 +90,15 @@ def _fails(*_: Any) -> Any:
     raise RuntimeError("broken on purpose")
 
 
-def _tests_less(cut: Cut, drafts: Any, kept: Any) -> None:
-    cut.drafts, cut.kept, cut.removed, cut.tests = drafts, kept, drafts + 1 - kept, kept - 1
+def _tests_less(cut: Cut, batch: Any, kept: Any) -> None:
+    _init(cut, batch, kept)
+    cut.tests[:] = kept - 1
+    *_, tested, _, _, targets = batch.memory
+    _, tests, _ = batch.kernel.lay_out(batch.lengths, cut.drafts, cut.removed, cut.tests, *batch.memory[2:])
+    cut.tested, cut.targets = tested[:tests], targets[:tests]
 
 
-_common, _sample = pruning.cut_common, pruning.Pruning.sample
+_common, _sample, _init = pruning.cut_common, pruning.Pruning.sample, Cut.__init__
 CONTROLS: dict[str, list[tuple[Any, str, Any]]] = {
     "": [],
     "seq_lens": [(pruning, "cut_common", _reads_unwritten)],

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from faser.engine_adapter.cut import Batch
+from faser.engine_adapter.cut import Batch, Cut
 from faser.engine_adapter.decision import Decision
 from faser.engine_adapter.exit_heads import FEATURES, ExitHeads, Head
 from faser.engine_adapter.pruning import Checks
@@ -67,8 +67,13 @@ class Case:
         return float(edges[at] + edges[at + 1]) / 2
 
 
-def agree(one: Decision, other: Decision) -> bool:
-    return one.cut.kept.tolist() == other.cut.kept.tolist() and one.rows.tolist() == other.rows.tolist()
+def rows_of(decision: Decision, batch: Batch) -> list[int]:
+    rows: list[int] = (Cut(batch, decision.kept) if decision.rows is None else decision).rows.tolist()  # type: ignore[union-attr]
+    return rows
+
+
+def agree(case: Case, one: Decision, other: Decision) -> bool:
+    return one.kept.tolist() == other.kept.tolist() and rows_of(one, case.batch) == rows_of(other, case.batch)
 
 
 @given(
@@ -86,26 +91,30 @@ def test_it_decides_as_the_reference_does(
     drafts[0] = max(drafts[0], 1)  # a step without drafts is never asked about
     case = Case(drafts, prompts, hidden, candidates, seed)
     threshold = case.threshold(share)
-    assert agree(kernel.decide(case.head, case.lm_head, threshold, case.checks, case.batch), case.reference(threshold))
+    assert agree(
+        case, kernel.decide(case.head, case.lm_head, threshold, case.checks, case.batch), case.reference(threshold)
+    )
 
 
 def test_none_and_all_are_pruned_at_the_ends(kernel: ModuleType) -> None:
     case = Case([3, 0, 5, 1], [0, 7, 0, 2], 40, 4, 1)
     case.batch.spared[:] = False
     whole = kernel.decide(case.head, case.lm_head, -1.0, case.checks, case.batch)
-    assert whole.cut.kept.tolist() == [4, 1, 6, 2]
+    assert whole.kept.tolist() == [4, 1, 6, 2]
     assert whole.rows.tolist() == list(range(int(case.batch.lengths.sum())))
     cut = kernel.decide(case.head, case.lm_head, 2.0, case.checks, case.batch)
-    assert cut.cut.kept.tolist() == [1, 1, 1, 1]
+    assert cut.kept.tolist() == [1, 1, 1, 1]
     assert len(cut.rows) == 4 + 7 + 2
     case.batch.spared[:] = True
-    assert agree(kernel.decide(case.head, case.lm_head, 2.0, case.checks, case.batch), whole)
+    assert agree(case, kernel.decide(case.head, case.lm_head, 2.0, case.checks, case.batch), whole)
 
 
 def test_more_rows_than_a_block_are_compacted_in_order(kernel: ModuleType) -> None:
     case = Case([4] * 8, [0, kernel.ROW_BLOCK, 0, 900, 0, 0, 500, 0], 8, 3, 2)
     threshold = case.threshold(0.5)
-    assert agree(kernel.decide(case.head, case.lm_head, threshold, case.checks, case.batch), case.reference(threshold))
+    assert agree(
+        case, kernel.decide(case.head, case.lm_head, threshold, case.checks, case.batch), case.reference(threshold)
+    )
 
 
 @pytest.mark.parametrize("broken", ["positions", "candidates", "confidences"])
@@ -117,5 +126,5 @@ def test_control_a_kernel_that_reads_something_else_is_noticed(kernel: ModuleTyp
         expected = case.reference(threshold)
         value = getattr(case.checks, broken)
         setattr(case.checks, broken, value.flip(0))
-        noticed += not agree(kernel.decide(case.head, case.lm_head, threshold, case.checks, case.batch), expected)
+        noticed += not agree(case, kernel.decide(case.head, case.lm_head, threshold, case.checks, case.batch), expected)
     assert noticed >= 5

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from faser.env.compiled import CACHE_VARIABLE, compiled, is_private
+from faser.engine_adapter.compiled import CACHE_VARIABLE, compiled, is_private
 
 
 def double(value: float) -> float:

@@ -10,11 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from faser.engine_adapter.cut import Batch, Cut, after_first_failure
+from faser.engine_adapter.cut import Batch, Cut, after_first_failure, warm_up
 
 Requests = list[tuple[int, list[bool]]]  # per request: prompt rows before the tested ones, and its checks
 
 batches = st.lists(st.tuples(st.integers(0, 3), st.lists(st.booleans(), max_size=5)), min_size=1, max_size=6)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Let no test wait for it."""
+    warm_up()
 
 
 def shape_of(batch: Requests) -> Batch:
@@ -24,7 +30,8 @@ def shape_of(batch: Requests) -> Batch:
 
 
 def cut_of(batch: Requests) -> Cut:
-    return shape_of(batch).cut(np.array([check for _, checks in batch for check in checks], dtype=bool))
+    shape = shape_of(batch)
+    return Cut(shape, shape.kept(np.array([check for _, checks in batch for check in checks], dtype=bool)))
 
 
 def kept_rows(checks: list[bool]) -> int:
@@ -41,22 +48,31 @@ def test_rows_behind_the_first_failing_one_leave(batch: Requests) -> None:
     assert cut.kept.tolist() == kept
     assert cut.tests.tolist() == [min(k, len(checks)) for k, (_, checks) in zip(kept, batch, strict=True)]
     assert cut.has_bonus.tolist() == [all(checks) for _, checks in batch]
-    rows, logits, tested = [], [], []
+    rows, logits, tested, starts, ends, targets = [], [], [], [0], [], []
     start = logit = draft = 0
-    for (before, checks), k in zip(batch, kept, strict=True):
+    for request, ((before, checks), k) in enumerate(zip(batch, kept, strict=True)):
         rows += range(start, start + before + k)
         logits += range(logit, logit + k)
+        targets += range(len(tested) + request, len(tested) + request + min(k, len(checks)))
         tested += range(draft, draft + min(k, len(checks)))
+        starts.append(len(rows))
+        ends.append(len(tested))
         start, logit, draft = start + before + len(checks) + 1, logit + len(checks) + 1, draft + len(checks)
-    assert shape_of(batch).rows(cut).tolist() == rows
+    assert cut.rows.tolist() == rows
     assert cut.logit_rows().tolist() == logits
-    assert shape_of(batch).tested(cut).tolist() == tested
+    assert cut.tested.tolist() == tested
+    assert sum(cut.removed) == start - len(rows)
+    assert cut.most == max(np.diff(starts))
+    assert cut.starts.tolist() == starts + cut.removed.tolist()
+    bonus = [end + request for request, end in enumerate(ends)]  # a row behind the tests of each request
+    assert cut.ends.tolist() == ends + [row + 1 for row in bonus] + bonus
+    assert cut.targets.tolist() == targets
 
 
 def test_spared_tokens_pass_unseen() -> None:
     spared = np.array([False, False, True, True, True])
     batch = Batch(np.array([2, 3]), np.array([3, 4]), spared)
-    assert batch.cut(np.array([True, False, False, False, False])).kept.tolist() == [2, 4]
+    assert batch.kept(np.array([True, False, False, False, False])).tolist() == [2, 4]
 
 
 @given(batches)

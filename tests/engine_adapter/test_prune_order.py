@@ -121,10 +121,18 @@ class Engine:
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[None] * groups)
         self.drafter = SimpleNamespace(candidates=0)
         self.decoder, self.started = decoder, 0
+        self.input_batch = SimpleNamespace(num_reqs=3, req_ids=["a", "b", "c"])
 
     def initialize_kv_cache(self) -> None:
         """Count it."""
         self.started += 1
+
+    def execute_model(self) -> None:
+        """Begin a step of three requests."""
+
+    def propose_draft_token_ids(self) -> list[int]:
+        """Draft; say how many candidates are noted."""
+        return [self.drafter.candidates]
 
     def get_model(self) -> Any:
         """Return a model of four layers whose LM head is all zeros."""
@@ -213,4 +221,57 @@ def test_what_fits_is_said_too(
     engine, told = start(heads_file(tmp_path), monkeypatch, caplog)
     assert told == "FASER may prune behind layers 2"
     assert engine.pruning is not None
-    assert engine.drafter.candidates == 4
+
+
+class ScriptedGate:
+    """A gate whose answers are given; what it is told is kept."""
+
+    def __init__(self, answers: list[bool]) -> None:
+        self.answers, self.told = answers, []  # type: tuple[list[bool], list[bool]]
+
+    def ask(self, requests: int) -> bool:
+        """Answer."""
+        assert requests == 3
+        return self.answers.pop(0)
+
+    def note(self, requests: int, has_used: bool, time_s: float, tokens: int) -> None:
+        """Keep which kind of step it was."""
+        assert (requests, time_s, tokens) == (3, 0.5, 4)
+        self.told.append(has_used)
+
+
+ANSWERS = [False, True, True, False, False, True]
+
+
+@pytest.mark.parametrize("answers", [ANSWERS, None])
+def test_the_drafter_notes_candidates_only_for_a_verification_that_may_be_pruned(
+    answers: list[bool] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, _said = start(heads_file(tmp_path), monkeypatch, caplog)
+    engine.gate = None if answers is None else ScriptedGate(list(answers))
+    noted = []
+    for _ in ANSWERS:
+        engine.execute_model()
+        noted += engine.propose_draft_token_ids()
+    assert noted == [4 if may_prune else 0 for may_prune in answers or [True] * len(ANSWERS)]
+
+
+def test_the_gate_hears_of_steps_without_pruning_although_no_candidates_were_noted_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, _said = start(heads_file(tmp_path), monkeypatch, caplog)
+    engine.gate = gate = ScriptedGate([True, True, False, False, True, True])
+    monkeypatch.setattr("faser.engine_adapter.pruning.tracks_thinking", lambda _runner: False)
+    # What a step with pruning does is played: it is open where the drafter noted anything.
+    engine.pruning.open = lambda _prune, _metadata, _common, notes: notes is not None
+    opened = []
+    for has_notes in (False, True, True, False, False, False):
+        engine.execute_model()
+        engine.order = SimpleNamespace(prune=wire.Prune(2, 0.5))
+        engine.verified = SimpleNamespace(num_draft_tokens=[2, 1, 0])
+        engine.common, engine._notes = SimpleNamespace(num_actual_tokens=6), "notes" if has_notes else None
+        opened.append(engine._opens(engine.pruning))
+        engine.note_step(0.5, [[1], [2, 3], [4]])
+    # In force are the answers of the step before, for the drafts verified now were drawn then.
+    assert opened == [False, True, True, False, False, False]
+    assert gate.told == [False, True, True, False, False]  # the last one might have been pruned, and was not: neither

@@ -1,0 +1,125 @@
+"""What the gate makes of pruning on the embedded pair: `python benchmarks/pruning_gate.py [--turns 16]`.
+
+One engine, one thread, batch 4, 8, 16 and 32 by drafts of 3 and 7: every draft verified to full depth (full), drafts
+that end where the drafter doubts (confidence), and both that and trained exit heads under the gate (gate). All three
+give the same tokens, so they take turns within one set of answers, eight steps at a time: a machine whose speed changes
+within seconds is the same for all. A slice's first step verifies what the slice before drafted and is left out; so are
+steps with prompt rows, and those after the first request has left. The gate learns before it is measured, and probes
+while it is. Times are CPU time of the one compute thread. Each cell is written to the JSON when it is done; a run that
+is started again goes on behind the last one. docs/pruning.md's table is written at the end. About half an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from pruning import Bench, begun, keep, measure, pair_options
+from pruning_report import GATE_RESULT, GRID, write_tables
+
+from faser.controller.bench_machine import commit, machine_facts
+
+ARMS: Final = ("full", "confidence", "gate")
+SLICE_STEPS: Final = 8
+ANSWER_TOKENS: Final = 128
+LEARNING_TURNS: Final = 12  # at most
+
+
+class GateBench(Bench):
+    """In the child."""
+
+    def turn(self, arms: tuple[str, ...], prompts: list[list[int]], length: int, doubt: float) -> dict[str, float]:
+        """Answer the prompts with the arms in slices; return each one's tokens per second."""
+        from vllm import SamplingParams
+
+        self.count += 1
+        names = [f"{self.count}-{index}" for index in range(len(prompts))]
+        params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True, detokenize=False)
+        for name, prompt in zip(names, prompts, strict=True):
+            self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        self.put_into(arms[0], length, doubt)
+        for _ in range(2):
+            self.engine.step()
+        time_s, tokens = dict.fromkeys(arms, 0.0), dict.fromkeys(arms, 0)
+        for step in range(100_000):
+            arm = arms[step // SLICE_STEPS % len(arms)]
+            if step % SLICE_STEPS == 0:
+                self.put_into(arm, length, doubt)
+            self.reports.clear()
+            started = time.thread_time()
+            outputs = self.engine.step()
+            took_s = time.thread_time() - started
+            if any(output.finished for output in outputs):
+                break
+            if step % SLICE_STEPS:
+                time_s[arm] += took_s
+                tokens[arm] += sum(emitted for _, _, emitted in self.reports)
+        self.engine.abort_request(names)
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        return {arm: tokens[arm] / time_s[arm] for arm in arms if time_s[arm]}
+
+    def gated(self, batch: int, length: int, turns: int) -> dict[str, Any]:
+        """Measure one batch size and draft length."""
+        from faser.engine_adapter.gate import Gate
+
+        others = self.prompts(batch, 0)
+        self.run("full", others, length, 0.0)  # warms up
+        doubt = self.best_doubt(others, length)
+        self.gate = Gate()
+        for _ in range(LEARNING_TURNS):
+            if self.gate.gain(batch) is None:
+                self.turn(("gate",), others, length, doubt)
+        found: list[dict[str, float]] = []
+        for number in range(turns):
+            first = number % len(ARMS)
+            arms = (ARMS[first:] + ARMS[:first])[:: -1 if number // len(ARMS) % 2 else 1]
+            found.append(self.turn(arms, self.prompts(batch, 1 + number), length, doubt))
+        found = [turn for turn in found if len(turn) == len(ARMS)]
+        rates = {arm: [round(turn[arm], 4) for turn in found] for arm in ARMS}
+        seen = self.gate.gain(batch)
+        return {
+            "batch": batch, "length": length, "confidence": doubt, "gain_seen_by_gate": seen, "tokens_per_s": rates,
+        }  # fmt: skip
+
+
+def child(options: dict[str, Any]) -> None:
+    """Measure the cells that are asked for; write the file after each."""
+    bench = GateBench(options)
+    for batch, length in options["cells"]:
+        keep(Path(options["out"]), bench.gated(batch, length, options["turns"]))
+
+
+def main() -> None:
+    """Parse, measure what is not there yet, write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--turns", type=int, default=16)
+    parser.add_argument("--cells", default=",".join(f"{batch}x{length}" for batch, length in GRID))
+    parser.add_argument("--out", type=Path, default=GATE_RESULT)
+    given = parser.parse_args()
+    if given.child:
+        child(given.child)
+        return
+    pair = pair_options()
+    said = {
+        "heads": Path(pair["heads"]).name, "layer": pair["layer"], "threshold": pair["threshold"],
+        "turns": given.turns, "tokens": ANSWER_TOKENS, "slice_steps": SLICE_STEPS,
+        "machine": msgspec.to_builtins(machine_facts()), "commit": commit(),
+    }  # fmt: skip
+    done, out = begun(given.out, said), given.out.absolute()
+    wanted = [tuple(map(int, cell.split("x"))) for cell in given.cells.split(",")]
+    if missing := [cell for cell in wanted if cell not in done]:
+        longest = max(length for _, length in wanted)
+        measure(pair | said | {"oracle_layer": 15, "longest": longest, "cells": missing, "out": str(out)}, __file__)
+    if out == GATE_RESULT:
+        write_tables()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
