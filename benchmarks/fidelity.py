@@ -10,7 +10,8 @@ and slower hours.
 
 With --ahead-survey, --ahead and --ahead-repeat the same for an engine with a drafter's process (docs/simulator.md,
 drafting ahead): a survey that drafts ahead at times, and two runs that always do. With --pruned-survey, --pruned and
---pruned-repeat for one that prunes. What is not given stays in the file as it was. Then run `python docs/figures.py`.
+--pruned-repeat for one that prunes. A mechanism that is not given stays in the file as it was, without
+SURVEY so does all else; a new profile without --run has no replay. Then run `python docs/figures.py`.
 Takes a minute or two.
 """
 
@@ -92,11 +93,10 @@ def without(options: argparse.Namespace) -> dict[str, Any]:
     if options.answers:
         kept = ("--base", options.profile, "--keep-costs", "-o", options.profile)
         calibration["acceptance"] = told("calibrate", *options.answers, *kept)["acceptance"]
-    closed_loop = None
+    found = {"surveys": len(options.surveys), "calibration": calibration, "closed_loop": None}
     if options.run is not None:
-        closed_loop = replay(options.profile, options.level, options.run, options.repeat)
+        found["closed_loop"] = replay(options.profile, options.level, options.run, options.repeat)
     draw_surveys(options.surveys, options.picture)
-    found = {"surveys": len(options.surveys), "calibration": calibration, "closed_loop": closed_loop}
     return where_and_when() | found | {"published": published()}
 
 
@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--run", type=Path, help="telemetry of a run that is not fitted")
     parser.add_argument("--repeat", type=Path, help="telemetry of the same load again")
     for name in MECHANISMS:
-        parser.add_argument(f"--{name}-survey", type=Path, nargs="+", help="surveys with it on at times")
+        parser.add_argument(f"--{name}-survey", type=Path, action="append", help="a survey with it on at times")
         parser.add_argument(f"--{name}-level", type=Path, help="as --level, of an engine with it")
         parser.add_argument(f"--{name}", type=Path, help="telemetry of an engine with it always on")
         parser.add_argument(f"--{name}-repeat", type=Path, help="telemetry of the same load again")
@@ -124,9 +124,11 @@ def main(arguments: list[str] | None = None) -> None:
     given = []
     for name in MECHANISMS:
         parts = [getattr(options, part) for part in (f"{name}_survey", name, f"{name}_repeat")]
-        if any(parts) and not all(parts):
-            parser.error(f"--{name}-survey, --{name} and --{name}-repeat go together")
+        if any([*parts, getattr(options, f"{name}_level")]) and not all(parts):
+            parser.error(f"--{name}-survey, --{name} and --{name}-repeat go together, with --{name}-level if at all")
         given += [name] if all(parts) else []
+    if not options.surveys and (options.run or options.level):
+        parser.error("--run, --repeat and --level are compared with the profile of SURVEY; none is given")
     if not options.surveys and not given:
         parser.error("nothing to fit; expected SURVEY or the survey of a mechanism")
     report = json.loads(options.json.read_text()) if options.json.exists() else {}

@@ -85,6 +85,8 @@ class Bench:
         self.runner: Any = self.engine.model_executor.driver_worker.worker.model_runner
         self.steering: Any = self.engine.engine_core.engine_core.scheduler.steering
         self.trained, self.options = self.runner.pruning, options
+        if self.trained is None:
+            raise RuntimeError(f"the engine does not prune with {options['heads']}; its log says why")
         self.oracle = Oracle(self.runner, (options["oracle_layer"],))
         self.perfect = Pruning(self.runner, self.oracle)
         self.gate = Gate()
@@ -95,7 +97,8 @@ class Bench:
 
         def ordered(steering: Any, *rest: Any) -> Any:
             made = order(steering, *rest)
-            made.prune, made.stop = bench.prune, bench.stop
+            made.prune = made.next_prune = bench.prune
+            made.stop = bench.stop
             return made
 
         def recorded(steering: Any, given: Any, outcome: Any) -> None:

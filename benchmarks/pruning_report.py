@@ -185,10 +185,12 @@ def gate_lines(result: Result) -> list[str]:
         "batch", "k", "drafts end under", "in full, tokens/s", "ended by confidence, tokens/s",
         "both, gate on, tokens/s", "gate over the better", "time per token that pruning saves, by the gate",
     )  # fmt: skip
+    if not ratios:
+        return ["Not measured yet."]
     low = min(ratios)
     return [
         f"{said['turns']} sets of answers in each cell, slices of {said['slice_steps']} steps; "
-        f"{said['machine']['cpu']}, commit {said['commit']}.",
+        f"{said['machine']['cpu']}, commit {', '.join(sorted({cell['commit'] for cell in result['cells']}))}.",
         "",
         *markdown(names, cells),
         "",

@@ -68,6 +68,7 @@ class StagesBench(Bench):
             (pruning.Pruning, "_checks", "gathering the tested states"),
             (self.heads, "passes", "the mask"),
             (self.heads, "decide", "which rows leave"),
+            (pruning, "Cut", "where everything lies"),
             (pruning.Pruning, "_compacted", "compaction"),
             (pruning, "cut_common", "attention metadata and slots"),
             (pruning, "shortened_speculation", "speculation metadata and draft ids"),

@@ -45,7 +45,6 @@ LEAST_ANSWER: Final = 16  # tokens
 LEAST_SLICE: Final = 12  # tokens
 MAX_REQUESTS: Final = 64
 WHOLE: Final = 10**9  # tokens: more than a swing has
-SETTLING_TOKENS: Final = 400  # of every rival, unmeasured; FASER serves a whole swing, for its sidecar is new to it
 
 Arrivals = list[tuple[float, int]]
 
@@ -91,11 +90,11 @@ class SwingBench(Bench):
             self._swing(round_)
 
     def _prepare(self, seed: int) -> None:
-        self.say("every arm settles")
+        self.say("every arm serves a swing unmeasured")
         arrivals = arrivals_of(10_000 + seed, self.plan.settings.max_tokens)
         for name in self.plan.arms:
             self.arms[name].ask("replay", self.order, arrivals)
-            self.arms[name].ask("turn", WHOLE if name == OURS else SETTLING_TOKENS)
+            self.arms[name].ask("turn", WHOLE)
 
     def _swing(self, round_: int) -> None:
         arrivals = arrivals_of(round_, self.plan.settings.max_tokens)
@@ -143,8 +142,12 @@ def run(options: argparse.Namespace) -> int:
     arms = tuple(arm for arm in ARMS if arm in options.arms.split(","))
     if unknown := set(options.arms.split(",")) - set(ARMS):
         raise UsageError(f"--arms {','.join(sorted(unknown))}", f"some of {','.join(ARMS)}")
+    if not {OURS, "none"} <= set(arms):
+        raise UsageError(f"--arms {options.arms}", f"none and {OURS} among them")
     settings, table = settings_of(options), tuned_table(read_results(RESULTS))
     results = opened(options.json, settings, table, options.resume)
+    if results.turns and set(results.arms()) != set(arms):
+        raise UsageError(f"{options.json} has {', '.join(results.arms())}", "the same arms", "drop --resume")
     folder = (Path("runs") / time.strftime("swing-%Y%m%d-%H%M%S")).absolute()
     plan = Plan((SWING,), arms, options.rounds, 0.0, False, settings)
     bench = SwingBench(plan, results, options.json, folder, Console(stderr=True, highlight=False), table=table)

@@ -81,7 +81,7 @@ def lines(results: Swings) -> list[str]:
     ]
     if fixed:
         best = min(fixed, key=lambda arm: fixed[arm].value)
-        told += ["", f"The best fixed length in hindsight is {arm_name(best)}: FASER over it {fixed[best]}."]
+        told += ["", f"The best of the measured lengths in hindsight: {arm_name(best)}; FASER over it {fixed[best]}."]
     return told
 
 

@@ -12,10 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
-try:
-    import numba
-except ImportError:  # possible beside an engine only, where the same loops then run as Python
-    numba = None
+import numba
 
 CACHE_VARIABLE: Final = "NUMBA_CACHE_DIR"
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -26,8 +23,6 @@ def compiled(function: Function) -> Function:
 
     It may use only functions and constants of its own file: numba looks for changes there and nowhere else.
     """
-    if numba is None:
-        return function
     is_kept = is_private(os.environ.get(CACHE_VARIABLE, ""))
     try:
         return cast(Function, numba.njit(cache=is_kept, error_model="numpy")(function))

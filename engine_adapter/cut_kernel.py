@@ -5,10 +5,24 @@ Used by cut.py, which imports it late: vLLM's CPU worker must be built before nu
 
 from __future__ import annotations
 
+import logging
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 
-from .compiled import compiled
+if TYPE_CHECKING:
+    from .compiled import compiled
+else:
+    try:
+        from .compiled import compiled
+    except ImportError as error:  # no numba beside this engine: the same loops as Python
+        logging.getLogger(f"vllm.{__name__}").warning("FASER cuts batches without compiled loops: %s", error)
+
+        def compiled(function):
+            """Leave a function as it is."""
+            return function
+
 
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]

@@ -99,14 +99,16 @@ class Pruning:
     def could_open(self, prune: Prune | None, metadata: Any, common: Any) -> bool:
         """Tell whether a step is one to prune, whatever its drafter noted; parameters as of `open`."""
         return (
-            self.is_on
-            and prune is not None
+            self.obeys(prune)
             and metadata is not None
             and common is not None
-            and prune.layer in self.heads.layers
             and any(metadata.num_draft_tokens)
             and not tracks_thinking(self._runner)
         )
+
+    def obeys(self, prune: Prune | None) -> bool:
+        """Tell whether an order asks for something that the heads can do."""
+        return self.is_on and prune is not None and prune.layer in self.heads.layers
 
     def forget_step(self) -> None:
         """Begin a step: nothing was looked at yet, nothing left."""

@@ -29,6 +29,7 @@ class PruningRunner(PruningHooks):
     _may_prune = (False, False)  # what the gate says for the step under way, and for the next one
     _could_prune = False  # a lease asked for it in the step under way, which has nothing but drafts to verify
     _notes: Notes | None = None  # of the drafting that the next step verifies
+    _could_note = False  # that drafting had a book for notes, whether or not any were asked for
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Let vLLM set up its KV cache; now the model is loaded and the attention groups are known."""
@@ -60,7 +61,7 @@ class PruningRunner(PruningHooks):
         self._could_prune = False
         if self.pruning is not None:
             self.pruning.forget_step()
-            if self.gate is not None:
+            if self.gate is not None and self.pruning.is_on:
                 self._may_prune = self._may_prune[1], self.gate.ask(self.input_batch.num_reqs)  # type: ignore[attr-defined]
         return super().execute_model(*args, **kwargs)  # type: ignore[misc]
 
@@ -83,7 +84,9 @@ class PruningRunner(PruningHooks):
             is_alone = self.common.num_actual_tokens == sum(drafts) + len(drafts)
             may_prune = self.gate is None or self._may_prune[0]
             is_open = may_prune and pruning.open(order.prune, self.verified, self.common, self._notes)
-            self._could_prune = is_alone and is_open is may_prune  # else it is neither with pruning nor without
+            # A step without pruning counts beside those with it only if it could have been one of them.
+            could_open = self._could_note or not pruning.heads.candidates
+            self._could_prune = is_alone and could_open and is_open is may_prune
             return is_open
         except Exception:
             pruning.is_on = False
@@ -96,7 +99,7 @@ class PruningRunner(PruningHooks):
 
     def sample_tokens(self, grammar_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Sample, and draft for the next step."""
-        self._notes = None
+        self._notes, self._could_note = None, False
         if self.pruning is not None and grammar_output is not None:
             self.pruning.widen_logits()
         return super().sample_tokens(grammar_output, *args, **kwargs)  # type: ignore[misc]
@@ -104,9 +107,12 @@ class PruningRunner(PruningHooks):
     def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> Any:
         """Draft, and keep what the drafter noted for the verification of these drafts, if that may be pruned."""
         if self.pruning is not None and (count := self.pruning.heads.candidates):
-            may_prune = self.gate is None or self._may_prune[1]
+            order = getattr(self, "order", None)
+            may_prune = self.pruning.obeys(None if order is None else order.next_prune)
+            may_prune = may_prune and (self.gate is None or self._may_prune[1])
             self.drafter.candidates = count if may_prune else 0  # type: ignore[attr-defined]
         drafts = super().propose_draft_token_ids(*args, **kwargs)  # type: ignore[misc]
+        self._could_note = getattr(self.drafter, "book", None) is not None  # type: ignore[attr-defined]
         book = getattr(self.drafter, "candidate_book", None)  # type: ignore[attr-defined]
         if self.pruning is not None and book is not None:
             names = self.input_batch.req_ids  # type: ignore[attr-defined]
@@ -116,8 +122,11 @@ class PruningRunner(PruningHooks):
         return drafts
 
     def note_step(self, runner_s: float, sampled: list[list[int]]) -> None:
-        """Tell the gate what the step took; one beside prompt rows, or that had nothing to prune, says nothing."""
-        if self.gate is not None and self._could_prune:
+        """Tell the gate what the step took; one beside prompt rows, or that had nothing to prune, says nothing.
+
+        Nor does one whose drafts are verified the other way: pruning's notes are made a step before they are of use.
+        """
+        if self.gate is not None and self._could_prune and self._may_prune[0] == self._may_prune[1]:
             self.gate.note(len(sampled), self._may_prune[0], runner_s, sum(map(len, sampled)))
 
     def report_pruning(self, report: StepReport) -> None:

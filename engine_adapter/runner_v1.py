@@ -148,7 +148,7 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
             return drafts
         drafts = self.hand_over(drafts, self.drafted)
         if self.remote is not None and (self.remote.drafted or self.remote.is_parted):
-            self._notes = None  # the process notes no candidates: exit heads leave its drafts alone
+            self._notes, self._could_note = None, False  # the process notes no candidates: its drafts stay whole
         self._handed = dict(zip(self.input_batch.req_ids, self.drafted, strict=True))  # type: ignore[attr-defined]
         return drafts
 

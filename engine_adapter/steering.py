@@ -168,7 +168,8 @@ class Steering:
         lengths = self._lengths(scheduled, named, default)
         prune, self._prune = self._prune, None if action is None else action.prune
         frontier = self._frontier(action)
-        return StepOrder(lengths, self.step, started_s, now_s - started_s, epoch, sequence, stop, prune, frontier)
+        schedule_s, ahead = now_s - started_s, self._prune
+        return StepOrder(lengths, self.step, started_s, schedule_s, epoch, sequence, stop, prune, ahead, frontier)
 
     def _frontier(self, action: ActionSet | None) -> int:
         """Return how many tokens may be drafted ahead; none where HELLO offers none."""

@@ -23,6 +23,7 @@ class StepOrder:
     lease_sequence: int = 0
     stop: StopRule | None = None  # ends drafts on confidence, within `lengths`
     prune: Prune | None = None  # for the verification in this step: ordered before its drafts were drawn
+    next_prune: Prune | None = None  # for the verification of what is drafted in this step
     frontier: int = 0  # tokens to draft ahead of each chunk that this step hands over; 0: nothing is drafted ahead
     is_apart: bool = False  # this step's requests sit out the next one: nobody waits for their drafts
 

@@ -61,12 +61,11 @@ class _Recorder(Pruning):
     """Stands where `Pruning` stands, and copies instead of cutting."""
 
     def __init__(self, runner: Any, layers: Sequence[int], candidates: int) -> None:
-        super().__init__(runner, _NoHeads(tuple(layers)))
+        super().__init__(runner, _NoHeads(tuple(layers), candidates))
         self._layers = layers
         self.rows: list[dict[str, Tensor]] = []
         self.states: dict[int, list[Tensor]] = {layer: [] for layer in layers}
         self._started_s = self._forward_s = 0.0
-        runner.drafter.candidates = candidates
 
     def take(self) -> tuple[list[dict[str, Tensor]], dict[int, list[Tensor]]]:
         """Return what was recorded so far and begin anew; a step that was not sampled is left out."""
@@ -75,6 +74,9 @@ class _Recorder(Pruning):
         whole = [place for place, row in enumerate(rows) if "is_accepted" in row]
         kept = {layer: [parts[place] for place in whole] for layer, parts in states.items()}
         return [rows[place] for place in whole], kept
+
+    def obeys(self, prune: Any) -> bool:
+        return True  # no lease is needed to record
 
     def open(self, prune: Any, metadata: Any, common: Any, notes: Any) -> bool:
         self.cut = None
@@ -133,10 +135,8 @@ class _Recorder(Pruning):
 class _NoHeads(TokenHeads):
     """Lets everything pass: a recording sees whole steps."""
 
-    has_candidates = True
-
-    def __init__(self, layers: tuple[int, ...]) -> None:
-        self.layers = layers
+    def __init__(self, layers: tuple[int, ...], candidates: int) -> None:
+        self.layers, self.candidates = layers, candidates
 
     def passes(self, layer: int, threshold: float, checks: Any) -> Any:
         return np.ones(len(checks.tokens), dtype=np.bool_)

@@ -74,12 +74,15 @@ def test_the_gate_in_slices_is_held_against_the_better_of_both(modules: dict[str
     def cell(batch: int, gate: float, full: float = 80.0) -> dict[str, Any]:
         rates = {"full": full, "confidence": 100.0, "gate": gate}
         turns = {arm: [rate * factor for factor in (1.0, 1.002, 0.998, 1.0)] for arm, rate in rates.items()}
-        return {"batch": batch, "length": 3, "confidence": 0.4, "gain_seen_by_gate": -0.05, "tokens_per_s": turns}
+        return {"batch": batch, "length": 3, "confidence": 0.4, "gain_seen_by_gate": -0.05, "tokens_per_s": turns,
+                "commit": "abc"}  # fmt: skip
 
-    said = {"turns": 4, "slice_steps": 8, "machine": {"cpu": "a processor"}, "commit": "abc"}
+    said = {"turns": 4, "slice_steps": 8, "machine": {"cpu": "a processor"}}
     lines = modules["pruning_report"].gate_lines({"settings": said, "cells": [cell(4, 99.0), cell(8, 100.0, 125.0)]})
     assert "| 4 | 3 | 0.4 | 80 | 100 | 99 | 0.990 (0.990 to 0.990) | -5.0% |" in lines
     assert any(line.startswith("| 8 | 3 | 0.4 | 125 | 100 | 100 | 0.800 (") for line in lines)
+    assert lines[0].endswith("a processor, commit abc.")
+    assert modules["pruning_report"].gate_lines({"settings": said, "cells": []}) == ["Not measured yet."]
     assert lines[-1].startswith("Lowest: 0.800, under 0.99; over the cells together 0.890 (")
 
 

@@ -79,4 +79,4 @@ def test_faser_is_held_against_each_rival_over_whole_swings(report: ModuleType) 
     assert "| k = 1 | 50.0 | 0.60 | 1.100 (1.100 to 1.100) |" in told
     assert any(line.startswith("| best table (1-5=3,6-64=0) | 53.0 | 0.60 | 1.05") for line in told)
     assert any(line.startswith("| FASER | 55.0 | 0.60 |  |") for line in told)
-    assert told[-1] == "The best fixed length in hindsight is k = 1: FASER over it 1.100 (1.100 to 1.100)."
+    assert told[-1] == "The best of the measured lengths in hindsight: k = 1; FASER over it 1.100 (1.100 to 1.100)."

@@ -18,6 +18,7 @@ from faser.engine_adapter import protocol as wire
 from faser.engine_adapter.lease import Lease
 from faser.engine_adapter.runner_pruning import PruningRunner
 from faser.engine_adapter.steering import Default, Steering
+from faser.engine_adapter.steps import StepOrder
 
 
 class SilentLink:
@@ -241,23 +242,37 @@ class ScriptedGate:
 
 
 ANSWERS = [False, True, True, False, False, True]
+PRUNE = wire.Prune(2, 0.5)
 
 
-@pytest.mark.parametrize("answers", [ANSWERS, None])
+@pytest.mark.parametrize(
+    ("answers", "next_prune", "is_on", "noted"),
+    [
+        (ANSWERS, PRUNE, True, [4 if may_prune else 0 for may_prune in ANSWERS]),
+        (None, PRUNE, True, [4] * 6),  # no gate
+        (None, None, True, [0] * 6),  # nobody asks for pruning
+        (None, wire.Prune(3, 0.5), True, [0] * 6),  # or where there is no head
+        (None, PRUNE, False, [0] * 6),  # after a failure
+    ],
+)
 def test_the_drafter_notes_candidates_only_for_a_verification_that_may_be_pruned(
-    answers: list[bool] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    answers: list[bool] | None, next_prune: wire.Prune | None, is_on: bool, noted: list[int], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     engine, _said = start(heads_file(tmp_path), monkeypatch, caplog)
     engine.gate = None if answers is None else ScriptedGate(list(answers))
-    noted = []
+    engine.pruning.is_on = is_on
+    seen = []
     for _ in ANSWERS:
+        engine.order = StepOrder({}, next_prune=next_prune)
         engine.execute_model()
-        noted += engine.propose_draft_token_ids()
-    assert noted == [4 if may_prune else 0 for may_prune in answers or [True] * len(ANSWERS)]
+        seen += engine.propose_draft_token_ids()
+    assert seen == noted
 
 
-def test_the_gate_hears_of_steps_without_pruning_although_no_candidates_were_noted_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("has_book", "told"), [(True, [True, False]), (False, [])])
+def test_the_gate_hears_of_steps_that_could_have_been_either(
+    has_book: bool, told: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine, _said = start(heads_file(tmp_path), monkeypatch, caplog)
     engine.gate = gate = ScriptedGate([True, True, False, False, True, True])
@@ -265,13 +280,32 @@ def test_the_gate_hears_of_steps_without_pruning_although_no_candidates_were_not
     # What a step with pruning does is played: it is open where the drafter noted anything.
     engine.pruning.open = lambda _prune, _metadata, _common, notes: notes is not None
     opened = []
-    for has_notes in (False, True, True, False, False, False):
+    for has_notes in (False, has_book, has_book, False, False, False):
         engine.execute_model()
-        engine.order = SimpleNamespace(prune=wire.Prune(2, 0.5))
+        engine.order, engine._could_note = StepOrder({}, prune=PRUNE), has_book
         engine.verified = SimpleNamespace(num_draft_tokens=[2, 1, 0])
         engine.common, engine._notes = SimpleNamespace(num_actual_tokens=6), "notes" if has_notes else None
         opened.append(engine._opens(engine.pruning))
         engine.note_step(0.5, [[1], [2, 3], [4]])
     # In force are the answers of the step before, for the drafts verified now were drawn then.
-    assert opened == [False, True, True, False, False, False]
-    assert gate.told == [False, True, True, False, False]  # the last one might have been pruned, and was not: neither
+    assert opened == [False, has_book, has_book, False, False, False]
+    # Not told: steps whose notes, or whose next drafts' notes, are of the other kind; the last, which was to be pruned.
+    assert gate.told == told
+
+
+def test_recording_needs_no_lease_and_has_every_draft_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from faser.models.exits.record import _Recorder
+
+    engine, _said = start(heads_file(tmp_path), monkeypatch, caplog)
+    monkeypatch.setattr("faser.engine_adapter.pruning.tracks_thinking", lambda _runner: False)
+    engine.pruning, engine.gate = _Recorder(engine, (), 6), None
+    asked = []
+    engine.pruning.open = lambda *given: asked.append(given) or True
+    engine.order = StepOrder({})
+    engine.execute_model()
+    assert engine.propose_draft_token_ids() == [6]
+    engine.verified, engine.common = SimpleNamespace(num_draft_tokens=[2]), SimpleNamespace(num_actual_tokens=3)
+    assert engine._opens(engine.pruning)
+    assert len(asked) == 1
