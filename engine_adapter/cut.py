@@ -7,6 +7,7 @@ Behind the first row whose check fails every row leaves; that row's own test sta
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -98,7 +99,8 @@ def after_first_failure(drafts: Ints, passes: Bools) -> Cut:
 
 def parts(sizes: tuple[int, ...], kind: type[np.integer[Any]]) -> tuple[npt.NDArray[Any], ...]:
     """Return arrays of these sizes, one behind another in the same memory."""
-    return tuple(np.split(np.empty(sum(sizes), kind), np.cumsum(sizes[:-1])))
+    whole, ends = np.empty(sum(sizes), kind), list(accumulate(sizes))
+    return tuple(whole[end - size : end] for size, end in zip(sizes, ends, strict=True))
 
 
 def places(sizes: Ints) -> Ints:
