@@ -4,7 +4,8 @@ vLLM with random weights: an 8B Llama's width and attention, but few and thin la
 rows to move are as wide as there. Batch 16, k = 7, a cut behind the middle layer with an imposed mask that rejects
 60 % of the drafts; every layer's weights pass through the caches in between, as in a real step. Heads' scoring is left
 out: it is the heads', and the mask is given. Medians over steps: thread CPU time for the sum, wall time for the
-stages, as its clock costs less; every other cut is timed by stage, the others as a whole, for clocks take time. Writes the JSON and docs/pruning.md's table; a minute and 3 GiB of memory.
+stages, as its clock costs less; every other cut is timed by stage, the others as a whole, for clocks take time.
+Writes the JSON and docs/pruning.md's table; a minute and 3 GiB of memory.
 """
 
 from __future__ import annotations

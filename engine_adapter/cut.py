@@ -25,20 +25,17 @@ class Batch:
     :param spared: (draft tokens,) which of them pass unseen: nothing is known of their request's drafter.
     """
 
-    __slots__ = ("behind", "drafts", "kernel", "lengths", "memory", "owner", "place", "row_owner", "spared")
+    __slots__ = ("drafts", "kernel", "lengths", "memory", "place", "rows", "spared")
 
     def __init__(self, drafts: Ints, lengths: Ints, spared: Bools) -> None:
         from . import cut_kernel
 
         self.kernel = cut_kernel
-        requests = np.arange(len(drafts))
         self.drafts, self.lengths, self.spared = drafts, lengths, spared
-        self.owner: Ints = np.repeat(requests, drafts)  # (draft tokens,) request
         self.place: Ints = places(drafts)  # (draft tokens,) 0 is a request's first
-        self.row_owner: Ints = np.repeat(requests, lengths)  # (rows,) request
-        self.behind: Ints = lengths[self.row_owner] - places(lengths)  # (rows,) 1 is a request's last
-        count, tokens, rows = len(drafts), len(self.owner), len(self.row_owner)
-        wide, narrow = (count, count, rows, tokens), (2 * count + 1, 3 * count, tokens)
+        self.rows = int(lengths.sum())
+        count, tokens = len(drafts), len(spared)
+        wide, narrow = (count, count, self.rows, tokens), (2 * count + 1, 3 * count, tokens)
         self.memory = parts(wide, np.int64) + parts(narrow, np.int32)  # for the one cut that is made
 
     def kept(self, passes: Bools) -> Ints:

@@ -14,6 +14,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
+from .cut import places
 from .decision import Decision
 from .exit_heads import LEAST, NOWHERE, moved, normed
 
@@ -37,7 +38,7 @@ def decide(head: Head, lm_head: Tensor, threshold: float, checks: Checks, batch:
     device, tokens, requests = checks.states.device, len(checks.tokens), len(batch.drafts)
     states = normed(checks.states)
     shape = _on_device(batch, device)
-    rows = torch.empty(int(batch.lengths.sum()), dtype=torch.int64, device=device)
+    rows = torch.empty(batch.rows, dtype=torch.int64, device=device)
     told = torch.cat([shape.drafts + 1, shape.drafts.new_zeros(2)])  # rows kept by request; rows in all; tokens done
     candidates = checks.candidates.shape[1]
     _decide[(tokens,)](
@@ -65,7 +66,10 @@ def _on_device(batch: Batch, device: Any) -> _Shape:
     """Return the batch's shape as tensors, in one copy."""
     import torch
 
-    parts = (batch.drafts, batch.owner, batch.row_owner, batch.behind, batch.spared)
+    requests = np.arange(len(batch.drafts))
+    owner, row_owner = np.repeat(requests, batch.drafts), np.repeat(requests, batch.lengths)
+    behind = batch.lengths[row_owner] - places(batch.lengths)
+    parts = (batch.drafts, owner, row_owner, behind, batch.spared)
     flat = torch.from_numpy(np.concatenate(parts).astype(np.int32)).to(device, non_blocking=True)
     return _Shape(*flat.split([len(part) for part in parts]))
 

@@ -147,7 +147,7 @@ class Pruning:
         decision = self.heads.decide(layer, step.prune.threshold, self._checks(step, hidden, residual), step.batch)
         self.layer = layer
         cut = Cut(step.batch, decision.kept)
-        if len(cut.rows) == len(step.batch.row_owner):
+        if len(cut.rows) == step.batch.rows:
             return None
         index = _index(cut.rows, hidden) if decision.rows is None else decision.rows
         kept = self._compacted(index, positions, hidden, residual)
