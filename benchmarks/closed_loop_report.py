@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "closed_loop.json"
 BEGIN, END = "<!-- closed loop: begin -->", "<!-- closed loop: end -->"
 HEADING = "# Results\n"
-NAMES = {"none": "no speculation", OURS: "FASER"}
+NAMES = {"none": "no speculation", "table": "best table", OURS: "FASER"}
 
 
 class Settings(msgspec.Struct, frozen=True):
