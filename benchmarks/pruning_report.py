@@ -189,7 +189,7 @@ def gate_lines(result: Result) -> list[str]:
         return ["Not measured yet."]
     low = min(ratios)
     return [
-        f"{said['turns']} sets of answers in each cell, slices of {said['slice_steps']} steps; "
+        f"{said['turns']} sets of answers in each cell, slices of {said['slice_tokens']} tokens a request; "
         f"{said['machine']['cpu']}, commit {', '.join(sorted({cell['commit'] for cell in result['cells']}))}.",
         "",
         *markdown(names, cells),

@@ -77,7 +77,7 @@ def test_the_gate_in_slices_is_held_against_the_better_of_both(modules: dict[str
         return {"batch": batch, "length": 3, "confidence": 0.4, "gain_seen_by_gate": -0.05, "tokens_per_s": turns,
                 "commit": "abc"}  # fmt: skip
 
-    said = {"turns": 4, "slice_steps": 8, "machine": {"cpu": "a processor"}}
+    said = {"turns": 4, "slice_tokens": 12, "machine": {"cpu": "a processor"}}
     lines = modules["pruning_report"].gate_lines({"settings": said, "cells": [cell(4, 99.0), cell(8, 100.0, 125.0)]})
     assert "| 4 | 3 | 0.4 | 80 | 100 | 99 | 0.990 (0.990 to 0.990) | -5.0% |" in lines
     assert any(line.startswith("| 8 | 3 | 0.4 | 125 | 100 | 100 | 0.800 (") for line in lines)
