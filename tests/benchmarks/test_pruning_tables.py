@@ -166,6 +166,9 @@ def test_a_stage_is_counted_without_the_stages_inside_it(
     work.outer = lambda: (work.inner(), work.inner())
     watch.wrap(work, "inner", "inner")
     watch.wrap(work, "outer", "outer")
+    work.outer()
+    assert not watch.spent_s  # off: no clock is read
+    watch.is_on = True
     work.outer()  # from 0 to 5, inner ones from 1 to 2 and from 3 to 4
     assert dict(watch.spent_s) == {"inner": 2.0, "outer": 3.0}
 
