@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +61,6 @@ def test_two_groups_overlap_until_the_process_is_killed_and_when_it_is_back(runs
     assert overlapping(killed.steps[:8]) > 0
     assert overlapping(killed.steps[10:12]) == 0
     assert overlapping(killed.steps[14:]) > 3
+    back = killed.steps[14:]
+    assert any(not set(one.handles) & set(other.handles) for one, other in pairwise(back)), "no groups again"
+    assert killed.tokens == whole.tokens
