@@ -26,10 +26,11 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import numpy as np
@@ -355,6 +356,27 @@ def print_table(results: Results) -> None:
     Console(width=None if sys.stdout.isatty() else 220, highlight=False).print(table)
 
 
+def add_shared_options(parser: argparse.ArgumentParser, results: Path) -> None:
+    """Add what this benchmark and swing.py both take."""
+    parser.add_argument("--max-tokens", type=int, default=96, help="length of each answer")
+    parser.add_argument("--answers", type=int, default=160, help="different prompts")
+    parser.add_argument("--max-prompt-tokens", type=int, default=300)
+    parser.add_argument("--policy", default="price", help="FASER's policy")
+    parser.add_argument("--threads", type=int, help="of each engine; default: all cores but one")
+    parser.add_argument("--json", type=Path, default=results, help="where the rounds are written")
+    parser.add_argument("--resume", action="store_true", help="continue the JSON file")
+
+
+def exit_with(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> NoReturn:
+    """Run and exit; what stops it is one line, and what was measured stays."""
+    try:
+        code = run(options)
+    except (FaserError, RemoteError) as error:
+        print(f"{Path(sys.argv[0]).stem}: {error}; what was measured is in {options.json}", file=sys.stderr)
+        code = getattr(error, "exit_code", 3)
+    sys.exit(code)
+
+
 def main() -> None:
     """Parse, run, exit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -363,24 +385,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="full rounds at each load before some arms drop out")
     parser.add_argument("--slice-s", type=float, default=0.5, help="about what a slice takes without speculation")
     parser.add_argument("--minutes", type=float, default=8.0, help="at most, for each load")
-    parser.add_argument("--max-tokens", type=int, default=96, help="length of each answer")
-    parser.add_argument("--answers", type=int, default=160, help="different prompts")
-    parser.add_argument("--max-prompt-tokens", type=int, default=300)
-    parser.add_argument("--policy", default="price", help="FASER's policy")
-    parser.add_argument("--threads", type=int, help="of each engine; default: all cores but one")
-    parser.add_argument("--json", type=Path, default=RESULTS, help="where the turns are written")
+    add_shared_options(parser, RESULTS)
     parser.add_argument(
         "--docs", type=Path, help="folder whose results.md and closed_loop.svg are rewritten at the end"
     )
-    parser.add_argument("--resume", action="store_true", help="continue the JSON file")
     parser.add_argument("--smoke", action="store_true", help="two loads, two arms, two short rounds")
-    options = parser.parse_args()
-    try:
-        code = run(options)
-    except (FaserError, RemoteError) as error:
-        print(f"closed_loop: {error}; what was measured is in {options.json}", file=sys.stderr)
-        code = getattr(error, "exit_code", 3)
-    sys.exit(code)
+    exit_with(run, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -25,6 +25,13 @@ from faser.models.embedded import EMBEDDED_K_MAX, ensure_embedded_drafter, ensur
 KV_BYTES = 512 << 20
 
 
+def lengths_of(arm: str, table: list[list[int]]) -> dict[str, Any]:
+    """Return how long an arm drafts, as vLLM takes it."""
+    if arm == "table":
+        return {"num_speculative_tokens": longest(table), "num_speculative_tokens_per_batch_size": table}
+    return {"num_speculative_tokens": EMBEDDED_K_MAX if arm == OURS else int(arm[1:])}
+
+
 class Engine:
     """One arm: a vLLM engine that serves an endless stream of prompts to a constant number of clients."""
 
@@ -35,12 +42,9 @@ class Engine:
         target, arm = str(ensure_embedded_target()), order["arm"]
         named: dict[str, Any] = {}
         if arm != "none":
-            length = int(arm[1:]) if arm[1:].isdecimal() else EMBEDDED_K_MAX
-            drafter = str(ensure_embedded_drafter())
-            named["speculative_config"] = {"method": "eagle3", "model": drafter, "num_speculative_tokens": length}
-        if arm == "table":
-            named["speculative_config"]["num_speculative_tokens_per_batch_size"] = order["table"]
-            named["speculative_config"]["num_speculative_tokens"] = longest(order["table"])
+            named["speculative_config"] = {
+                "method": "eagle3", "model": str(ensure_embedded_drafter()), **lengths_of(arm, order["table"]),
+            }  # fmt: skip
         if arm == OURS:
             named |= {"scheduler_cls": SCHEDULER_CLASS, "worker_cls": WORKER_CLASS}
         # Without the prefix cache a prompt costs the same whenever it comes back.

@@ -126,18 +126,24 @@ class Bench:
         ends = mode in ("confidence", "both", "gate")
         self.stop = StopRule([1.0], [0.0], [doubt], [doubt]) if ends else None
 
-    def run(self, mode: str, prompts: list[list[int]], length: int, doubt: float) -> dict[str, float]:
-        """Answer the prompts in one mode; only steps without prompt rows are measured."""
+    def begin(self, prompts: list[list[int]], answer_tokens: int) -> list[str]:
+        """Send the prompts and let the engine read them; return the requests' names."""
         from vllm import SamplingParams
 
-        self.put_into(mode, length, doubt)
         self.count += 1
-        params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True, detokenize=False)
-        for index, prompt in enumerate(prompts):
-            self.engine.add_request(f"{self.count}-{index}", {"prompt_token_ids": prompt}, params)
+        names = [f"{self.count}-{index}" for index in range(len(prompts))]
+        params = SamplingParams(temperature=0.0, max_tokens=answer_tokens, ignore_eos=True, detokenize=False)
+        for name, prompt in zip(names, prompts, strict=True):
+            self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
         for _ in range(2):
             self.engine.step()
         self.reports.clear()
+        return names
+
+    def run(self, mode: str, prompts: list[list[int]], length: int, doubt: float) -> dict[str, float]:
+        """Answer the prompts in one mode; only steps without prompt rows are measured."""
+        self.put_into(mode, length, doubt)
+        self.begin(prompts, ANSWER_TOKENS)
         steps, answers = [], {}
         first = sum(entry.request.num_output_tokens for entry in self.steering.entries.values())
         while self.engine.has_unfinished_requests():

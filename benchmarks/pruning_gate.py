@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -59,16 +58,8 @@ class GateBench(Bench):
         tokens: dict[str, int],
     ) -> None:  # fmt: skip
         """Answer the prompts with the arms in slices, the first one first; add up what each took and emitted."""
-        from vllm import SamplingParams
-
-        self.count += 1
-        names = [f"{self.count}-{index}" for index in range(len(prompts))]
-        params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True, detokenize=False)
-        for name, prompt in zip(names, prompts, strict=True):
-            self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
         self.put_into(arms[0], length, doubt)
-        for _ in range(2):
-            self.engine.step()
+        names = self.begin(prompts, ANSWER_TOKENS)
         emitted, slice_ = 0, -1
         while True:
             is_new = emitted // (SLICE_TOKENS * len(prompts)) > slice_
@@ -147,4 +138,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

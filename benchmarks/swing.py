@@ -13,7 +13,6 @@ by docs/figures.py. About five minutes a round, and eight before the first.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,10 +21,9 @@ from typing import Final
 
 import msgspec
 import numpy as np
-from closed_loop import Bench, Plan, settings_of, socket_folder
+from closed_loop import Bench, Plan, add_shared_options, exit_with, settings_of, socket_folder
 from closed_loop_report import OURS, RESULTS, Results, Settings, name_of, read_results, write_results
 from closed_loop_turn import Slice, as_turn
-from remote import RemoteError
 from rich.console import Console
 from swing_report import RESULT, SWING, TABLE, Swings, lines
 
@@ -33,7 +31,7 @@ from faser.controller.bench_machine import commit, machine_facts, versions
 from faser.controller.bench_plan import turn_order
 from faser.controller.bench_table import best_table
 from faser.controller.bench_turn import LEAST_STEPS
-from faser.controller.errors import FaserError, UsageError
+from faser.controller.errors import UsageError
 from faser.controller.serve import stopping_on_sigterm
 from faser.env.trace import shipped_trace
 from faser.env.workload import Swell, swelling_arrivals
@@ -170,21 +168,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--arms", default=",".join(ARMS))
-    parser.add_argument("--max-tokens", type=int, default=96, help="length of each answer")
-    parser.add_argument("--answers", type=int, default=160, help="different prompts")
-    parser.add_argument("--max-prompt-tokens", type=int, default=300)
-    parser.add_argument("--policy", default="price", help="FASER's policy")
-    parser.add_argument("--threads", type=int, help="of each engine; default: all cores but one")
-    parser.add_argument("--json", type=Path, default=RESULT, help="where the rounds are written")
-    parser.add_argument("--resume", action="store_true", help="continue the JSON file")
-    options = parser.parse_args()
-    options.slice_s = 0.0
-    try:
-        code = run(options)
-    except (FaserError, RemoteError) as error:
-        print(f"swing: {error}; what was measured is in {options.json}", file=sys.stderr)
-        code = getattr(error, "exit_code", 3)
-    sys.exit(code)
+    parser.set_defaults(slice_s=0.0)  # slices are cut by tokens
+    add_shared_options(parser, RESULT)
+    exit_with(run, parser.parse_args())
 
 
 if __name__ == "__main__":

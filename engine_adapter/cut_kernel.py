@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 else:
     try:
         from .compiled import compiled
-    except ImportError as error:  # no numba beside this engine: the same loops as Python
+    except ImportError as error:  # numba is missing or broken (benchmarks/gpu has none): the same loops as Python
         logging.getLogger(f"vllm.{__name__}").warning("FASER cuts batches without compiled loops: %s", error)
 
         def compiled(function):
@@ -44,14 +44,6 @@ def first_failures(passes: Bools, spared: Bools, drafts: Ints, kept: Ints) -> No
                 kept[request] = place + 1
                 break
         token += drafts[request]
-
-
-@compiled
-def count(drafts: Ints, kept: Ints, removed: Ints, tests: Ints) -> None:
-    """Write (requests,) rows that leave and draft tokens that are still tested."""
-    for request in range(len(drafts)):
-        removed[request] = drafts[request] + 1 - kept[request]
-        tests[request] = min(kept[request], drafts[request])
 
 
 @compiled
@@ -98,6 +90,8 @@ def cut(
     lengths: Ints, drafts: Ints, kept: Ints, removed: Ints, tests: Ints, rows: Ints, tested: Ints, starts: Ints32,
     ends: Ints32, targets: Ints32,
 ) -> tuple[int, int, int]:  # fmt: skip
-    """Do `count` and `lay_out`: each call that is not made saves a visit to cold memory."""
-    count(drafts, kept, removed, tests)
+    """Write (requests,) rows that leave and draft tokens that are still tested; then `lay_out`, in the same call."""
+    for request in range(len(drafts)):
+        removed[request] = drafts[request] + 1 - kept[request]
+        tests[request] = min(kept[request], drafts[request])
     return lay_out(lengths, drafts, removed, tests, rows, tested, starts, ends, targets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,6 +36,62 @@ def test_the_load_rises_from_one_request_and_falls_to_one(swing: ModuleType, see
 def test_a_request_comes_when_so_many_tokens_are_emitted_or_nobody_is_served(swing: ModuleType) -> None:
     # One alone for two tokens, then the second beside it; behind a gap the third comes at once.
     assert swing.running([(0.0, 4), (2.0, 2), (99.0, 2)]) == [1, 1, 2, 2, 2, 2, 1, 1]
+
+
+class OneTokenEngine:
+    """Gives every request a token in each step."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, int] = {}
+        self.loads: list[int] = []
+
+    def add_request(self, name: str, _prompt: object, params: Any) -> None:
+        """Take in a request."""
+        self.left[name] = params.max_tokens
+
+    def abort_request(self, names: list[str]) -> None:
+        """Forget requests."""
+        for name in names:
+            del self.left[name]
+
+    def has_unfinished_requests(self) -> bool:
+        """Tell whether any is left."""
+        return bool(self.left)
+
+    def step(self) -> list[Any]:
+        """Emit."""
+        self.loads += [len(self.left)] * len(self.left)
+        self.left = {name: left - 1 for name, left in self.left.items()}
+        outputs = [
+            SimpleNamespace(request_id=name, finished=not left, outputs=[SimpleNamespace(token_ids=[7])])
+            for name, left in self.left.items()
+        ]
+        self.left = {name: left for name, left in self.left.items() if left}
+        return outputs
+
+
+def test_an_arm_serves_a_swing_slice_by_slice_at_the_load_that_was_meant(
+    swing: ModuleType, load_script: Callable[[str], ModuleType]
+) -> None:
+    kind = load_script("closed_loop_arm").Engine
+    arm = kind.__new__(kind)
+    arm.engine, arm.held, arm.live = OneTokenEngine(), SimpleNamespace(texts={}), {}
+    arm.prompts, arm.answers = [[1] * 5, [1] * 9], {0: [7] * 96, 1: [7] * 96}
+    arm.sent = arm.read = 0
+    arm.llm = SimpleNamespace(get_metrics=list)
+    arrivals = swing.arrivals_of(3, 96)
+    load = swing.running(arrivals)
+    for _ in range(2):  # a second swing begins anew
+        arm.engine.loads.clear()
+        arm.replay([0, 1], arrivals)
+        served = [arm.turn(goal) for goal in swing.slice_goals(load)]
+        assert arm.engine.loads == load
+        assert sum(turn["tokens"] for turn in served) == len(load)
+        assert sum(turn["requests"] for turn in served) == len(arrivals) - 1  # the first is there before
+        assert all(turn["steps"] for turn in served)
+    arm.replay([0, 1], arrivals)
+    arm.turn(swing.WHOLE)
+    assert (arm.emitted, arm.live) == (len(load), {})
 
 
 def test_slices_have_some_steps_each_and_end_with_the_swing(swing: ModuleType) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,6 +71,59 @@ def test_rows_behind_the_first_failing_one_leave(batch: Requests) -> None:
     bonus = [end + request for request, end in enumerate(ends)]  # a row behind the tests of each request
     assert cut.ends.tolist() == ends + [row + 1 for row in bonus] + bonus
     assert cut.targets.tolist() == targets
+
+
+def test_without_numba_the_loops_are_the_same() -> None:
+    """Such as beside benchmarks/gpu, whose machine has none; one line in the log says so."""
+    code = (
+        "import sys, numpy as np; sys.modules['numba'] = None\n"
+        "from faser.engine_adapter.cut import after_first_failure\n"
+        "cut = after_first_failure(np.array([2, 0, 3]), np.array([True, False, True, True, True]))\n"
+        "print(*cut.kept, '|', *cut.rows, '|', *cut.tested, '|', *cut.targets)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
+    assert done.stdout.strip() == "2 1 4 | 0 1 3 4 5 6 7 | 0 1 2 3 4 | 0 1 4 5 6"
+    assert "FASER cuts batches without compiled loops" in done.stderr
+
+
+@dataclass
+class Metadata:
+    """As much of vLLM's CommonAttentionMetadata (0.32) as a cut touches, and a field that it leaves alone."""
+
+    query_start_loc: Any
+    query_start_loc_cpu: Any
+    seq_lens: Any
+    seq_lens_cpu_upper_bound: Any
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    slot_mapping: Any
+    positions: Any
+    _num_computed_tokens_cache: Any
+    _token_to_req_indices_cache: Any
+
+
+def test_attention_metadata_are_those_of_the_rows_that_stay() -> None:
+    import torch
+
+    from faser.engine_adapter.patches.pruning import cut_common
+
+    batch = Batch(np.array([2, 3]), np.array([3, 5]), np.zeros(5, dtype=bool))
+    cut = Cut(batch, batch.kept(np.array([False, True, True, False, True])))  # rows 0 | 3 4 5
+    starts, ends = torch.tensor([0, 3, 8], dtype=torch.int32), torch.tensor([10, 20], dtype=torch.int32)
+    slots = torch.arange(100, 108)
+    whole = Metadata(starts, starts, ends, ends, 8, 5, 20, slots, torch.arange(8), "old", "old")
+    index, positions = torch.from_numpy(cut.rows), torch.arange(4)
+    short = cut_common(whole, index, cut, positions)
+    assert short.query_start_loc.tolist() == short.query_start_loc_cpu.tolist() == [0, 1, 4]
+    assert short.seq_lens.tolist() == short.seq_lens_cpu_upper_bound.tolist() == [8, 18]
+    assert short.query_start_loc.dtype == short.seq_lens.dtype == torch.int32
+    assert (short.num_actual_tokens, short.max_query_len, short.max_seq_len) == (4, 3, 20)
+    assert short.slot_mapping.tolist() == [100, 103, 104, 105]
+    assert short.positions is positions
+    assert short._num_computed_tokens_cache is short._token_to_req_indices_cache is None
+    assert isinstance(short, Metadata)
+    assert (whole.num_actual_tokens, whole.slot_mapping.tolist()) == (8, slots.tolist())  # vLLM's stays
 
 
 def test_spared_tokens_pass_unseen() -> None:

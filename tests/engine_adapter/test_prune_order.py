@@ -17,6 +17,7 @@ from faser.engine_adapter import exits
 from faser.engine_adapter import protocol as wire
 from faser.engine_adapter.lease import Lease
 from faser.engine_adapter.runner_pruning import PruningRunner
+from faser.engine_adapter.scheduler import SteeredScheduler
 from faser.engine_adapter.steering import Default, Steering
 from faser.engine_adapter.steps import StepOrder
 
@@ -56,8 +57,10 @@ def test_a_lease_prunes_the_drafts_that_were_drawn_under_it_and_no_earlier_ones(
     orders = []
     for sequence, prune in enumerate((None, wire.Prune(10, 0.1), wire.Prune(20, 0.2), None, None), start=1):
         link.arrived = [act(sequence, prune)]
-        orders.append(adapter.order({}, 0.0).prune)
-    assert orders == [None, None, wire.Prune(10, 0.1), wire.Prune(20, 0.2), None]
+        orders.append(adapter.order({}, 0.0))
+    asked = [None, wire.Prune(10, 0.1), wire.Prune(20, 0.2), None, None]
+    assert [order.prune for order in orders] == [None, *asked[:-1]]
+    assert [order.next_prune for order in orders] == asked
 
 
 def config(**changed: Any) -> Any:
@@ -291,6 +294,17 @@ def test_the_gate_hears_of_steps_that_could_have_been_either(
     assert opened == [False, has_book, has_book, False, False, False]
     # Not told: steps whose notes, or whose next drafts' notes, are of the other kind; the last, which was to be pruned.
     assert gate.told == told
+
+
+def test_groups_that_take_turns_are_not_pruned_and_nothing_is_noted_for_it() -> None:
+    """A draft that waits for its turn is older than the order of the step that verifies it."""
+    scheduler: Any = SteeredScheduler()
+    order = StepOrder({"a": 2}, prune=PRUNE, next_prune=PRUNE)
+    scheduler.steering = SimpleNamespace(order=lambda *_: order, cost_s=0.0)
+    scheduler.ping_pong = SimpleNamespace(latch=dict, is_apart=True)
+    scheduler.before_latch(output := SimpleNamespace(num_scheduled_tokens={"a": 3}))
+    assert output.faser is order
+    assert (order.prune, order.next_prune, order.is_apart) == (None, None, True)
 
 
 def test_recording_needs_no_lease_and_has_every_draft_noted(
