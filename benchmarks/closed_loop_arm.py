@@ -21,6 +21,7 @@ from faser.controller.bench_table import longest
 from faser.controller.bench_work import stream_prompts
 from faser.controller.launch import SCHEDULER_CLASS, WORKER_CLASS
 from faser.models.embedded import EMBEDDED_K_MAX, ensure_embedded_drafter, ensure_embedded_target
+from faser.models.precision import cpu_dtype
 
 KV_BYTES = 512 << 20
 
@@ -49,7 +50,8 @@ class Engine:
             named |= {"scheduler_cls": SCHEDULER_CLASS, "worker_cls": WORKER_CLASS}
         # Without the prefix cache a prompt costs the same whenever it comes back.
         llm = LLM(
-            target, enforce_eager=True, max_model_len=2048, max_num_seqs=64, enable_prefix_caching=False,
+            target, dtype=cpu_dtype(), enforce_eager=True, max_model_len=2048, max_num_seqs=64,
+            enable_prefix_caching=False,
             kv_cache_memory_bytes=KV_BYTES, disable_log_stats=False, **named,
         )  # fmt: skip
         self.llm = llm

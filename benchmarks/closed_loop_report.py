@@ -198,7 +198,7 @@ def _conditions(results: Results) -> list[str]:
     low_s, high_s = np.percentile([turn.seconds / turn.slices for turn in results.turns], [5, 95])
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
     return [
-        f"{settings.target} on {machine.cpu}, {machine.cores} cores, {settings.threads} of them for the engine's",
+        f"{settings.target} on {machine.name}, {machine.cores} cores, {settings.threads} of them for the engine's",
         f"threads; {versions};",
         f"commit {', '.join(results.commits)}; drafter sha256 {settings.drafter_sha256[:12]}.",
         f"Each of N clients sends its next held-out prompt when its {settings.max_tokens}-token answer is done;",

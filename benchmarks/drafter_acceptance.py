@@ -19,6 +19,7 @@ from typing import Any
 
 from faser.env.prompt import KINDS, held_out_prompts
 from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
+from faser.models.precision import cpu_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def start_engine(target: Path, drafter: Path, k: int, seed: int) -> Any:
 
     engine = LLM(
         str(target),
-        dtype="bfloat16",
+        dtype=cpu_dtype(),
         max_model_len=2048,
         max_num_seqs=16,
         enforce_eager=True,

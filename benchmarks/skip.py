@@ -17,6 +17,7 @@ from typing import Any
 from remote import Remote, serve
 
 from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
+from faser.models.precision import cpu_dtype
 
 STEPS, WARM_UP, MISSED = 24, 4, 50
 
@@ -34,7 +35,14 @@ class Engine:
                 "worker_cls": "faser.engine_adapter.worker.FaserWorker",
                 "speculative_config": {"method": "eagle3", "model": drafter, "num_speculative_tokens": 4},
             }
-        llm = LLM(str(ensure_embedded_target()), enforce_eager=True, max_model_len=512, max_num_seqs=64, **named)
+        llm = LLM(
+            str(ensure_embedded_target()),
+            dtype=cpu_dtype(),
+            enforce_eager=True,
+            max_model_len=512,
+            max_num_seqs=64,
+            **named,
+        )
         self.engine: Any = llm.llm_engine
         core: Any = self.engine.engine_core
         self.scheduler = core.engine_core.scheduler

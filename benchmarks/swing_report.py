@@ -72,7 +72,7 @@ def lines(results: Swings) -> list[str]:
     dirty = len({turn.round for turn in results.turns if turn.is_disturbed})
     swings = len({turn.round for turn in results.turns})
     told = [
-        f"{swings} swings, {dirty} of them disturbed by other work or stolen time; {results.machine.cpu}, "
+        f"{swings} swings, {dirty} of them disturbed by other work or stolen time; {results.machine.name}, "
         f"commit {', '.join(results.commits)}.",
         "",
         "| arm | tokens/s | draft tokens a step and request | FASER over it |",

@@ -62,7 +62,9 @@ def lines(results: Results, trace: str) -> list[str]:
             )
         )  # fmt: skip
     rounds, disturbed = {turn.round for turn in turns}, {turn.round for turn in turns if turn.disturbed}
-    said = f"Rounds: {len(rounds)}, {len(disturbed)} of them disturbed; {results.machine.cpu}, commit {results.commit}."
+    said = (
+        f"Rounds: {len(rounds)}, {len(disturbed)} of them disturbed; {results.machine.name}, commit {results.commit}."
+    )
     return [said, "", *(f"| {' | '.join(row)} |" for row in rows)]
 
 

@@ -18,6 +18,7 @@ from typing import Final
 
 import msgspec
 
+from ..models.precision import cpu_dtype
 from .errors import EngineError
 from .launch import available_cores
 
@@ -35,6 +36,12 @@ class Machine(msgspec.Struct, frozen=True):
     cores: int
     memory_gib: float
     system: str
+    dtype: str = "bfloat16"  # in which it computes the embedded pair: models/precision.py
+
+    @property
+    def name(self) -> str:
+        """The processor, and the number type if it is not the weights' own."""
+        return self.cpu if self.dtype == "bfloat16" else f"{self.cpu} in {self.dtype}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +129,11 @@ def machine_facts() -> Machine:
         model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return Machine(
-        model or platform.machine(), available_cores(), round(memory, 1), f"{platform.system()} {platform.release()}"
+        model or platform.machine(),
+        available_cores(),
+        round(memory, 1),
+        f"{platform.system()} {platform.release()}",
+        cpu_dtype(),
     )
 
 

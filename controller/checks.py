@@ -130,6 +130,16 @@ def check_openmp(patient: Patient) -> Iterator[Finding]:
         yield Finding("openmp", "ok", f"{found.openmp}; `faser serve` preloads it")
 
 
+def check_precision(patient: Patient) -> Iterator[Finding]:
+    if patient.installation.is_bfloat16_slow and patient.installation.is_cpu:
+        yield Finding(
+            "precision",
+            "note",
+            "no AVX-512: bfloat16 is multiplied row by row here, and no draft can pay",
+            "serve bfloat16 models with --dtype float32, as the embedded pair is",
+        )
+
+
 def check_runner(patient: Patient) -> Iterator[Finding]:
     found = patient.installation
     pin = found.environment.get("VLLM_USE_V2_MODEL_RUNNER")
@@ -383,7 +393,7 @@ def _existing(folder: Path) -> Path:
 
 
 CHECKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
-    check_python, check_torch, check_vllm, check_plugin, check_openmp, check_runner, check_threads, check_models,
-    check_disk, check_runtime_folder, check_endpoint, check_store, check_engine_settings, check_keys, check_modes,
-    check_http, check_traces, check_estimates, check_lease,
+    check_python, check_torch, check_vllm, check_plugin, check_openmp, check_precision, check_runner, check_threads,
+    check_models, check_disk, check_runtime_folder, check_endpoint, check_store, check_engine_settings, check_keys,
+    check_modes, check_http, check_traces, check_estimates, check_lease,
 )  # fmt: skip

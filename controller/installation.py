@@ -14,6 +14,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from ..models.precision import is_bfloat16_slow
 from .launch import available_cores, is_cpu_build, openmp_library
 
 DISTRIBUTIONS = (
@@ -31,6 +32,7 @@ class Installation:
     plugins: tuple[str, ...]  # names in the entry-point group vllm.general_plugins
     is_cpu: bool
     is_x86: bool
+    is_bfloat16_slow: bool
     openmp: Path | None
     has_vllm_module: bool
     cores: int
@@ -45,6 +47,7 @@ class Installation:
             plugins=tuple(point.name for point in metadata.entry_points(group="vllm.general_plugins")),
             is_cpu=is_cpu_build(),
             is_x86=platform.machine() in ("x86_64", "AMD64"),
+            is_bfloat16_slow=is_bfloat16_slow(),
             openmp=openmp_library(),
             has_vllm_module=find_spec("vllm") is not None,
             cores=available_cores(),

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..engine_adapter.settings import SettingError, ensure_private_folder, runtime_folder
 from ..models.embedded import EMBEDDED_K_MAX, TARGET_NAME, CacheError, ensure_embedded_drafter, ensure_embedded_target
+from ..models.precision import cpu_dtype, is_bfloat16_slow
 from .config import Config, settings
 from .endpoint import Endpoint
 from .engine import RunningEngine
@@ -31,6 +32,10 @@ from .processes import ProcessTree, deferred_interrupts
 from .session import check_policy
 
 EMBEDDED: Final = "embedded"
+BFLOAT16_SLOW: Final = (
+    "this processor has no AVX-512: it multiplies bfloat16 row by row, and no draft can pay; "
+    "a bfloat16 model is faster with --dtype float32"
+)
 _DEFAULT_PORT: Final = 8000
 _SPECULATIVE_FLAGS: Final = ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens")
 _OUR_FLAGS: Final = ("--scheduler-cls", "--worker-cls")
@@ -71,14 +76,16 @@ def embedded_launch(
     pair: EmbeddedPair, endpoint: str, port: int | None = None, arguments: Sequence[str] = ()
 ) -> EngineLaunch:
     """Return the launch of the embedded pair on loopback; `arguments` come after the defaults and win over them."""
+    is_cpu = is_cpu_build()
+    dtype = ("--dtype", cpu_dtype()) if is_cpu else ()
     return EngineLaunch(
         model=str(pair.target),
         port=port or free_port(),
         host=flag_value(arguments, "--host") or "127.0.0.1",
         speculative=None if _has_flag(arguments, _SPECULATIVE_FLAGS) else pair.speculative(),
-        arguments=(*EMBEDDED_ARGUMENTS, *_without_flags(arguments, ("--host", "--port"))),
+        arguments=(*EMBEDDED_ARGUMENTS, *dtype, *_without_flags(arguments, ("--host", "--port"))),
         endpoint=endpoint,
-        is_cpu=is_cpu_build(),
+        is_cpu=is_cpu,
         kv_cache_gib=1,
     )
 
@@ -119,6 +126,8 @@ def run_serve(model: str, vllm_arguments: Sequence[str], config: Config) -> int:
         launch = embedded_launch(pair, endpoint, _port(vllm_arguments), vllm_arguments)
     else:
         launch = model_launch(model, endpoint, vllm_arguments)
+        if launch.is_cpu and is_bfloat16_slow() and not _has_flag(vllm_arguments, ("--dtype",)):
+            console.print(f"faser: {BFLOAT16_SLOW}", highlight=False, soft_wrap=True)
     require_free_port(launch.port, launch.host)
     log = log_folder() / f"engine-{launch.port}.log"
     log.unlink(missing_ok=True)

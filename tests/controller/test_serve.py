@@ -60,6 +60,16 @@ def test_the_embedded_pair_gets_its_drafter_and_the_operators_arguments(pair: Em
     assert not {"--port", "--host", "--host=::1"} & set(launch.arguments)
 
 
+@pytest.mark.parametrize(("is_slow", "expected"), [(True, "float32"), (False, "bfloat16")])
+def test_the_embedded_pair_is_computed_in_what_the_processor_multiplies_well(
+    pair: EmbeddedPair, monkeypatch: pytest.MonkeyPatch, is_slow: bool, expected: str
+) -> None:
+    monkeypatch.setattr("faser.models.precision.is_bfloat16_slow", lambda: is_slow)
+    assert flag_value(embedded_launch(pair, ENDPOINT, 8123).arguments, "--dtype") == expected
+    asked = embedded_launch(pair, ENDPOINT, 8123, ["--dtype", "float16"])
+    assert flag_value(asked.arguments, "--dtype") == "float16"  # the operator's word comes last
+
+
 @pytest.mark.parametrize(
     "own",
     [["--speculative-config", "{}"], ["-sc", "{}"], ["--speculative_config={}"], ["--speculative-config.method", "x"]],
