@@ -224,10 +224,11 @@ def _features(
         for at, index in enumerate(batch):
             row = rows[index]
             length = len(row.tokens)
-            aux[index] = torch.cat([teacher.normalised(state[at, :length]) for state in states], -1).cpu()
+            normed = [teacher.normalised(state[at, :length]) for state in states]
+            aux[index] = torch.cat(normed, -1).to("cpu", torch.bfloat16)
             logits = functional.linear(final[at, len(row.prompt) - 1 : length - 1], head)
             values, tokens = logits.topk(identity.teacher_top, -1)
-            top[index] = (tokens.to(torch.int16).cpu(), values.cpu())
+            top[index] = (tokens.to("cpu", torch.int16), values.to("cpu", torch.bfloat16))
     indices = range(len(rows))
     return {
         "index": torch.tensor([[len(r.tokens), len(r.prompt), r.temperature] for r in rows], dtype=torch.float64),

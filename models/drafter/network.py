@@ -142,13 +142,13 @@ def pack(examples: Sequence[Example], device: torch.device) -> Batch:
 
 
 class DraftHead:
-    """The head's parameters in float32 and its forward pass in bfloat16."""
+    """The head's parameters in float32 and its forward pass in the type of the target's embedding."""
 
     def __init__(self, shape: HeadShape, weights: Mapping[str, Tensor], embedding: Tensor) -> None:
         """Take the start weights and the target's embedding table (vocabulary, hidden), which stays frozen."""
         self.shape = shape
         self.embedding = embedding
-        self.device = embedding.device
+        self.device, self.dtype = embedding.device, embedding.dtype
         self.parameters = {
             name: torch.nn.Parameter(weights[name].detach().to(self.device, torch.float32).clone())
             for name in shape.parameters()
@@ -166,14 +166,12 @@ class DraftHead:
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def unroll(self, batch: Batch, depth: int) -> Iterator[Tensor]:
-        """Yield normed states (rows, hidden) bfloat16 for depth 0..depth-1; at depth k local rows < k are void."""
-        half = {
-            name: parameter.to(torch.bfloat16) for name, parameter in self.parameters.items() if parameter.dim() == 2
-        }
+        """Yield normed states (rows, hidden) for depth 0..depth-1; at depth k local rows < k are void."""
+        half = {name: parameter.to(self.dtype) for name, parameter in self.parameters.items() if parameter.dim() == 2}
         qkv = torch.cat([half[_ATTENTION + part + "_proj.weight"] for part in "qkv"])
         turns = self._turns(batch.positions)
         row_turns = turns[:, batch.row_contexts]
-        fused = functional.linear(batch.aux, half[FUSION])
+        fused = functional.linear(batch.aux.to(self.dtype), half[FUSION])
         embedded = self._norm(self.embedding[batch.inputs], INPUT_NORM)
         row_embedded = embedded[batch.row_contexts]
         queries_size = self.shape.heads * self.shape.head_size
@@ -210,12 +208,12 @@ class DraftHead:
     def _norm(self, states: Tensor, name: str) -> Tensor:
         full = states.float()
         scale = torch.rsqrt(full.square().mean(-1, keepdim=True) + self.shape.norm_epsilon)
-        return (full * scale * self.parameters[name]).to(torch.bfloat16)
+        return (full * scale * self.parameters[name]).to(self.dtype)
 
     def _turns(self, positions: Tensor) -> Tensor:
         angles = torch.outer(positions.float(), self._frequencies)
         angles = torch.cat([angles, angles], -1)
-        return torch.stack([angles.cos(), angles.sin()]).to(torch.bfloat16)[:, :, None]  # (2, n, 1, head_size)
+        return torch.stack([angles.cos(), angles.sin()]).to(self.dtype)[:, :, None]  # (2, n, 1, head_size)
 
     def _rotate(self, states: Tensor, turns: Tensor) -> Tensor:
         first, second = states.chunk(2, -1)

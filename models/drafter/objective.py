@@ -41,8 +41,8 @@ class _LeadingCrossEntropy(torch.autograd.Function):
 def leading_cross_entropy(states: Tensor, head: Tensor, tokens: Tensor, shares: Tensor, weights: Tensor) -> Tensor:
     """Sum the weighted cross-entropy over rows.
 
-    :param states: (rows, hidden) bfloat16, the head's normed output.
-    :param head: (draft vocabulary, hidden) bfloat16, frozen.
+    :param states: (rows, hidden), the head's normed output.
+    :param head: (draft vocabulary, hidden) of the same type, frozen.
     :param tokens: (rows, top) int64, the teacher's leading draft tokens; `shares` (rows, top) float32 sums to one.
     :param weights: (rows,) float32.
     """

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as functional
 
+from ..precision import cpu_dtype
 from .refusal import DrafterRefusal
 
 if TYPE_CHECKING:
@@ -44,15 +45,15 @@ class TargetShape:
 
 
 class Teacher:
-    """A Llama-family target in bfloat16 with hooks on its auxiliary layers."""
+    """A Llama-family target, in the type that its device multiplies well, with hooks on its auxiliary layers."""
 
     def __init__(self, folder: Path, device: str) -> None:
         self.folder = folder
         self.shape = read_target_shape(folder)
         self.device = torch.device(device)
         self._model = _load_model(folder, self.device)
-        self.embedding: Tensor = self._model.get_input_embeddings().weight.detach()  # (vocabulary, hidden) bf16
-        self.head: Tensor = self._model.get_output_embeddings().weight.detach()  # (vocabulary, hidden) bf16
+        self.embedding: Tensor = self._model.get_input_embeddings().weight.detach()  # (vocabulary, hidden)
+        self.head: Tensor = self._model.get_output_embeddings().weight.detach()  # (vocabulary, hidden)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer
@@ -70,7 +71,7 @@ class Teacher:
         """Run the target over right-padded rows.
 
         Returns the residual stream after each of `layers` (1-based) and the final normed states, all
-        (rows, longest, hidden) bfloat16.
+        (rows, longest, hidden) of the target's type.
         """
         longest = max(map(len, rows))
         ids = torch.full((len(rows), longest), self.shape.eos_token, device=self.device)
@@ -135,8 +136,9 @@ def _load_model(folder: Path, device: torch.device) -> Any:
     from transformers.utils import logging as chatter
 
     chatter.disable_progress_bar()  # type: ignore[no-untyped-call]
+    dtype = getattr(torch, cpu_dtype()) if device.type == "cpu" else torch.bfloat16
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.bfloat16, local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, local_files_only=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise DrafterRefusal(f"target {folder}: its weights do not load: {error}") from error
     return model.to(device).eval().requires_grad_(False)

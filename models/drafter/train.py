@@ -10,12 +10,14 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from .evaluate import Acceptance, evaluate
 from .features import ExampleAddress, FeatureCache
@@ -52,6 +54,17 @@ class TrainingReport:
 
 
 Report = Callable[[TrainingReport], None]
+
+
+class InFloat32(TorchFunctionMode):
+    """Leaves matrices in float32 where torch's Muon (2.13, optim/_muon.py) takes them to bfloat16 to be faster."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Sequence[Any] = (), named: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function is torch.Tensor.bfloat16:
+            return arguments[0].clone()
+        return function(*arguments, **(named or {}))
 
 
 class Trainer:
@@ -124,7 +137,8 @@ class Trainer:
         for optimiser, peak in self._optimisers:
             for group in optimiser.param_groups:
                 group["lr"] = peak * factor
-            optimiser.step()
+            with nullcontext() if self.head.dtype == torch.bfloat16 else InFloat32():
+                optimiser.step()
         self.position.step += 1
         self.position.answer_tokens += batch.rows + len(batch.pieces)
         self.position.wall_s += time.monotonic() - wall

@@ -61,8 +61,8 @@ class Workshop:
     shape: HeadShape
     aux_layers: tuple[int, ...]
     vocabulary: Tensor  # (draft vocabulary,) int64
-    embedding: Tensor  # (vocabulary, hidden) bfloat16
-    lm_head: Tensor  # (draft vocabulary, hidden) bfloat16
+    embedding: Tensor  # (vocabulary, hidden), of the type to compute in
+    lm_head: Tensor  # (draft vocabulary, hidden)
     last_layer: Mapping[str, Tensor]
     train: FeatureCache
     held_out: FeatureCache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from faser.models.drafter.evaluate import draft_chains, judge_confidence
 from faser.models.drafter.features import Example
 from faser.models.drafter.network import Batch, DraftHead, HeadShape, pack
 from faser.models.drafter.objective import leading_cross_entropy, teacher_shares
+from faser.models.drafter.train import InFloat32
 
 HIDDEN, VOCABULARY, AUX = 32, 50, 3
 SHAPE = HeadShape(
@@ -20,13 +22,13 @@ SHAPE = HeadShape(
 )  # fmt: skip
 
 
-def head(seed: int = 0) -> DraftHead:
+def head(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> DraftHead:
     generator = torch.Generator().manual_seed(seed)
     weights = {
         name: torch.ones(size) if len(size) == 1 else torch.randn(size, generator=generator) * 0.2
         for name, size in SHAPE.parameters().items()
     }
-    return DraftHead(SHAPE, weights, torch.randn(VOCABULARY, HIDDEN, generator=generator).to(torch.bfloat16))
+    return DraftHead(SHAPE, weights, torch.randn(VOCABULARY, HIDDEN, generator=generator).to(torch.bfloat16).to(dtype))
 
 
 def example(length: int, prompt: int, seed: int) -> Example:
@@ -60,6 +62,30 @@ def test_conversations_in_one_batch_do_not_see_each_other() -> None:
     for depth in range(3):
         mine = together[depth][first.tokens.shape[0] - 1 - 4 :]
         assert torch.allclose(mine[depth:].float(), alone[depth][depth:].float(), atol=0.05)
+
+
+def test_in_float32_the_head_gives_what_it_gives_in_bfloat16() -> None:
+    batch = packed(example(14, 4, 1))
+    both = zip(head().unroll(batch, 3), head(dtype=torch.float32).unroll(batch, 3), strict=True)
+    for depth, (half, full) in enumerate(both):
+        assert (half.dtype, full.dtype) == (torch.bfloat16, torch.float32)
+        assert torch.allclose(half[depth:].float(), full[depth:], atol=0.1)  # of 3 at most; eight bits are kept
+    other = next(head(1, torch.float32).unroll(batch, 1))
+    assert not torch.allclose(other, next(head(dtype=torch.float32).unroll(batch, 1)), atol=1.0)
+
+
+def test_muon_in_float32_does_what_it_does_in_bfloat16() -> None:
+    start, gradient = torch.randn(2, 24, 16, generator=torch.Generator().manual_seed(0))
+    moved = []
+    for mode in (nullcontext(), InFloat32()):
+        matrix = torch.nn.Parameter(start.clone())
+        matrix.grad = gradient.clone()
+        muon = torch.optim.Muon([matrix], lr=0.1)
+        with mode:
+            muon.step()
+        moved.append(matrix.detach() - start)
+    assert torch.allclose(moved[0], moved[1], atol=0.05 * float(moved[1].abs().max()))
+    assert not torch.equal(moved[0], moved[1])  # bfloat16 rounds
 
 
 def plain_attention(drafter: DraftHead, one: Example, start: int, level: int) -> torch.Tensor:
