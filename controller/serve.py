@@ -112,6 +112,11 @@ def model_launch(model: str, endpoint: str, arguments: Sequence[str]) -> EngineL
     )
 
 
+def is_slow(launch: EngineLaunch) -> bool:
+    """Return whether this machine computes a bfloat16 model row by row and nobody has chosen another type."""
+    return launch.is_cpu and is_bfloat16_slow() and not _has_flag(launch.arguments, ("--dtype",))
+
+
 def run_serve(model: str, vllm_arguments: Sequence[str], config: Config) -> int:
     """Serve until Ctrl-C or until the engine ends; return the exit code."""
     console = Console(stderr=True)
@@ -126,7 +131,7 @@ def run_serve(model: str, vllm_arguments: Sequence[str], config: Config) -> int:
         launch = embedded_launch(pair, endpoint, _port(vllm_arguments), vllm_arguments)
     else:
         launch = model_launch(model, endpoint, vllm_arguments)
-        if launch.is_cpu and is_bfloat16_slow() and not _has_flag(vllm_arguments, ("--dtype",)):
+        if is_slow(launch):
             console.print(f"faser: {BFLOAT16_SLOW}", highlight=False, soft_wrap=True)
     require_free_port(launch.port, launch.host)
     log = log_folder() / f"engine-{launch.port}.log"

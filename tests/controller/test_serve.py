@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import sqlite3
@@ -21,11 +22,13 @@ from faser.controller.launch import EngineLaunch, free_port
 from faser.controller.packing import unpack_rows
 from faser.controller.processes import ProcessTree
 from faser.controller.serve import (
+    BFLOAT16_SLOW,
     EmbeddedPair,
     _require_no_complaint,
     embedded_launch,
     ensure_embedded_pair,
     flag_value,
+    is_slow,
     model_launch,
     run_serve,
     sidecar_environment,
@@ -68,6 +71,25 @@ def test_the_embedded_pair_is_computed_in_what_the_processor_multiplies_well(
     assert flag_value(embedded_launch(pair, ENDPOINT, 8123).arguments, "--dtype") == expected
     asked = embedded_launch(pair, ENDPOINT, 8123, ["--dtype", "float16"])
     assert flag_value(asked.arguments, "--dtype") == "float16"  # the operator's word comes last
+
+
+@pytest.mark.parametrize(
+    ("is_cpu", "is_bfloat16_slow", "arguments", "expected"),
+    [
+        (True, True, [], True),
+        (True, True, ["--dtype", "float32"], False),
+        (True, True, ["--dtype=bfloat16"], False),  # they know
+        (True, False, [], False),
+        (False, True, [], False),
+    ],
+)
+def test_a_model_of_the_operators_own_gets_a_line_where_bfloat16_is_slow(
+    monkeypatch: pytest.MonkeyPatch, is_cpu: bool, is_bfloat16_slow: bool, arguments: list[str], expected: bool
+) -> None:
+    monkeypatch.setattr("faser.controller.serve.is_bfloat16_slow", lambda: is_bfloat16_slow)
+    launch = model_launch("org/name", ENDPOINT, ["-sc", "{}", *arguments])
+    assert is_slow(dataclasses.replace(launch, is_cpu=is_cpu)) == expected
+    assert "--dtype float32" in BFLOAT16_SLOW
 
 
 @pytest.mark.parametrize(
