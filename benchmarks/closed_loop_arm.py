@@ -21,9 +21,9 @@ from faser.controller.bench_table import longest
 from faser.controller.bench_work import stream_prompts
 from faser.controller.launch import SCHEDULER_CLASS, WORKER_CLASS
 from faser.models.embedded import EMBEDDED_K_MAX, ensure_embedded_drafter, ensure_embedded_target
-from faser.models.precision import cpu_dtype
+from faser.models.precision import cpu_dtype, number_bytes
 
-KV_BYTES = 512 << 20
+KV_BYTES = number_bytes() * 256 << 20
 
 
 def lengths_of(arm: str, table: list[list[int]]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from faser.controller.bench_table import described
 RESULT: Final = Path(__file__).resolve().parent / "results" / "swing.json"
 SWING: Final = 0  # in the place of a number of requests
 TABLE: Final = "table"
+SWINGING: Final = "While the load swings from one request"
 
 
 class Swings(msgspec.Struct):
@@ -68,7 +69,6 @@ def lines(results: Swings) -> list[str]:
         ratio = None if arm == OURS else over(rates, arm)
         median = f"{np.median(rates[arm]):.1f}" if len(rates[arm]) else ""
         rows.append(f"| {name_of(arm, results.table)} | {median} | {length:.2f} | {'' if ratio is None else ratio} |")
-    fixed = {arm: found for arm in rates if arm not in (OURS, TABLE) and (found := over(rates, arm)) is not None}
     dirty = len({turn.round for turn in results.turns if turn.is_disturbed})
     swings = len({turn.round for turn in results.turns})
     told = [
@@ -79,10 +79,36 @@ def lines(results: Swings) -> list[str]:
         "| --- | --: | --: | --: |",
         *rows,
     ]
-    if fixed:
-        best = min(fixed, key=lambda arm: fixed[arm].value)
-        told += ["", f"The best of the measured lengths in hindsight: {arm_name(best)}; FASER over it {fixed[best]}."]
+    if best := best_fixed(rates):
+        arm, ratio = best
+        told += ["", f"The best of the measured lengths in hindsight: {arm_name(arm)}; FASER over it {ratio}."]
     return told
+
+
+def best_fixed(rates: dict[str, Floats]) -> tuple[str, Ratio] | None:
+    """Return the fixed length that was the best in hindsight, and FASER over it; None before there are two rounds."""
+    found = {arm: ratio for arm in rates if arm not in (OURS, TABLE) and (ratio := over(rates, arm)) is not None}
+    return min(found.items(), key=lambda item: item[1].value) if found else None
+
+
+def sentence() -> str:
+    """Return the README's line."""
+    results = read()
+    rates = results.rates()
+    best, tuned = best_fixed(rates), over(rates, TABLE)
+    if best is None or tuned is None:
+        raise SystemExit(f"{RESULT.name} has fewer than two swings; run benchmarks/swing.py --resume")
+    arm, ratio = best
+    return (
+        f"{SWINGING} to some twenty and back ({len(rates[OURS])} swings, {results.machine.name}), FASER's tokens/s are "
+        f"{spread(ratio)} times those of {arm_name(arm)}, the best fixed length in hindsight, and {spread(tuned)} "
+        "times those of the best table: [results](docs/results.md#a-swinging-load)."
+    )
+
+
+def spread(ratio: Ratio) -> str:
+    """Return a ratio with its interval, short."""
+    return f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
 
 
 def read() -> Swings:

@@ -19,6 +19,7 @@ from typing import Final, Self
 
 import aiohttp
 
+from ..models.precision import number_bytes
 from .bench_plan import LENGTHS, NGRAM, NONE, POLICIES, SUFFIX, TABLE
 from .bench_ratio import OURS
 from .bench_table import Table, longest
@@ -32,8 +33,8 @@ from .serve import EmbeddedPair, embedded_launch, start_sidecar
 from .status import ask
 
 # Without the prefix cache a prompt costs the same whenever it comes back.
-ARGUMENTS: Final = ("--no-enable-prefix-caching", "--kv-cache-memory-bytes", str(768 << 20))
-SERVER_GIB: Final = 2.9  # of memory a server takes
+ARGUMENTS: Final = ("--no-enable-prefix-caching", "--kv-cache-memory-bytes", str(number_bytes() * 384 << 20))
+SERVER_GIB: Final = 2.0 + 0.45 * number_bytes()  # of memory a server takes
 READY_S: Final = 600.0
 _INTRODUCTION_S: Final = 30.0
 _ANSWER_S: Final = 60.0

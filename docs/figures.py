@@ -308,6 +308,7 @@ ROUND_TRIP = {
 LINES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/bench.md", "One quick run on two shared cores,"): quick_run,
     ("README.md", "| the drafter's confidence on held-out prompts"): confidence_row,
+    ("README.md", "While the load swings from one request"): partial(reported, "swing_report", "sentence"),
     ("README.md", "| drafting ahead with an oracle"): partial(reported, "overlap_report", "drafting_ahead_row"),
 }
 # Of benchmarks/measured.py: tied once its file is there.

@@ -30,3 +30,8 @@ def is_bfloat16_slow(cpuinfo: Path = _CPUINFO) -> bool:
 def cpu_dtype() -> Literal["bfloat16", "float32"]:
     """Return vLLM's `dtype` for bfloat16 weights on this machine's processor."""
     return "float32" if is_bfloat16_slow() else "bfloat16"
+
+
+def number_bytes() -> int:
+    """Return the bytes that a weight or a number of the KV cache takes in that type."""
+    return 4 if is_bfloat16_slow() else 2

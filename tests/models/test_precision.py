@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from faser.models.precision import cpu_dtype, is_bfloat16_slow
+from faser.models.precision import cpu_dtype, is_bfloat16_slow, number_bytes
 
 AVX2 = "fpu sse4_2 avx avx2 fma"
 AVX512 = f"{AVX2} avx512f avx512dq avx512bw avx512vl"
@@ -34,4 +34,4 @@ def test_this_processor_computes_in_what_torch_multiplies_in_batches() -> None:
     import torch
 
     is_fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert cpu_dtype() == ("bfloat16" if is_fast else "float32")
+    assert (cpu_dtype(), number_bytes()) == (("bfloat16", 2) if is_fast else ("float32", 4))
