@@ -64,7 +64,7 @@ from faser.controller.processes import ProcessTree
 from faser.controller.serve import ensure_embedded_pair, start_sidecar, stopping_on_sigterm
 from faser.controller.status import ask
 from faser.models.embedded import EMBEDDED_K_MAX, TARGET_NAME
-from faser.models.precision import number_bytes
+from faser.models.precision import dtype_on, number_bytes
 
 ARM = str(Path(__file__).with_name("closed_loop_arm.py"))
 ARMS = ("none", *(f"k{length}" for length in range(1, EMBEDDED_K_MAX + 1)), OURS)
@@ -75,7 +75,7 @@ WHOLE_ANSWERS = 8  # of a round at most: one prompt more or less is then a small
 HALF_WIDTH = 0.02  # at which a load is done: at the bar's own 3 % a ratio of 1.00 would often not be seen to meet it
 LEAST_ROUNDS = 8  # before that a ratio may look sharp by luck: three rounds once said 1.8 % at four requests
 LEARNING_TOKENS = 300  # of each client: the sidecar has never seen this engine, a user's has after half a minute
-ENGINE_GIB = 1.5 + 0.35 * number_bytes()  # of memory an engine takes
+ENGINE_GIB = 1.5 + 0.35 * number_bytes(dtype_on("cpu"))  # of memory an engine takes
 
 
 @dataclass(frozen=True, slots=True)

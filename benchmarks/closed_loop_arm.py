@@ -21,9 +21,10 @@ from faser.controller.bench_table import longest
 from faser.controller.bench_work import stream_prompts
 from faser.controller.launch import SCHEDULER_CLASS, WORKER_CLASS
 from faser.models.embedded import EMBEDDED_K_MAX, ensure_embedded_drafter, ensure_embedded_target
-from faser.models.precision import cpu_dtype, number_bytes
+from faser.models.precision import dtype_on, number_bytes
 
-KV_BYTES = number_bytes() * 256 << 20
+DTYPE = dtype_on("cpu")
+KV_BYTES = number_bytes(DTYPE) * 256 << 20
 
 
 def lengths_of(arm: str, table: list[list[int]]) -> dict[str, Any]:
@@ -50,9 +51,8 @@ class Engine:
             named |= {"scheduler_cls": SCHEDULER_CLASS, "worker_cls": WORKER_CLASS}
         # Without the prefix cache a prompt costs the same whenever it comes back.
         llm = LLM(
-            target, dtype=cpu_dtype(), enforce_eager=True, max_model_len=2048, max_num_seqs=64,
-            enable_prefix_caching=False,
-            kv_cache_memory_bytes=KV_BYTES, disable_log_stats=False, **named,
+            target, dtype=DTYPE, enforce_eager=True, max_model_len=2048, max_num_seqs=64,
+            enable_prefix_caching=False, kv_cache_memory_bytes=KV_BYTES, disable_log_stats=False, **named,
         )  # fmt: skip
         self.llm = llm
         self.engine: Any = llm.llm_engine

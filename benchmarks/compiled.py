@@ -19,7 +19,7 @@ from confidence_engine import conditions
 from remote import Remote, serve
 
 from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
-from faser.models.precision import cpu_dtype
+from faser.models.precision import dtype_on
 
 LENGTHS = (0, 2)
 STEPS = 16
@@ -38,7 +38,7 @@ class Engine:
         started = time.monotonic()
         llm = LLM(
             str(ensure_embedded_target()),
-            dtype=cpu_dtype(),
+            dtype=dtype_on("cpu"),
             enforce_eager=mode == "eager",
             max_model_len=512,
             max_num_seqs=8,

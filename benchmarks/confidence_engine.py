@@ -33,7 +33,7 @@ from drafter_acceptance import chosen_texts
 # starts (triton_utils/dispatcher.py) and stumbles over llvmlite's.
 from faser.engine_adapter.protocol import ActionSet, FromController, FromEngine, Hello, StepRecord
 from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
-from faser.models.precision import cpu_dtype
+from faser.models.precision import dtype_on
 
 K_MAX = 4
 SEQUENCE = itertools.count(1)  # of action sets, over both policies: an engine takes rising ones only
@@ -85,7 +85,7 @@ def start_engine(requests: int, default_length: int) -> Any:
 
     return LLM(
         str(ensure_embedded_target()),
-        dtype=cpu_dtype(),
+        dtype=dtype_on("cpu"),
         max_model_len=1024,
         max_num_seqs=requests,
         enforce_eager=True,

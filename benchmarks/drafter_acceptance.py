@@ -19,7 +19,7 @@ from typing import Any
 
 from faser.env.prompt import KINDS, held_out_prompts
 from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
-from faser.models.precision import cpu_dtype
+from faser.models.precision import dtype_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def start_engine(target: Path, drafter: Path, k: int, seed: int) -> Any:
 
     engine = LLM(
         str(target),
-        dtype=cpu_dtype(),
+        dtype=dtype_on("cpu"),
         max_model_len=2048,
         max_num_seqs=16,
         enforce_eager=True,

@@ -27,7 +27,7 @@ import msgspec
 from remote import Remote, serve
 
 from faser.engine_adapter.settings import ALWAYS, AUTO, NEVER
-from faser.models.precision import cpu_dtype
+from faser.models.precision import dtype_on
 
 SPLIT = ("own", "in turn", "ahead", "groups", "gated")
 ARMS = (*SPLIT, "unsplit")
@@ -201,7 +201,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=4, help="tokens of a chunk and of a frontier")
     parser.add_argument("--tokens", type=int, default=96, help="of each answer")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--dtype", default=cpu_dtype())
+    parser.add_argument("--dtype", default=dtype_on("cpu"))
     parser.add_argument("--cores", type=int, nargs=2, default=sorted(os.sched_getaffinity(0))[:2])
     parser.add_argument("--quick", action="store_true", help="two loads, one round, few tokens: no measurement")
     parser.add_argument("--json", type=Path, help="write the report here as well")

@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from faser.models.precision import cpu_dtype
+from faser.models.precision import dtype_on
 
 WIDE, HIDDEN = 1536, 576
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -29,7 +29,7 @@ def main() -> None:
     torch.set_num_threads(1)
     types = {"bfloat16": torch.bfloat16, "float32": torch.float32}
     weights = {name: torch.randn(WIDE, HIDDEN, dtype=kind) for name, kind in types.items()}
-    capability, found = torch.backends.cpu.get_cpu_capability(), []
+    capability, chosen, found = torch.backends.cpu.get_cpu_capability(), dtype_on("cpu"), []
     for rows in ROWS:
         states = {name: torch.randn(rows, HIDDEN, dtype=kind) for name, kind in types.items()}
         times_us: dict[str, list[float]] = {name: [] for name in types}
@@ -40,9 +40,9 @@ def main() -> None:
                 times_us[name].append((time.perf_counter() - started) * 1e6)
         found.append({"rows": rows} | {f"{name}_us": statistics.median(times_us[name]) for name in types})
     if options.json:
-        print(json.dumps({"capability": capability, "chosen": cpu_dtype(), "rows": found}))
+        print(json.dumps({"capability": capability, "chosen": chosen, "rows": found}))
         return
-    print(f"{capability}: the embedded pair is computed in {cpu_dtype()}")
+    print(f"{capability}: the embedded pair is computed in {chosen}")
     for row in found:
         bfloat16, float32 = row["bfloat16_us"], row["float32_us"]
         print(

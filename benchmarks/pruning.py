@@ -29,7 +29,7 @@ from faser.controller.bench_machine import machine_facts
 from faser.controller.launch import openmp_library
 from faser.engine_adapter.decision import TokenHeads
 from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
-from faser.models.precision import cpu_dtype
+from faser.models.precision import dtype_on
 
 MODES: Final = ("none", "full", "confidence", "pruned", "both", "gate", "oracle")
 ANSWER_TOKENS = 48
@@ -74,7 +74,7 @@ class Bench:
         from faser.engine_adapter.steering import Steering
 
         self.llm: Any = LLM(
-            options["target"], dtype=cpu_dtype(), enforce_eager=True, max_model_len=640, max_num_seqs=64,
+            options["target"], dtype=dtype_on("cpu"), enforce_eager=True, max_model_len=640, max_num_seqs=64,
             max_num_batched_tokens=4096, enable_prefix_caching=False, seed=0,
             scheduler_cls="faser.engine_adapter.scheduler.FaserScheduler",
             worker_cls="faser.engine_adapter.worker.FaserWorker",

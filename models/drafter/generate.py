@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ...env.prompt import training_prompts
-from ..precision import cpu_dtype
+from ..precision import dtype_on
 from .corpus import ChatFormat
 from .recipe import Recipe
 from .refusal import DrafterRefusal
@@ -87,7 +87,7 @@ def _engine(recipe: Recipe, target: Path) -> Any:
         raise DrafterRefusal(f"no corpus given and vLLM is not installed ({error}); name a corpus") from error
     return LLM(
         str(target),
-        dtype=cpu_dtype() if recipe.device == "cpu" else "bfloat16",
+        dtype=dtype_on(recipe.device),
         max_model_len=LONGEST_PROMPT_TOKENS + recipe.generate_answer_tokens + 64,
         max_num_seqs=recipe.generate_at_once,
         enforce_eager=recipe.device == "cpu",

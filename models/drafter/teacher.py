@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as functional
 
-from ..precision import cpu_dtype
+from ..precision import dtype_on
 from .refusal import DrafterRefusal
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _load_model(folder: Path, device: torch.device) -> Any:
     from transformers.utils import logging as chatter
 
     chatter.disable_progress_bar()  # type: ignore[no-untyped-call]
-    dtype = getattr(torch, cpu_dtype()) if device.type == "cpu" else torch.bfloat16
+    dtype = getattr(torch, dtype_on(device.type))
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, local_files_only=True)
     except (OSError, ValueError, RuntimeError) as error:

@@ -21,7 +21,7 @@ import torch
 from ...engine_adapter.decision import TokenHeads
 from ...engine_adapter.pruning import Pruning
 from ...env.prompt import Prompt
-from ..precision import cpu_dtype
+from ..precision import dtype_on
 
 Tensor = torch.Tensor
 Progress = Callable[[int, int], None]
@@ -183,7 +183,7 @@ def _record(recipe: Recipe, sides: Sequence[Side], progress: Progress) -> list[R
         raise ExitRefusal(f"vLLM is not installed ({error}); install faser-vllm[cpu] or vLLM") from error
     engine = LLM(
         str(recipe.target),
-        dtype=cpu_dtype(),
+        dtype=dtype_on("cuda" if torch.cuda.is_available() else "cpu"),
         enforce_eager=True,
         max_model_len=LONGEST_PROMPT_TOKENS + recipe.answer_tokens + 16,
         max_num_seqs=recipe.batch,

@@ -17,7 +17,7 @@ import pytest
 
 from faser.controller.launch import openmp_library
 from faser.models.embedded import ensure_embedded_target
-from faser.models.precision import cpu_dtype
+from faser.models.precision import dtype_on
 
 pytestmark = [pytest.mark.engine, pytest.mark.alone, pytest.mark.timeout(900)]
 
@@ -36,7 +36,7 @@ def outcome() -> Iterator[dict[str, Any]]:
             "rounds": 3,
             "steps": 40,
             "engine": {
-                "dtype": cpu_dtype(),
+                "dtype": dtype_on("cpu"),
                 "enforce_eager": True,
                 "max_model_len": 512,
                 "max_num_seqs": 8,

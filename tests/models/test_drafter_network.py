@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ from faser.models.drafter.evaluate import draft_chains, judge_confidence
 from faser.models.drafter.features import Example
 from faser.models.drafter.network import Batch, DraftHead, HeadShape, pack
 from faser.models.drafter.objective import leading_cross_entropy, teacher_shares
-from faser.models.drafter.train import InFloat32
+from faser.models.drafter.recipe import Recipe
+from faser.models.drafter.train import InFloat32, Trainer
 
 HIDDEN, VOCABULARY, AUX = 32, 50, 3
 SHAPE = HeadShape(
@@ -86,6 +89,23 @@ def test_muon_in_float32_does_what_it_does_in_bfloat16() -> None:
         moved.append(matrix.detach() - start)
     assert torch.allclose(moved[0], moved[1], atol=0.05 * float(moved[1].abs().max()))
     assert not torch.equal(moved[0], moved[1])  # bfloat16 rounds
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_trainer_keeps_muon_to_the_type_of_the_head(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, orthogonal = [], torch.optim._muon._zeropower_via_newtonschulz
+
+    def noted(*arguments: Any) -> torch.Tensor:
+        seen.append(orthogonal(*arguments))
+        return seen[-1]
+
+    monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", noted)
+    cache: Any = SimpleNamespace(addresses=[SimpleNamespace(length=14)], read=lambda _: example(14, 4, 1))
+    drafter = head(dtype=dtype)
+    trainer = Trainer(Recipe(batch_tokens=14), drafter, drafter.embedding, torch.arange(VOCABULARY), cache, cache)
+    trainer.step()
+    assert {update.dtype for update in seen} == {dtype}
+    assert len(seen) == len(drafter.matrices())
 
 
 def plain_attention(drafter: DraftHead, one: Example, start: int, level: int) -> torch.Tensor:

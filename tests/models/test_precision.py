@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from faser.models.precision import cpu_dtype, is_bfloat16_slow, number_bytes
+from faser.models.precision import dtype_on, is_bfloat16_slow, number_bytes
 
 AVX2 = "fpu sse4_2 avx avx2 fma"
 AVX512 = f"{AVX2} avx512f avx512dq avx512bw avx512vl"
@@ -34,4 +34,10 @@ def test_this_processor_computes_in_what_torch_multiplies_in_batches() -> None:
     import torch
 
     is_fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert (cpu_dtype(), number_bytes()) == (("bfloat16", 2) if is_fast else ("float32", 4))
+    assert dtype_on("cpu") == ("bfloat16" if is_fast else "float32")
+
+
+def test_a_gpu_beside_such_a_processor_computes_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("faser.models.precision.is_bfloat16_slow", lambda: True)
+    assert (dtype_on("cpu"), dtype_on("cuda")) == ("float32", "bfloat16")
+    assert [number_bytes(dtype_on(device)) for device in ("cpu", "cuda")] == [4, 2]
