@@ -69,6 +69,8 @@ def test_the_embedded_pair_is_computed_in_what_the_processor_multiplies_well(
 ) -> None:
     monkeypatch.setattr("faser.models.precision.is_bfloat16_slow", lambda: is_slow)
     assert flag_value(embedded_launch(pair, ENDPOINT, 8123).arguments, "--dtype") == expected
+    monkeypatch.setattr("faser.controller.launch.is_cpu_build", lambda: False)
+    assert flag_value(embedded_launch(pair, ENDPOINT, 8123).arguments, "--dtype") == "bfloat16"  # on a GPU
     asked = embedded_launch(pair, ENDPOINT, 8123, ["--dtype", "float16"])
     assert flag_value(asked.arguments, "--dtype") == "float16"  # the operator's word comes last
 

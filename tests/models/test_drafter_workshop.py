@@ -187,6 +187,7 @@ def test_only_the_training_side_is_trained_on(target: Path, corpus: Path, tmp_pa
         assert cache.addresses
         for address in cache.addresses:
             one = cache.read(address)
+            assert one.aux.dtype == one.top_logits.dtype == torch.bfloat16  # whatever the target was computed in
             turn = chat.unwrap(tokenizer.decode(one.tokens[: one.prompt_tokens].tolist()))
             assert turn is not None
             assert is_training_prompt(turn) is wanted
