@@ -110,6 +110,7 @@ class Bench:
 
         Steering.order, Steering.record = ordered, recorded  # type: ignore[method-assign]
         self.count = 0
+        self.answers: dict[tuple[int, ...], list[int]] = {}  # of the last run, by prompt
 
     def put_into(self, mode: str, length: int, doubt: float) -> None:
         """Put the engine into a mode."""
@@ -132,7 +133,7 @@ class Bench:
         from vllm import SamplingParams
 
         self.count += 1
-        names = [f"{self.count}-{index}" for index in range(len(prompts))]
+        names = [f"{self.count}.{index}" for index in range(len(prompts))]
         params = SamplingParams(temperature=0.0, max_tokens=answer_tokens, ignore_eos=True, detokenize=False)
         for name, prompt in zip(names, prompts, strict=True):
             self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
@@ -141,11 +142,14 @@ class Bench:
         self.reports.clear()
         return names
 
-    def run(self, mode: str, prompts: list[list[int]], length: int, doubt: float) -> dict[str, float]:
+    def run(
+        self, mode: str, prompts: list[list[int]], length: int, doubt: float, answer_tokens: int = ANSWER_TOKENS
+    ) -> dict[str, float]:  # fmt: skip
         """Answer the prompts in one mode; only steps without prompt rows are measured."""
         self.put_into(mode, length, doubt)
-        self.begin(prompts, ANSWER_TOKENS)
-        steps, answers = [], {}
+        self.begin(prompts, answer_tokens)
+        steps, answers = [], self.answers
+        answers.clear()
         first = sum(entry.request.num_output_tokens for entry in self.steering.entries.values())
         while self.engine.has_unfinished_requests():
             started = time.thread_time()
@@ -155,8 +159,8 @@ class Bench:
                 if output.finished:
                     answers[tuple(output.prompt_token_ids)] = list(output.outputs[0].token_ids)
         if mode == "full":
-            self.oracle.answers = answers
-        tokens = ANSWER_TOKENS * len(prompts) - first
+            self.oracle.answers = dict(answers)
+        tokens = answer_tokens * len(prompts) - first
         verified = sum(drafts for _, drafts, _ in self.reports)
         whole = steps[: len(steps) // 2]  # later on requests have left
         return {

@@ -167,36 +167,41 @@ def verdict(result: Result) -> str:
 
 
 def gate_lines(result: Result) -> list[str]:
-    """Return the table of the gate in slices, beside the better of drafts in full and drafts that end."""
+    """Return the table of the gate, beside the better of drafts in full and drafts that end."""
     said, cells, ratios = result["settings"], [], []
     for cell in result["cells"]:
         rates = {arm: np.array(values) for arm, values in cell["tokens_per_s"].items()}
         ratio = envelope(rates, "gate", wider_interval).ratio
-        ratios.append(ratio.value)
+        ratios.append(ratio)
+        middle = {arm: f"{np.exp(np.log(values).mean()):.0f}" for arm, values in rates.items()}
         gain = cell["gain_seen_by_gate"]
-        medians = [f"{np.median(rates[arm]):.0f}" for arm in ("full", "confidence", "gate")]
         cells.append(
             (
-                f"{cell['batch']}", f"{cell['length']}", f"{cell['confidence']:g}", *medians, str(ratio),
-                "" if gain is None else f"{gain:+.1%}",
+                f"{cell['batch']}", f"{cell['length']}", f"{cell['confidence']:g}",
+                middle.get("full", f"{cell['full_beforehand']:.2f} of the next column"), middle["confidence"],
+                middle["gate"], str(ratio), f"{cell['looked']:.1%}", "" if gain is None else f"{gain:+.1%}",
             )
         )  # fmt: skip
     names = (
         "batch", "k", "drafts end under", "in full, tokens/s", "ended by confidence, tokens/s",
-        "both, gate on, tokens/s", "gate over the better", "time per token that pruning saves, by the gate",
+        "both, gate on, tokens/s", "gate over the better", "steps that pruned",
+        "time per token that pruning saves, by the gate",
     )  # fmt: skip
     if not ratios:
         return ["Not measured yet."]
-    low = min(ratios)
+    low = min(ratio.value for ratio in ratios)
+    wins = [f"batch {cell[0]}, k = {cell[1]}" for cell, ratio in zip(cells, ratios, strict=True) if ratio.low > 1.0]
+    timed = sorted(cell["timed"] for cell in result["cells"])
     return [
-        f"{said['turns']} sets of answers in each cell, slices of {said['slice_tokens']} tokens a request; "
-        f"{said['machine']['cpu']}, commit {', '.join(sorted({cell['commit'] for cell in result['cells']}))}.",
+        f"Each cell from {timed[0]} to {timed[-1]} timed steps; {said['machine']['cpu']}, "
+        f"commit {', '.join(sorted({cell['commit'] for cell in result['cells']}))}.",
         "",
         *markdown(names, cells),
         "",
-        f"Lowest: {low:.3f}, {'not under' if low >= LEAST_RATIO else 'under'} {LEAST_RATIO}; "
-        f"over the cells together {paired_ratio(np.log(ratios), student_interval)}.",
-    ]
+        f"Lowest: {low:.3f}, {'not under' if low >= LEAST_RATIO else 'under'} {LEAST_RATIO}; over the cells together "
+        f"{paired_ratio(np.log([ratio.value for ratio in ratios]), student_interval)}. "
+        f"Beyond the interval it wins {'at ' + '; '.join(wins) if wins else 'nowhere'}.",
+    ]  # fmt: skip
 
 
 PARTS: Final[tuple[tuple[str, Path, Callable[[Result], list[str]]], ...]] = (

@@ -22,7 +22,7 @@ FOLDER = Path(faser.__file__).parent / "benchmarks"
 def modules() -> Iterator[dict[str, ModuleType]]:
     """Load the scripts as Python would, beside one another."""
     found = {}
-    for name in ("pruning_report", "pruning_shape", "pruning_stages", "pruning", "pruning_gate"):
+    for name in ("pruning_report", "pruning_shape", "pruning_stages", "pruning", "held_text", "steady", "pruning_gate"):
         spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
         assert spec is not None
         assert spec.loader is not None
@@ -70,20 +70,21 @@ def test_every_mode_is_held_against_the_better_of_full_and_ended(modules: dict[s
     assert "together 1.000 (0.8" in report.engine_lines(two)[-1]
 
 
-def test_the_gate_in_slices_is_held_against_the_better_of_both(modules: dict[str, ModuleType]) -> None:
-    def cell(batch: int, gate: float, full: float = 80.0) -> dict[str, Any]:
-        rates = {"full": full, "confidence": 100.0, "gate": gate}
+def test_the_gate_is_held_against_the_better_of_both(modules: dict[str, ModuleType]) -> None:
+    def cell(batch: int, gate: float, **full: float) -> dict[str, Any]:
+        rates = {**full, "confidence": 100.0, "gate": gate}
         turns = {arm: [rate * factor for factor in (1.0, 1.002, 0.998, 1.0)] for arm, rate in rates.items()}
-        return {"batch": batch, "length": 3, "confidence": 0.4, "gain_seen_by_gate": -0.05, "tokens_per_s": turns,
-                "commit": "abc"}  # fmt: skip
+        return {"batch": batch, "length": 3, "confidence": 0.4, "full_beforehand": 0.7, "gain_seen_by_gate": -0.05,
+                "timed": 10 * batch, "looked": 0.016, "tokens_per_s": turns, "commit": "abc"}  # fmt: skip
 
-    said = {"turns": 4, "slice_tokens": 12, "machine": {"cpu": "a processor"}}
-    lines = modules["pruning_report"].gate_lines({"settings": said, "cells": [cell(4, 99.0), cell(8, 100.0, 125.0)]})
-    assert "| 4 | 3 | 0.4 | 80 | 100 | 99 | 0.990 (0.990 to 0.990) | -5.0% |" in lines
+    cells = [cell(4, 99.0), cell(8, 100.0, full=125.0), cell(16, 101.0, full=80.0)]
+    lines = modules["pruning_report"].gate_lines({"settings": {"machine": {"cpu": "a processor"}}, "cells": cells})
+    assert lines[0] == "Each cell from 40 to 160 timed steps; a processor, commit abc."
+    assert "| 4 | 3 | 0.4 | 0.70 of the next column | 100 | 99 | 0.990 (0.990 to 0.990) | 1.6% | -5.0% |" in lines
     assert any(line.startswith("| 8 | 3 | 0.4 | 125 | 100 | 100 | 0.800 (") for line in lines)
-    assert lines[0].endswith("a processor, commit abc.")
-    assert modules["pruning_report"].gate_lines({"settings": said, "cells": []}) == ["Not measured yet."]
-    assert lines[-1].startswith("Lowest: 0.800, under 0.99; over the cells together 0.890 (")
+    assert lines[-1].startswith("Lowest: 0.800, under 0.99; over the cells together 0.928 (")
+    assert lines[-1].endswith("Beyond the interval it wins at batch 16, k = 3.")
+    assert modules["pruning_report"].gate_lines({"settings": {}, "cells": []}) == ["Not measured yet."]
 
 
 def test_a_cut_is_held_against_the_whole_step(modules: dict[str, ModuleType]) -> None:
