@@ -171,7 +171,7 @@ class Governor:
         """Watch the envelope, once the answer is out."""
         if not is_under_lease or self.limits.envelope_margin >= 1.0 or self.mode != "active":
             return
-        self._envelope.add(record, state.cost)
+        self._envelope.add(record, state.unsplit_cost)
         ratio = self._envelope.ratio()
         if ratio is not None and ratio < 1.0 - self.limits.envelope_margin:
             self._trip = "envelope"

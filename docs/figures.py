@@ -109,6 +109,18 @@ def policies_bounds() -> str:
     return "\n".join(lines)
 
 
+def splits() -> str:
+    """Return what choosing a split is worth, by world and load."""
+    points = read("splits.json")["points"]
+    lines = ["| world | running requests | over unsplit alone | steps under a split |", "|---|---|---|---|"]
+    for point in points:
+        shares = [(name, share) for name, share in point["share_of_steps"].items() if name != "unsplit"]
+        told = ", ".join(f"{name}: {share:.1%}" for name, share in shares if share >= 0.001) or "none"
+        ratio = f"{point['ratio']:.3f} ± {point['half_width']:.3f}"
+        lines.append(f"| {point['world']} | {point['load'] or 'drift'} | {ratio} | {told} |")
+    return "\n".join(lines)
+
+
 def confidence() -> str:
     """Return what the drafter's confidence is worth by draft position."""
     lines = [
@@ -280,6 +292,7 @@ BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/policies.md", "policies"): policies_overall,
     ("docs/policies.md", "policies by world"): policies_by_world,
     ("docs/policies.md", "policies bounds"): policies_bounds,
+    ("docs/policies.md", "splits"): splits,
     ("docs/drafter.md", "acceptance"): acceptance,
     ("docs/drafter.md", "confidence"): confidence,
     ("docs/drafter.md", "confidence offline"): confidence_offline,

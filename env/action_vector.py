@@ -39,6 +39,7 @@ ACTION: Final = (
 )
 THRESHOLD, DEPTH, KEEP, GO_ON, OVERLAP, SPLIT, PRUNE = range(len(ACTION))
 SERIAL, PING_PONG, AHEAD = range(3)  # of the overlap
+OVERLAPS: Final = 3
 RULED_FROM: Final = 0.02  # a stop rule that keeps everything above less is none
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .action_vector import AHEAD, DEPTH, GO_ON, KEEP, OVERLAP, PRUNE, RULED_FROM, THRESHOLD
+from .action_vector import AHEAD, DEPTH, GO_ON, KEEP, OVERLAP, OVERLAPS, PRUNE, RULED_FROM, THRESHOLD
 from .kernel import apart
 from .simulator_schedule import GOLDEN, NORMAL_SHIFT, gaussian, mixed, uniform
 from .simulator_state import (
@@ -132,7 +132,7 @@ def draft(
     """
     engine.is_ruled = 1 if vector[KEEP] >= np.float32(RULED_FROM) else 0
     engine.prunes = 1 if vector[PRUNE] > 0.0 else 0
-    goes_ahead = profile.ahead_verify > 0.0 and int(vector[OVERLAP] * 3.0) >= AHEAD
+    goes_ahead = profile.ahead_verify > 0.0 and int(vector[OVERLAP] * OVERLAPS) >= AHEAD
     engine.frontier = settings.positions if goes_ahead else 0
     _want(settings, ints, named, _stranger_length(settings, population, vector), offsets, decisions, notes)
     _catch_up(engine, profile, ints, notes, work)

@@ -14,7 +14,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from .action_vector import OVERLAP, PING_PONG, SPLIT
+from .action_vector import OVERLAP, OVERLAPS, PING_PONG, SPLIT
 from .kernel import apart, borrowed, hold, row
 from .reward import reward
 from .simulator_draft import (
@@ -133,7 +133,7 @@ def _time(
     Beside every verification of drafts the drafter goes on for as long as drafting in turn takes; what nobody had to
     wait for is that of requests whose draft was there.
     """
-    in_groups = int(vector[OVERLAP] * 3.0) == PING_PONG
+    in_groups = int(vector[OVERLAP] * OVERLAPS) == PING_PONG
     split = splits[min(int(vector[SPLIT] * profile.splits), profile.splits - 1)]
     parts = 2.0 if in_groups and work[REQUESTS] > 1.0 else 1.0
     verify_s = parts * _verify_time(profile, coefficients, graphs, work, basis, scratch, 1.0 / parts) * split[0]

@@ -20,6 +20,7 @@ from .confidence import Confidence, DraftRows
 from .cost_table import MAX_ROWS, NO_PROMPTS, CostTable, Prompts, StepCost
 from .requests import Bools, RequestTable
 from .spaces import Capabilities
+from .split_cost import SplitCost
 from .step_octaves import StepOctaves
 from .step_rows import StepRows, StepSums
 
@@ -90,11 +91,13 @@ class EngineState:
         self.drafting_stop: StopRule | None = None  # in force when the step last looked at drafted
         self.has_skipped = False  # the drafter leaves out what nobody drafts for, and makes up for it later
         self.octaves = StepOctaves()
-        self.cost = CostTable(
+        self.unsplit_cost = CostTable(
             device=capabilities.device,
             graph_sizes=capabilities.graph_sizes,
             max_rows=capabilities.max_batched_tokens or 8192,
         )
+        self.split_costs: dict[tuple[int, int], SplitCost] = {}  # by split and octave of running requests
+        self.cost: CostTable | SplitCost = self.unsplit_cost  # of the split that is planned for, see `plan_for`
 
     def handles(self) -> Ints:
         """Return (n,) int64 handles of all live requests, in order of first appearance."""
@@ -138,6 +141,15 @@ class EngineState:
     def keep_up_s(self) -> float:
         """Return seconds per step in which the drafter reads new prompts, if it is to draft behind them."""
         return self.cost.keep_up_time_s(self.load.steady_prefill_rows)
+
+    def plan_for(self, split: int) -> None:
+        """Let `cost` be that of steps under a split, an index into `Capabilities.splits`; 0 is unsplit."""
+        self.cost = self.split_cost(split) if split else self.unsplit_cost
+
+    def split_cost(self, split: int) -> SplitCost:
+        """Return what steps of so many running requests cost under a split other than unsplit."""
+        key = split, self.load.running.bit_length()
+        return self.split_costs.setdefault(key, SplitCost(self.unsplit_cost))
 
     def ask(self, sequence: int, stop: StopRule | None) -> None:
         """Note which stop rule an action set asks for: it decides what the records under it can tell."""
@@ -197,7 +209,11 @@ def learn(state: EngineState) -> None:
         state.population.learn(lesson.trials, lesson.successes, known, limit, rows.drafted)
     state.confidence.learn(lesson.drafts)
     cost = _step_cost(lesson)
-    state.cost.learn(cost)
+    split = lesson.record.split or 0
+    if split == 0:
+        state.unsplit_cost.learn(cost)
+    elif split < len(state.capabilities.splits):  # one that was never offered teaches nothing
+        state.split_cost(split).learn(cost)
     state.octaves.learn(cost)
     if state.link.records % 64 == 0 or state.requests.size > 2 * MAX_REQUESTS:
         state.link.evicted += state.requests.evict(state.link.records)

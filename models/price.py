@@ -2,12 +2,14 @@
 
 Over a grid of (survival threshold, deepest round) it predicts tokens per second of the step, with the cost
 table's verify and drafting times, and takes the best cell; so for stop rules on the drafter's confidence
-(models/stopping.py). `PricePolicy.act` is called once per record.
+(models/stopping.py). Where the engine offers splits of its device, one that has shown to emit more is asked for
+(models/split_choice.py). `PricePolicy.act` is called once per record.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -21,6 +23,7 @@ from ..env.spaces import Action, Capabilities
 from ..env.state import EngineState
 from .baselines import uniform
 from .probe import Chances, ProbeAccount
+from .split_choice import SplitChoice
 from .step_grid import HYSTERESIS, PLANES, choose
 from .stopping import EDGE_LIST, NO_RULE, all_drafts, predict_stops, rule_of
 
@@ -73,11 +76,13 @@ class PricePolicy:
         self._k_max = capabilities.k_max
         self._can_stop = use_confidence and not capabilities.is_async
         self._point = OperatingPoint()
-        self._points: dict[int, OperatingPoint] = {}  # by size of the batch
+        self._points: dict[tuple[int, int], OperatingPoint] = {}  # by split and size of the batch
         self._next_search = self._interval = SETTLE_DECISIONS  # decisions from now, and from the last one
         self._held: Plan | None = None  # last searched for
-        self._held_for: tuple[int, Forecast | None] = (0, None)  # requests, and forecast if it was followed
+        self._held_for: tuple[int, Forecast | None, int] = (0, None, 0)  # requests, forecast if followed, split
         self._probes = ProbeAccount()
+        self._can_split = len(capabilities.splits) > 1
+        self._splits = SplitChoice(len(capabilities.splits))
 
     def act(self, state: EngineState) -> Action:
         """Return the lengths of the cell with the most tokens per second, now and then of a probe."""
@@ -85,24 +90,57 @@ class PricePolicy:
         requests = int(np.count_nonzero(decoding))
         if self._k_max == 0 or requests == 0:
             return uniform(state, 0, "nothing to speculate on")
-        plan = self._plan(state, decoding, requests)
+        if self._can_split:
+            return self._side_by_side(state, decoding, requests)
+        plan = self._plan(state, decoding, requests, 0)
         self._point.rate = plan.rate
+        return self._probed(plan, state, decoding, requests)
+
+    def _probed(self, plan: Plan, state: EngineState, decoding: Bools, requests: int) -> Action:
         begin_s = state.catch_up_s(decoding) if self._probes.is_due(state) else 0.0
         probe = self._probes.choose(state, requests, plan.rate, plan.depth, plan.people, begin_s)
         if probe is not None:
             return uniform(state, probe, f"{requests} decoding: probing length {probe}")
         return plan.action
 
-    def _plan(self, state: EngineState, decoding: Bools, requests: int) -> Plan:
-        forecast = state.confidence.forecast if self._can_stop and state.confidence.is_ready else None
+    def _side_by_side(self, state: EngineState, decoding: Bools, requests: int) -> Action:
+        """Return the action under the split that is in force or on trial at this size of the batch."""
+        size = _size(requests)
+        split = self._splits.at(requests, size)
+        state.plan_for(split)
+        plan = self._plan(state, decoding, requests, split)
+        self._point.rate = plan.rate
+        # What is probed under a split would not teach the curve, which is that of unsplit steps.
+        action = plan.action if split else self._probed(plan, state, decoding, requests)
+        self._splits.note(requests, size, partial(self._rate_under, state, decoding, requests))
+        state.plan_for(0)
+        return msgspec.structs.replace(action, split=split)
+
+    def _rate_under(self, state: EngineState, decoding: Bools, requests: int, split: int) -> float:
+        """Return the tokens per second of the best plan under a split; 0 while the engine has not shown it yet."""
+        if split and not state.split_cost(split).measured_steps:
+            return 0.0
+        point = self._point
+        state.plan_for(split)
+        plan = self._search(state, self._forecast(state), decoding, requests, split)
+        self._point.rate = plan.rate
+        self._point = point
+        return plan.rate
+
+    def _forecast(self, state: EngineState) -> Forecast | None:
+        return state.confidence.forecast if self._can_stop and state.confidence.is_ready else None
+
+    def _plan(self, state: EngineState, decoding: Bools, requests: int, split: int) -> Plan:
+        forecast = self._forecast(state)
         self._next_search -= 1
-        held_requests, held_forecast = self._held_for
-        is_similar = abs(requests - held_requests) * SIMILAR_BATCH <= held_requests and forecast is held_forecast
+        held_requests, held_forecast, held_split = self._held_for
+        is_similar = abs(requests - held_requests) * SIMILAR_BATCH <= held_requests
+        is_similar &= forecast is held_forecast and split == held_split
         if self._held is not None and self._next_search > 0 and is_similar:
             return self._follow(self._held, state, decoding)
         before = self._point.place
-        self._held = self._search(state, forecast, decoding, requests)
-        self._held_for = requests, forecast
+        self._held = self._search(state, forecast, decoding, requests, split)
+        self._held_for = requests, forecast, split
         is_settled = is_similar and self._point.place == before
         self._interval = min(2 * self._interval, SETTLED_DECISIONS) if is_settled else SETTLE_DECISIONS
         self._next_search = self._interval
@@ -117,8 +155,11 @@ class PricePolicy:
         action = msgspec.structs.replace(plan.action, lengths=lengths, default_length=default)
         return Plan(action, plan.rate, plan.depth, plan.people)
 
-    def _search(self, state: EngineState, forecast: Forecast | None, decoding: Bools, requests: int) -> Plan:
-        point = self._point = self._points.setdefault(_size(requests), msgspec.structs.replace(self._point, searches=0))
+    def _search(
+        self, state: EngineState, forecast: Forecast | None, decoding: Bools, requests: int, split: int
+    ) -> Plan:
+        begun = msgspec.structs.replace(self._point, searches=0)
+        point = self._point = self._points.setdefault((split, _size(requests)), begun)
         if forecast is None:
             point.is_stopping = False
             return self._by_history(state, decoding, requests)

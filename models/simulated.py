@@ -10,7 +10,7 @@ import numpy as np
 
 from ..engine_adapter.protocol import ActionSet, EventKind, RequestEvent, RequestRow, StepRecord, StopRule
 from ..env.acceptance import Ints
-from ..env.action_vector import outside
+from ..env.action_vector import OVERLAPS, PING_PONG, outside
 from ..env.scenario import Scenario
 from ..env.simulated_record import BOOT_ID, hello, pruning_of
 from ..env.simulator import Simulator
@@ -97,7 +97,7 @@ class SimulatedEngine:
             decode_tokens=int(engine["decode_tokens"]),
             draft_tokens=int(engine["draft_tokens"]),
             kv_usage=1.0 - float(engine["free_blocks"]) / self.profile.kv_blocks,
-            split=None,
+            split=None if actions is None else actions.split,
             frontier=None,
             lease_epoch=0 if actions is None else actions.epoch,
             lease_sequence=0 if actions is None else actions.sequence,
@@ -131,7 +131,14 @@ class SimulatedEngine:
             depth=actions.default_length / max(k_max, 1),
             keep=0.0 if self._rule is None else 1.0,
             prune=0.0 if actions.prune is None else 1.0,
+            **self._side_by_side(actions.split),
         )
+
+    def _side_by_side(self, split: int | None) -> dict[str, float]:
+        """Return the meanings of a split: two groups take turns on its shares. Nothing where the engine is unsplit."""
+        if not split:
+            return {}
+        return {"split": (split + 0.5) / len(self.capabilities.splits), "overlap": (PING_PONG + 0.5) / OVERLAPS}
 
     def _logits(self) -> Singles:
         """Return (k_max, cells) the confidences that the drafter reports."""

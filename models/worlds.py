@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from ..env.acceptance_model import QUANTILES, AcceptanceModel
-from ..env.engine_model import EngineProfile, Exit, shipped_profile, synthetic_profile
+from ..env.engine_model import EngineProfile, Exit, Split, shipped_profile, synthetic_profile
 from ..env.scenario import Scenario, ServiceClass
 from ..env.trace import Trace
 
@@ -137,6 +137,32 @@ def held_out() -> tuple[WorldSpec, ...]:
             msgspec.structs.replace(shipped_profile(), kv_blocks=1 << 12),
         ),
     )  # fmt: skip
+
+
+def side_by_side() -> tuple[WorldSpec, ...]:
+    """Return the worlds that offer splits: where two groups on shares of a device pay at many requests, and where not.
+
+    No device was measured under a split. Verifying on three quarters of it takes a tenth longer, as reading weights
+    does, drafting on the rest too, and 95 % of the shorter phase is hidden; the rest is arithmetic (env/overlap.py).
+    """
+    splits = (Split("unsplit"), Split("1:3", 1.1, 1.1, 0.95), Split("1:1", 1.6, 1.05, 0.95))
+    heavy = _profile(
+        "gpu-heavy-drafter", acceptance(K_MAX, 3.0, 2.0, 0.15), step_s=6e-3, row_s=40e-6, round_s=1e-3,
+        draft_row_s=40e-6,
+    )  # fmt: skip
+    light = _profile("gpu-light-drafter", acceptance(K_MAX, 1.2, 2.2, 0.15))
+    return (
+        WorldSpec(
+            "gpu-heavy-drafter",
+            "a good drafter as dear per row as its target: 6 ms + 40 us per row, 1 ms per round + 40 us per row",
+            msgspec.structs.replace(heavy, splits=splits),
+        ),
+        WorldSpec(
+            "gpu-light-drafter",
+            "the published H100 fit of gpu-8b-eagle, whose drafter is too cheap to be worth hiding",
+            msgspec.structs.replace(light, splits=splits),
+        ),
+    )
 
 
 def training(worlds: int, seed: int, exits_share: float = 0.0) -> tuple[EngineProfile, ...]:

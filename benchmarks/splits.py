@@ -1,0 +1,100 @@
+"""What choosing a split is worth in simulation: `python benchmarks/splits.py [--json FILE]`.
+
+The policy `price` in the worlds that offer splits (models/worlds.py), against itself where the same engine offers none:
+same requests, same luck. Simulated time, so the machine does not matter. A few minutes; then `python docs/figures.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from rich.progress import Progress
+from scipy import stats
+
+from faser.controller.bench_machine import commit, versions
+from faser.controller.evaluate import decided
+from faser.engine_adapter.protocol import ActionSet
+from faser.env.engine_model import Split
+from faser.env.state import EngineState
+from faser.models.evaluate import DRIFT, FULL, Meter
+from faser.models.policy import make_policy
+from faser.models.simulated import SimulatedEngine
+from faser.models.worlds import LOADS, WorldSpec, side_by_side
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+RESULT: Final = ROOT / "benchmarks" / "results" / "splits.json"
+STEPS: Final = 2400  # without speculation, of a full batch
+DRIFT_STEPS: Final = 4800
+
+
+def run(world: WorldSpec, load: int, seed: int, steps: int = 0) -> tuple[float, list[float]]:
+    """Return tokens per second, and the share of the counted steps under each split.
+
+    :param load: running requests, or DRIFT
+    """
+    engine = SimulatedEngine(world.drifting() if load == DRIFT else world.closed(load), seed)
+    policy, state = make_policy("price", engine.capabilities), EngineState(engine.capabilities)
+    pace_s = float(engine.simulator.origins.pace_s[0])
+    horizon_s = pace_s * (steps or (DRIFT_STEPS if load == DRIFT else STEPS))
+    meter = Meter(engine.simulator, horizon_s, int(FULL * load))
+    under = [0] * len(world.profile.splits)
+    actions: ActionSet | None = None
+    while True:
+        record = engine.step(actions)
+        if meter.is_over():
+            break
+        if meter.start is not None:
+            under[record.split or 0] += 1
+        actions = decided(state, record, policy, record.counter)
+    since_s, tokens, _ = meter.start or (0.0, 0.0, 0.0)
+    now = engine.simulator.state.engines[0]
+    rate = (float(now["emitted"]) - tokens) / (float(now["clock_s"]) - since_s)
+    return rate, [share / max(sum(under), 1) for share in under]
+
+
+def unsplit(world: WorldSpec) -> WorldSpec:
+    """Return the same engine, which offers no split."""
+    profile = msgspec.structs.replace(world.profile, splits=(Split("unsplit"),))
+    return WorldSpec(world.name, world.note, profile, world.has_confidence)
+
+
+def compared(world: WorldSpec, load: int, seeds: range) -> dict[str, Any]:
+    """Return the ratio of tokens per second at one load with its 95 % half-width, and the shares of the steps."""
+    ratios, shares = [], []
+    for seed in seeds:
+        rate, under = run(world, load, seed)
+        ratios.append(rate / run(unsplit(world), load, seed)[0])
+        shares.append(under)
+    half = float(stats.t.ppf(0.975, len(ratios) - 1)) * statistics.stdev(ratios) / len(ratios) ** 0.5
+    names = [split.name for split in world.profile.splits]
+    mean_shares = map(statistics.mean, zip(*shares, strict=True))
+    return {
+        "world": world.name, "load": load, "ratio": statistics.mean(ratios), "half_width": half,
+        "share_of_steps": dict(zip(names, mean_shares, strict=True)),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Compare, and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--json", type=Path, default=RESULT)
+    options = parser.parse_args()
+    points = [(world, load) for world in side_by_side() for load in (*LOADS, DRIFT)]
+    found = []
+    with Progress() as bar:
+        task = bar.add_task("comparing", total=len(points))
+        for world, load in points:
+            found.append(compared(world, load, range(301, 301 + options.seeds)))
+            bar.advance(task)
+    result = {"versions": versions(), "commit": commit(), "seeds": options.seeds, "points": found}
+    options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Price asks for a split where it pays and for none where it does not, on simulated engines that offer some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import msgspec
+import numpy as np
+import pytest
+
+from faser.controller.evaluate import decided
+from faser.env.state import EngineState
+from faser.models.policy import make_policy
+from faser.models.simulated import SimulatedEngine
+from faser.models.worlds import WorldSpec, side_by_side
+
+
+@pytest.fixture(scope="module")
+def splits(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    """Return the benchmark's script."""
+    return load_script("splits")
+
+
+@pytest.fixture(params=side_by_side(), ids=lambda world: world.name)
+def world(request: pytest.FixtureRequest) -> WorldSpec:
+    """Return each world that offers splits."""
+    spec: WorldSpec = request.param
+    return spec
+
+
+def test_a_heavy_drafter_is_hidden_at_many_requests(splits: ModuleType) -> None:
+    """The control is the same engine without splits."""
+    heavy, _ = side_by_side()
+    rate, under = splits.run(heavy, 128, 7, 600)
+    plain, none = splits.run(splits.unsplit(heavy), 128, 7, 600)
+    assert rate > 1.03 * plain
+    assert under[0] < 0.5
+    assert none == [1.0]
+
+
+def test_nothing_is_split_where_it_does_not_pay(splits: ModuleType, world: WorldSpec) -> None:
+    """Few requests pay for the weights twice; trials are all that it costs."""
+    rate, under = splits.run(world, 4, 7, 1200)
+    assert under[0] > 0.9
+    assert rate > 0.98 * splits.run(splits.unsplit(world), 4, 7, 1200)[0]
+
+
+def test_a_split_that_the_engine_never_shows_is_not_kept() -> None:
+    """Its records say unsplit, whatever was asked: an engine that does not act on splits."""
+    heavy, _ = side_by_side()
+    engine = SimulatedEngine(heavy.closed(64), 3)
+    policy, state = make_policy("price", engine.capabilities), EngineState(engine.capabilities)
+    actions, asked = None, []
+    for sequence in range(1, 500):
+        carried = None if actions is None else msgspec.structs.replace(actions, split=None)
+        actions = decided(state, engine.step(carried), policy, sequence)
+        asked.append(actions.split)
+    assert np.count_nonzero(asked) < 60
+    assert not state.split_costs or not any(cost.measured_steps for cost in state.split_costs.values())
