@@ -58,15 +58,15 @@ def record(boot_id: str, counter: int, time_s: float) -> wire.StepRecord:
 
 
 @contextlib.contextmanager
-def sidecar(folder: str, core: int) -> Iterator[tuple[LinkConfig, int]]:
-    """Give a running sidecar, pinned to one core, and its process id."""
+def sidecar(folder: str, cores: set[int]) -> Iterator[tuple[LinkConfig, int]]:
+    """Give a running sidecar, on these cores, and its process id."""
     link = LinkConfig(endpoint=f"ipc://{folder}/engine.sock")
     command = [str(Path(sys.executable).with_name("faser")), "sidecar", "--endpoint", link.endpoint,
                "--store", f"{folder}/telemetry.sqlite"]  # fmt: skip
     environment = {**os.environ, "FASER_MODE_STATE": f"{folder}/modes.json", "FASER_LINK_MAX_ENGINES": "4096"}
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, cwd=folder, env=environment)
     try:
-        os.sched_setaffinity(process.pid, {core})  # before it starts its threads
+        os.sched_setaffinity(process.pid, cores)  # before it starts its threads
         end_s = time.monotonic() + START_S
         while True:
             with contextlib.suppress(NotRunningError):
@@ -114,7 +114,7 @@ def load(link: LinkConfig, engines: int, seconds: float) -> tuple[int, float]:
 
 def measure(engines: int, seconds: float, cores: list[int]) -> dict[str, float]:
     """Run the load against a fresh sidecar and return what it did."""
-    with tempfile.TemporaryDirectory() as folder, sidecar(folder, cores[0]) as (link, pid):
+    with tempfile.TemporaryDirectory() as folder, sidecar(folder, {cores[0]}) as (link, pid):
         os.sched_setaffinity(0, {cores[-1]})
         before_s = _cpu_s(pid)
         sent, worst_s = load(link, engines, seconds)

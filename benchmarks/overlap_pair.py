@@ -122,8 +122,8 @@ class Engine:
         return {"rate": decoded / took_s, "tokens": decoded, "step_ms": 1e3 * took_s / max(steps, 1)}
 
 
-def start(options: argparse.Namespace, folder: str, is_split: bool) -> Remote:
-    """Return an engine's process that is ready."""
+def start(options: argparse.Namespace, folder: str, is_split: bool, script: str = __file__) -> Remote:
+    """Return an engine's process that is ready; `script` serves in it."""
     target, drafter = options.cores
     cores = str(target) if is_split else f"{target},{drafter}"
     environment = {
@@ -134,7 +134,7 @@ def start(options: argparse.Namespace, folder: str, is_split: bool) -> Remote:
         "KMP_BLOCKTIME": "0",
     }
     arguments = [str(options.length), str(max(options.requests)), options.dtype]
-    engine = Remote(__file__, arguments, folder, 1 if is_split else 2, environment)
+    engine = Remote(script, arguments, folder, 1 if is_split else 2, environment)
     engine.wait_ready()
     return engine
 
@@ -194,22 +194,29 @@ def summary(runs: dict[str, list[Run]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def read_options() -> argparse.Namespace:
-    """Return the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def read_pair_options(parser: argparse.ArgumentParser, result: Path | None = None) -> argparse.Namespace:
+    """Return the command line; `result` is the file that is written unless another one is named."""
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="loads")
     parser.add_argument("--length", type=int, default=4, help="tokens of a chunk and of a frontier")
     parser.add_argument("--tokens", type=int, default=96, help="of each answer")
-    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--dtype", default=dtype_on("cpu"))
     parser.add_argument("--cores", type=int, nargs=2, default=sorted(os.sched_getaffinity(0))[:2])
     parser.add_argument("--quick", action="store_true", help="two loads, one round, few tokens: no measurement")
-    parser.add_argument("--json", type=Path, help="write the report here as well")
+    parser.add_argument("--json", type=Path, default=result, help="write the report here as well")
     options = parser.parse_args()
     if len(set(options.cores)) < 2:
         parser.error(f"cores {options.cores}; expected two, one for the target and one for the drafter")
     if options.quick:
-        options.requests, options.rounds, options.tokens = [1, 2], 1, 12
+        options.requests, options.tokens = [1, 2], 12
+    return options
+
+
+def read_options() -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=8)
+    options = read_pair_options(parser)
+    options.rounds = 1 if options.quick else options.rounds
     return options
 
 

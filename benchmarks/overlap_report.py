@@ -1,4 +1,4 @@
-"""Tables of what overlap.py and overlap_pair.py measured, for docs/figures.py."""
+"""Tables of what overlap.py, overlap_pair.py and overlap_gate.py measured, for docs/figures.py."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+from pruning_report import markdown
+
+from faser.controller.bench_ratio import LEAST_RATIO, envelope, wider_interval
+
 RESULT: Final = Path(__file__).parent / "results" / "overlap.json"
 PAIR_RESULT: Final = RESULT.with_name("overlap_pair.json")
+GATE_RESULT: Final = RESULT.with_name("overlap_gate.json")
 FORCED: Final = ("in turn", "ahead", "groups")  # what the gates choose from
 
 
@@ -105,3 +111,35 @@ def pair_ratios() -> str:
             f"| {spread(ratios[f'gated / {best}'], 2)} | {best} | {ahead['hits']} / {tried} | {' / '.join(shares)} |"
         )
     return "\n".join(lines)
+
+
+def gates() -> str:
+    """Return what the gates leave of drafting ahead and groups, beside the best way to be forced into."""
+    if not GATE_RESULT.is_file():
+        return "Not measured yet."
+    found, cells, ratios = json.loads(GATE_RESULT.read_text()), [], []
+    for load in found["loads"]:
+        rates = {arm: np.array(values) for arm, values in load["tokens_per_s"].items()}
+        chosen = envelope(rates, "gated", wider_interval)
+        ratios.append(chosen.ratio)
+        level = {arm: f"{np.exp(np.log(values).mean()):.1f}" for arm, values in rates.items()}
+        kinds = ", ".join(f"{kind} {share:.1%}" for kind, share in load["kinds_of_gated"].items())
+        cells.append(
+            (
+                f"{load['requests']}", *(level.get(arm, "") for arm in (*FORCED, "gated")), str(chosen.ratio),
+                " / ".join(dict.fromkeys(chosen.rivals)), kinds,
+            )
+        )  # fmt: skip
+    names = ("requests", *FORCED, "gated", "gated over the best of these", "that is", "steps of gated")
+    low = min(ratio.value for ratio in ratios)
+    machine, timed = found["settings"]["machine"], sorted(load["timed"] for load in found["loads"])
+    return "\n".join(
+        (
+            f"Tokens/s; each load from {timed[0]} to {timed[-1]} timed steps; {machine['cpu']} in {machine['dtype']}, "
+            f"commit {', '.join(sorted({load['commit'] for load in found['loads']}))}.",
+            "",
+            *markdown(names, cells),
+            "",
+            f"Lowest: {low:.3f}, {'not under' if low >= LEAST_RATIO else 'under'} {LEAST_RATIO}.",
+        )
+    )

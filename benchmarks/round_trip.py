@@ -3,9 +3,10 @@
 A real sidecar process (`faser sidecar`, policy price, recording to SQLite) and a real engine-side link. Each step sends
 a record of 64 or 256 requests and waits until the answering action set is in the engine's inbox, as `Steering` would
 find it; once back to back and once every 5 ms. Bounds (idle cores): 64 requests p50 <= 300 us and p99 <= 2 ms, 256
-requests p50 <= 800 us. On a busy machine compare the CPU time per decision instead, which is printed beside. `bare_us`
-is the same trip of the same bytes at the same pace between two processes that do nothing else: what the machine's
-sockets and wake-ups cost.
+requests p50 <= 800 us. First each process has a core of its own (`cores` is `own`), as docs/operations.md advises; then
+the system's scheduler puts them where it likes (`any`), so that most wake-ups go to another core that sleeps. `bare_us`
+is the same trip of the same bytes at the same pace between two processes that do nothing else, placed alike: what the
+machine's sockets and wake-ups cost. On a busy machine compare the CPU time per decision, which is printed beside.
 """
 
 from __future__ import annotations
@@ -15,32 +16,39 @@ import json
 import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from pathlib import Path
 
 import numpy as np
 import zmq
+from engines import sidecar
 
 from faser.engine_adapter import protocol as wire
-from faser.engine_adapter.link import EngineLink
+from faser.engine_adapter.link import INBOX_LIMIT, EngineLink
 
 PAUSES_S = (0.0, 0.005)  # between two steps; the second is about the shortest step of a real engine
 BOUNDS_US = {64: (300.0, 2000.0), 256: (800.0, float("inf"))}
+FIRST_S = 120.0  # the sidecar may compile
+Cores = set[int]
 
 
 class Inbox(deque[wire.FromController]):
-    """An inbox that notes when its newest message arrived, perf_counter seconds."""
+    """An inbox that can be waited for, and notes when its newest message arrived, perf_counter seconds."""
 
     arrived_s = 0.0
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=INBOX_LIMIT)
+        self.arrived = threading.Event()
 
     def append(self, message: wire.FromController) -> None:
         """Take a message in, on the link's thread."""
         self.arrived_s = time.perf_counter()
         super().append(message)
+        self.arrived.set()
 
 
 def hello(boot_id: str) -> wire.Hello:
@@ -71,11 +79,11 @@ def record(boot_id: str, counter: int, requests: int, generator: np.random.Gener
     )  # fmt: skip
 
 
-def measure(endpoint: str, requests: int, steps: int, sidecar: int, pause_s: float) -> dict[str, float]:
+def measure(endpoint: str, requests: int, steps: int, sidecar_pid: int, pause_s: float) -> dict[str, float]:
     """Return round-trip percentiles in microseconds and the sidecar's CPU time per decision."""
     boot_id = f"bench{requests}-{pause_s}"
     link = EngineLink(endpoint, boot_id)
-    inbox = link._inbox = Inbox(maxlen=8)
+    inbox = link._inbox = Inbox()
     link.send(hello(boot_id))
     generator = np.random.default_rng(0)
     trips_us: list[float] = []
@@ -83,16 +91,13 @@ def measure(endpoint: str, requests: int, steps: int, sidecar: int, pause_s: flo
     for counter in range(1, steps + 1):
         message = record(boot_id, counter, requests, generator)
         if counter == steps // 5:
-            spent_s = cpu_s(sidecar)
-        started = time.perf_counter()
+            spent_s = cpu_s(sidecar_pid)
+        time.sleep(pause_s)
+        started_s = time.perf_counter()
         link.send(message)
-        deadline = started + (2.0 if counter > 1 else 120.0)  # the sidecar starts, and may compile
-        while not any(isinstance(answer, wire.ActionSet) for answer in link.receive()):
-            if time.perf_counter() > deadline:
-                raise SystemExit(f"no answer to record {counter} within 2 s")
-            time.sleep(pause_s)  # the engine thread is in the forward pass and has released the interpreter lock
-        trips_us.append((inbox.arrived_s - started) * 1e6)
-    per_decision_us = (cpu_s(sidecar) - spent_s) / (steps - steps // 5) * 1e6
+        until_answered(link, inbox, started_s + (2.0 if counter > 1 else FIRST_S), counter)
+        trips_us.append((inbox.arrived_s - started_s) * 1e6)
+    per_decision_us = (cpu_s(sidecar_pid) - spent_s) / (steps - steps // 5) * 1e6
     link.close()
     settled = trips_us[steps // 5 :]
     return {
@@ -104,6 +109,14 @@ def measure(endpoint: str, requests: int, steps: int, sidecar: int, pause_s: flo
     }
 
 
+def until_answered(link: EngineLink, inbox: Inbox, until_s: float, counter: int) -> None:
+    """Wait for an action set, as in a forward pass: without the interpreter lock."""
+    while not any(isinstance(answer, wire.ActionSet) for answer in link.receive()):
+        if not inbox.arrived.wait(until_s - time.perf_counter()):
+            raise SystemExit(f"no answer to record {counter} in time")
+        inbox.arrived.clear()
+
+
 def echo(endpoint: str) -> None:
     """Send everything back."""
     socket = zmq.Context.instance().socket(zmq.ROUTER)
@@ -112,20 +125,21 @@ def echo(endpoint: str) -> None:
         socket.send_multipart(socket.recv_multipart())
 
 
-def bare_us(endpoint: str, pause_s: float, times: int = 300) -> float:
-    """Return the median trip to a process that echoes, with this pause between two."""
+def bare_us(endpoint: str, pause_s: float, peers: Cores, times: int = 300) -> float:
+    """Return the median trip to a process on these cores that echoes, with this pause between two."""
     peer = multiprocessing.get_context("spawn").Process(target=echo, args=(endpoint,), daemon=True)
     peer.start()
-    socket = zmq.Context.instance().socket(zmq.DEALER)
+    os.sched_setaffinity(peer.pid or 0, peers)
+    socket = zmq.Context().socket(zmq.DEALER)  # whose thread is placed as this one is
     socket.connect(endpoint)
     frame = wire.encode(record("bare", 2, 64, np.random.default_rng(0)))
     trips_us = []
     for _ in range(times):
         time.sleep(pause_s)
-        started = time.perf_counter()
+        started_s = time.perf_counter()
         socket.send(frame)
         socket.recv()
-        trips_us.append((time.perf_counter() - started) * 1e6)
+        trips_us.append((time.perf_counter() - started_s) * 1e6)
     peer.terminate()
     socket.close(linger=0)
     return statistics.median(trips_us[times // 5 :])
@@ -137,36 +151,33 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def placed(name: str, engine: Cores, peers: Cores, steps: int) -> list[dict[str, float | str]]:
+    """Measure with the engine's process on some cores and the sidecar on others."""
+    os.sched_setaffinity(0, engine)
+    rows: list[dict[str, float | str]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        with sidecar(folder, peers) as (link, pid):
+            for pause_s in PAUSES_S:
+                rows += [measure(link.endpoint, requests, steps, pid, pause_s) for requests in BOUNDS_US]
+        bare = {pause_s * 1e3: bare_us(f"ipc://{folder}/bare{pause_s}.sock", pause_s, peers) for pause_s in PAUSES_S}
+    return [{"cores": name, **row, "bare_us": bare[float(row["pause_ms"])]} for row in rows]
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        endpoint = f"ipc://{folder}/engine.sock"
-        faser = Path(sys.executable).with_name("faser")
-        command = [str(faser), "sidecar", "--endpoint", endpoint, "--store", f"{folder}/telemetry.sqlite"]
-        sidecar = subprocess.Popen(command, stderr=subprocess.DEVNULL, cwd=folder)
-        try:
-            rows = [
-                measure(endpoint, requests, options.steps, sidecar.pid, pause_s)
-                for pause_s in PAUSES_S
-                for requests in BOUNDS_US
-            ]
-        finally:
-            sidecar.terminate()
-            sidecar.wait(10)
-        bare = {pause_s * 1e3: bare_us(f"ipc://{folder}/bare{pause_s}.sock", pause_s) for pause_s in PAUSES_S}
-    for row in rows:
-        row["bare_us"] = bare[row["pause_ms"]]
+    cores = sorted(os.sched_getaffinity(0))
+    rows = placed("own", {cores[0]}, {cores[-1]}, options.steps) + placed("any", {*cores}, {*cores}, options.steps)
+    for row in [] if options.json else rows:
         p50, p99 = BOUNDS_US[int(row["requests"])]
-        if not options.json:
-            print(
-                f"{row['requests']:4.0f} requests, pause {row['pause_ms']:.0f} ms: "
-                f"p50 {row['p50_us']:6.0f} us (bound {p50:.0f}), p99 {row['p99_us']:6.0f} us (bound {p99:.0f}), "
-                f"sidecar CPU {row['sidecar_cpu_us']:.0f} us a decision, bare socket {row['bare_us']:.0f} us"
-            )
+        print(
+            f"{row['cores']} cores, {row['requests']:4.0f} requests, pause {row['pause_ms']:.0f} ms: "
+            f"p50 {row['p50_us']:6.0f} us (bound {p50:.0f}), p99 {row['p99_us']:6.0f} us (bound {p99:.0f}), "
+            f"sidecar CPU {row['sidecar_cpu_us']:.0f} us a decision, bare socket {row['bare_us']:.0f} us"
+        )
     if options.json:
         print(json.dumps(rows))
 

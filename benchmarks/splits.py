@@ -21,7 +21,7 @@ from faser.controller.evaluate import decided
 from faser.engine_adapter.protocol import ActionSet
 from faser.env.engine_model import Split
 from faser.env.state import EngineState
-from faser.models.evaluate import DRIFT, FULL, Meter
+from faser.models.evaluate import DRIFT, FULL, Cell, Meter
 from faser.models.policy import make_policy
 from faser.models.simulated import SimulatedEngine
 from faser.models.worlds import LOADS, WorldSpec, side_by_side
@@ -33,7 +33,7 @@ DRIFT_STEPS: Final = 4800
 
 
 def run(world: WorldSpec, load: int, seed: int, steps: int = 0) -> tuple[float, list[float]]:
-    """Return tokens per second, and the share of the counted steps under each split.
+    """Return tokens per second, goodput where the load drifts, and the share of the counted steps under each split.
 
     :param load: running requests, or DRIFT
     """
@@ -51,10 +51,8 @@ def run(world: WorldSpec, load: int, seed: int, steps: int = 0) -> tuple[float, 
         if meter.start is not None:
             under[record.split or 0] += 1
         actions = decided(state, record, policy, record.counter)
-    since_s, tokens, _ = meter.start or (0.0, 0.0, 0.0)
-    now = engine.simulator.state.engines[0]
-    rate = (float(now["emitted"]) - tokens) / (float(now["clock_s"]) - since_s)
-    return rate, [share / max(sum(under), 1) for share in under]
+    score = meter.run(Cell("price", world.name, load, seed, steps)).score
+    return score, [share / max(sum(under), 1) for share in under]
 
 
 def unsplit(world: WorldSpec) -> WorldSpec:
@@ -64,7 +62,7 @@ def unsplit(world: WorldSpec) -> WorldSpec:
 
 
 def compared(world: WorldSpec, load: int, seeds: range) -> dict[str, Any]:
-    """Return the ratio of tokens per second at one load with its 95 % half-width, and the shares of the steps."""
+    """Return the ratio of the scores at one load with its 95 % half-width, and the shares of the steps."""
     ratios, shares = [], []
     for seed in seeds:
         rate, under = run(world, load, seed)

@@ -247,9 +247,10 @@ def decide_row() -> str:
     return f"| policy alone, 64 / 256 requests, p50 | {cells} us | 100 / 250 us | `benchmarks/decide.py` |"
 
 
-def round_trip_row(pause_ms: float, beginning: str) -> str:
+def round_trip_row(cores: str, pause_ms: float, beginning: str) -> str:
     """Return one of the README's lines on the way to the sidecar and back."""
-    rows = [row for run in read("measured.json")["round_trip"] for row in run if row["pause_ms"] == pause_ms]
+    runs = read("measured.json")["round_trip"]
+    rows = [row for run in runs for row in run if (row["cores"], row["pause_ms"]) == (cores, pause_ms)]
     spans = [_span([row["p50_us"] for row in rows if row["requests"] == n]) for n in (64, 256)]
     bare = _span([row["bare_us"] for row in rows])
     return (
@@ -287,6 +288,7 @@ BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "closed loop"): closed_loop,
     ("docs/simulator.md", "speed"): partial(reported, "measured", "speed"),
     ("docs/bench.md", "trace"): partial(reported, "trace", "table"),
+    ("docs/results.md", "ablation"): partial(reported, "ablation_report", "table"),
     ("docs/results.md", "swing"): partial(reported, "swing_report", "table"),
     ("docs/bench.md", "slices"): partial(reported, "slices", "table"),
     ("docs/policies.md", "policies"): policies_overall,
@@ -303,6 +305,7 @@ BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/overlap.md", "ping-pong"): partial(reported, "overlap_report", "ping_pong"),
     ("docs/overlap.md", "the pair's rates"): partial(reported, "overlap_report", "pair_rates"),
     ("docs/overlap.md", "the pair's ratios"): partial(reported, "overlap_report", "pair_ratios"),
+    ("docs/overlap.md", "the gates"): partial(reported, "overlap_report", "gates"),
     ("docs/reliability.md", "soak"): partial(reported, "soak", "table"),
     **{
         ("docs/simulator.md", f"simulator {name}"): partial(reported, "fidelity_report", name.replace(" ", "_"))
@@ -315,8 +318,12 @@ ADAPTER = {
     "flushed": "| the same with flushed caches",
 }
 ROUND_TRIP = {
-    0.0: "| decision round trip, 64 / 256 requests, p50, two runs, back to back",
-    5.0: "| the same with a step every 5 ms",
+    (
+        "own",
+        0.0,
+    ): "| decision round trip, 64 / 256 requests, p50, two runs, back to back, each process on a core of its own",
+    ("own", 5.0): "| the same with a step every 5 ms",
+    ("any", 0.0): "| back to back again, wherever the system puts the processes",
 }
 LINES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/bench.md", "One quick run on two shared cores,"): quick_run,
@@ -330,7 +337,7 @@ MEASURED: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "| policy alone, 64 / 256 requests"): decide_row,
     ("README.md", "| telemetry store"): store_row,
     ("README.md", "| engines on one sidecar core"): fleet_row,
-    **{("README.md", line): partial(round_trip_row, pause_ms, line) for pause_ms, line in ROUND_TRIP.items()},
+    **{("README.md", line): partial(round_trip_row, *way, line) for way, line in ROUND_TRIP.items()},
 }
 
 

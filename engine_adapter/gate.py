@@ -1,59 +1,75 @@
 """Whether a mechanism pays, found out by measuring: seconds per emitted token with and without it, by batch size.
 
 One gate for each mechanism: pruning (runner_pruning.py), drafting ahead (remote_drafting.py), two groups
-(ping_pong.py). Pure; who steps asks before a step
-and reports after it. Where the mechanism is not faster beyond chance it stays off, but for a few probing steps. With
-pruning, what is asked in one step holds for the next one's verification, so that no decision can know the drafts it
-cuts (a step's time depends on how long its drafts grew).
+(ping_pong.py). Pure; who steps asks before a step and reports after it. A few steps with the mechanism are compared
+with the few without it just before: a text that gets easier, or a machine that gets slower, lasts for more steps than
+that, and would make step after step look like evidence. Where it is not faster beyond chance it stays off, but for a
+few probing steps. With pruning, what is asked in one step holds for the next one's verification, so that no decision
+can know the drafts it cuts (a step's time depends on how long its drafts grew).
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
 PROBE_STEPS: Final = 8  # steps in a row with it, and without, while it is not known which is faster
-EVIDENCE_STEPS: Final = 64  # of each kind before anything is believed
+LEAST_STEPS: Final = 4  # told of such a row; with fewer it is no evidence
+EVIDENCE_PAIRS: Final = 12  # of such rows before anything is believed
+EVIDENCE_STEPS: Final = EVIDENCE_PAIRS * PROBE_STEPS  # of each kind
 REPROBE_STEPS: Final = 512  # steps after which the slower kind is tried again
-MEMORY_STEPS: Final = 1024.0  # older steps of a kind are forgotten
-LEAST_DEVIATIONS: Final = 2.0  # by so many standard deviations it must be faster: a wrong yes costs every step
+MEMORY_PAIRS: Final = 32.0  # older ones are forgotten
+LEAST_DEVIATIONS: Final = 2.5  # by so many standard errors it must be faster: a wrong yes costs every step
 
 
 @dataclass(slots=True)
-class Arm:
-    """What steps of one kind took: sums over steps, fading."""
+class Pairs:
+    """Logarithms of the time per token with the mechanism over that without, of neighbouring rows of steps; fading."""
 
-    steps: float = 0.0
-    time_s: float = 0.0
-    tokens: float = 0.0
-    time_squared: float = 0.0
-    product: float = 0.0
-    tokens_squared: float = 0.0
+    count: float = 0.0
+    total: float = 0.0
+    squares: float = 0.0
 
-    def add(self, time_s: float, tokens: int) -> None:
-        """Take in one step."""
-        keep = 1.0 - 1.0 / MEMORY_STEPS
-        self.steps = keep * self.steps + 1.0
-        self.time_s = keep * self.time_s + time_s
-        self.tokens = keep * self.tokens + tokens
-        self.time_squared = keep * self.time_squared + time_s * time_s
-        self.product = keep * self.product + time_s * tokens
-        self.tokens_squared = keep * self.tokens_squared + tokens * tokens
+    def add(self, log_ratio: float) -> None:
+        """Take in one pair."""
+        keep = 1.0 - 1.0 / MEMORY_PAIRS
+        self.count = keep * self.count + 1.0
+        self.total = keep * self.total + log_ratio
+        self.squares = keep * self.squares + log_ratio * log_ratio
 
-    def rate(self) -> tuple[float, float]:
-        """Return seconds per token and the variance of that ratio (delta method)."""
-        ratio = self.time_s / self.tokens
-        spread = self.time_squared - 2.0 * ratio * self.product + ratio * ratio * self.tokens_squared
-        return ratio, max(spread, 0.0) / (self.tokens * self.tokens)
+    def mean(self) -> float:
+        """Return their mean."""
+        return self.total / self.count
+
+    def error(self) -> float:
+        """Return the mean's standard error."""
+        variance = self.squares / self.count - self.mean() ** 2
+        return math.sqrt(max(variance, 0.0) / (self.count - 1.0))
 
 
 @dataclass(slots=True)
 class _Shape:
-    """One batch size: both kinds, and how many steps were asked about."""
+    """One batch size: what was compared, and the steps that are to be."""
 
     asked: int = 0
-    arms: tuple[Arm, Arm] = field(default_factory=lambda: (Arm(), Arm()))  # without, with it
+    pairs: Pairs = field(default_factory=Pairs)
+    compared: int = 0  # pairs, none forgotten
+    is_on: bool = False  # the kind of the newest steps
+    steps: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=PROBE_STEPS))  # seconds, tokens
+    before: float | None = None  # seconds per token of the row before, which is of the other kind
+
+    def turn(self) -> None:
+        """Compare the row of steps that has just ended with the one before it, or keep it for that."""
+        row = _time_per_token(self.steps)
+        self.steps.clear()
+        if row is None or self.before is None:
+            self.before = row
+            return
+        log_ratio = math.log(row / self.before)
+        self.pairs.add(log_ratio if self.is_on else -log_ratio)
+        self.compared, self.before = self.compared + 1, None
 
 
 class Gate:
@@ -75,25 +91,30 @@ class Gate:
     def note(self, requests: int, has_used: bool, time_s: float, tokens: int) -> None:
         """Take in a step that could have used it."""
         shape = self._shapes.setdefault(_octave(requests), _Shape())
-        shape.arms[has_used].add(time_s, tokens)
+        if has_used != shape.is_on:
+            shape.turn()
+            shape.is_on = has_used
+        shape.steps.append((time_s, tokens))
 
     def gain(self, requests: int) -> float | None:
         """Return by which share it shortens the time per token at this batch size; None while unknown."""
         shape = self._shapes.get(_octave(requests))
-        if shape is None or not _is_known(shape):
-            return None
-        (off, _), (on, _) = (arm.rate() for arm in shape.arms)
-        return 1.0 - on / off
+        return None if shape is None or not _is_known(shape) else 1.0 - math.exp(shape.pairs.mean())
 
     def _faster(self, shape: _Shape) -> bool | None:
         if not _is_known(shape):
             return None
-        (off, off_variance), (on, on_variance) = (arm.rate() for arm in shape.arms)
-        return off - on > LEAST_DEVIATIONS * math.sqrt(off_variance + on_variance)
+        return -shape.pairs.mean() > LEAST_DEVIATIONS * shape.pairs.error()
 
 
 def _is_known(shape: _Shape) -> bool:
-    return all(arm.steps >= EVIDENCE_STEPS and arm.tokens > 0 for arm in shape.arms)
+    return shape.compared >= EVIDENCE_PAIRS
+
+
+def _time_per_token(steps: deque[tuple[float, int]]) -> float | None:
+    """Return seconds per token over a row of steps; None where that says nothing."""
+    time_s, tokens = sum(time_s for time_s, _ in steps), sum(tokens for _, tokens in steps)
+    return time_s / tokens if len(steps) >= LEAST_STEPS and tokens and time_s > 0.0 else None
 
 
 def _octave(requests: int) -> int:

@@ -23,6 +23,7 @@ KNEE_ROWS = {"cpu": 16.0, "cuda": 256.0}  # prior only: rows at which a step cos
 LEAST_PROMPT_ROWS = 32  # of fewer the time drowns in the step's own
 PROMPT_GAIN, MIN_PROMPT_ROW, MAX_PROMPT_ROW = 0.1, 0.02, 1.0
 MIN_STEP_S, MAX_STEP_S, MIN_LEVEL_S = 1e-6, 60.0, 1e-9  # beyond: a broken clock, not a step
+FOLLOW_GAIN, FOLLOW_MOST = 0.05, 0.5  # of a surprise, a logarithm
 MAX_ROWS = 1 << 20
 MAX_NODES = 80
 
@@ -111,6 +112,13 @@ class CostTable:
         else:
             self._learn_verifying(cost, verify_s)
         self.measured_steps += 1
+
+    def follow(self, surprise: float) -> None:
+        """Move the common level a little: steps of another kind took exp(surprise) times what they were known to take.
+
+        So the table keeps up with a machine that gets slower or faster while no step of its own kind is made.
+        """
+        self._change_level(FOLLOW_GAIN * min(max(surprise, -FOLLOW_MOST), FOLLOW_MOST))
 
     def verify_time_s(self, rows: npt.ArrayLike) -> Floats:
         """Return seconds of everything but drafting for each number of rows, any shape."""

@@ -8,8 +8,10 @@ of the shorter one is hidden. A table of its own for each split would have to be
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -17,16 +19,23 @@ import numpy.typing as npt
 
 from .cost_table import NO_PROMPTS, CostTable, Floats, Prompts, StepCost
 
-GAIN: Final = 0.1  # of a step, once so many are known
+SETTLE_STEPS: Final = 3  # behind a change of split: they verify what was drafted before it
+LEARNING_STEPS: Final = 16  # the next so many tell the numbers; whatever comes later tells how fast the machine is
+LEAST_STEPS: Final = 3  # before a number is believed
+KNOWN: Final = 0.5  # confidence of the table; below it a step under a split would be compared with a guess
 HIDDEN_GUESS: Final = 0.5  # before it was seen: a drafter that does not pay in turn may pay while nobody waits for it
 MOST: Final = 16.0  # times as long, or as short: beyond lies a broken clock
+
+
+def _few() -> deque[float]:
+    return deque(maxlen=LEARNING_STEPS)
 
 
 @dataclass(slots=True)
 class SplitCost:
     """Steps under one split: factors on both phases of `base`, and the share of the shorter phase that is hidden.
 
-    All three are guesses while `measured_steps` is 0.
+    Each is the median of what the first steps since the split came into force have shown, and a guess before.
     """
 
     base: CostTable
@@ -34,26 +43,41 @@ class SplitCost:
     draft_factor: float = 1.0
     hidden: float = HIDDEN_GUESS  # 0..1
     measured_steps: int = 0
-    _drafted_steps: int = 0
+    _since: int = 0  # steps since the split came into force
+    _verify_logs: deque[float] = field(default_factory=_few)
+    _draft_logs: deque[float] = field(default_factory=_few)
+    _shares: deque[float] = field(default_factory=_few)
+
+    def begin(self) -> None:
+        """Note that the split comes into force."""
+        self._since = 0
+        for seen in (self._verify_logs, self._draft_logs, self._shares):
+            seen.clear()
 
     def learn(self, cost: StepCost) -> None:
         """Take in one step under this split; steps of mostly prompt rows tell little of it and are left out."""
+        self._since += 1
         verify_s = cost.total_s - cost.draft_s + cost.overlap_s
-        if cost.rows <= 0 or cost.prefill_rows * 2 > cost.rows or verify_s <= 0.0 or cost.caught_up:
+        is_odd = cost.rows <= 0 or cost.prefill_rows * 2 > cost.rows or verify_s <= 0.0 or cost.caught_up > 0
+        if is_odd or self._since <= SETTLE_STEPS or float(self.base.confidence(cost.rows)) < KNOWN:
+            return
+        surprise = _log_ratio(verify_s, float(self.base.verify_time_s(cost.rows)))
+        if self._since > SETTLE_STEPS + LEARNING_STEPS:
+            self.base.follow(surprise - math.log(self.verify_factor))
             return
         self.measured_steps += 1
-        gain = max(1.0 / self.measured_steps, GAIN)
-        expected_s = float(self.base.verify_time_s(cost.rows))
-        self.verify_factor = _moved(self.verify_factor, verify_s / expected_s, gain)
-        if cost.draft_s <= 0.0 or not cost.is_draft_known:
-            return
-        self._drafted_steps += 1
-        gain = max(1.0 / self._drafted_steps, GAIN)
+        self._verify_logs.append(surprise)
+        self.verify_factor = math.exp(_middle(self._verify_logs, math.log(self.verify_factor)))
+        if cost.draft_s > 0.0:
+            self._learn_drafting(cost, verify_s)
+
+    def _learn_drafting(self, cost: StepCost, verify_s: float) -> None:
+        self._shares.append(min(max(cost.overlap_s / min(verify_s, cost.draft_s), 0.0), 1.0))
+        self.hidden = _middle(self._shares, self.hidden)
         drafting_s = float(self.base.draft_time_s(cost.rows, cost.rounds, cost.drafted))
-        if drafting_s > 0.0:
-            self.draft_factor = _moved(self.draft_factor, cost.draft_s / drafting_s, gain)
-        share = min(max(cost.overlap_s / min(verify_s, cost.draft_s), 0.0), 1.0)
-        self.hidden += gain * (share - self.hidden)
+        if cost.is_draft_known and drafting_s > 0.0:
+            self._draft_logs.append(_log_ratio(cost.draft_s, drafting_s))
+            self.draft_factor = math.exp(_middle(self._draft_logs, math.log(self.draft_factor)))
 
     def verify_time_s(self, rows: npt.ArrayLike) -> Floats:
         """Return seconds of everything but drafting for each number of rows, any shape."""
@@ -103,7 +127,34 @@ class SplitCost:
         return self.base.keep_up_time_s(prompt_rows) * self.draft_factor
 
 
-def _moved(factor: float, seen: float, gain: float) -> float:
-    """Return the factor, moved towards what was seen, in logarithms."""
-    surprise = math.log(min(max(seen, 1.0 / MOST), MOST) / factor)
-    return factor * math.exp(gain * surprise)
+class IdealSplit(SplitCost):
+    """What a split could be at best: each group's phases as fast as on the whole device, the shorter one hidden whole.
+
+    Two groups read the weights twice, so even this is slower than unsplit where half of the rows cost nearly as much
+    as all (docs/overlap.md, "What it can win at most").
+    """
+
+    def __init__(self, base: CostTable) -> None:
+        super().__init__(base, hidden=1.0)
+
+    def is_known(self, requests: int) -> bool:
+        """Return whether the base was measured at the rows of half a batch, with a draft token for each request."""
+        return float(self.base.confidence(requests)) >= KNOWN
+
+    def verify_time_s(self, rows: npt.ArrayLike) -> Floats:
+        """Return seconds of everything but drafting for each number of rows, any shape."""
+        return 2.0 * self.base.verify_time_s(np.asarray(rows, np.float64) / 2.0)
+
+    def beside_prompts_s(self, rows: npt.ArrayLike, requests: int, prompts: Prompts) -> Floats:
+        """Return mean seconds of everything but drafting for each number of decoding rows, any shape."""
+        doubled = self.verify_time_s(rows) - self.base.verify_time_s(rows)
+        return self.base.beside_prompts_s(rows, requests, prompts) + doubled
+
+
+def _log_ratio(seen: float, expected: float) -> float:
+    return math.log(min(max(seen / expected, 1.0 / MOST), MOST))
+
+
+def _middle(seen: deque[float], before: float) -> float:
+    """Return the median of what was seen, and what held before while that is too little."""
+    return statistics.median(seen) if len(seen) >= LEAST_STEPS else before

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -70,6 +72,7 @@ class Lesson(msgspec.Struct, frozen=True, eq=False, gc=False):
     drafts: DraftRows
     elapsed_s: float  # what the step cost in throughput
     rule: StopRule | None  # in force when this step drafted
+    split: int  # in force in it
 
 
 class EngineState:
@@ -96,8 +99,10 @@ class EngineState:
             graph_sizes=capabilities.graph_sizes,
             max_rows=capabilities.max_batched_tokens or 8192,
         )
-        self.split_costs: dict[tuple[int, int], SplitCost] = {}  # by split and octave of running requests
-        self.cost: CostTable | SplitCost = self.unsplit_cost  # of the split that is planned for, see `plan_for`
+        self.split = 0  # that the newest step showed, an index into `Capabilities.splits`; 0 is unsplit
+        self.octave = 0  # of the running requests
+        self.split_costs: dict[tuple[int, int], SplitCost] = {}  # by split and octave
+        self.cost: CostTable | SplitCost = self.unsplit_cost  # of the split that is planned for, see `planning_for`
 
     def handles(self) -> Ints:
         """Return (n,) int64 handles of all live requests, in order of first appearance."""
@@ -142,13 +147,22 @@ class EngineState:
         """Return seconds per step in which the drafter reads new prompts, if it is to draft behind them."""
         return self.cost.keep_up_time_s(self.load.steady_prefill_rows)
 
-    def plan_for(self, split: int) -> None:
-        """Let `cost` be that of steps under a split, an index into `Capabilities.splits`; 0 is unsplit."""
-        self.cost = self.split_cost(split) if split else self.unsplit_cost
+    @contextmanager
+    def planning_for(self, cost: CostTable | SplitCost) -> Iterator[None]:
+        """Let `cost` be that of steps under a split."""
+        before, self.cost = self.cost, cost
+        try:
+            yield
+        finally:
+            self.cost = before
+
+    def cost_under(self, split: int) -> CostTable | SplitCost:
+        """Return what steps of about so many running requests cost under a split; 0 is unsplit."""
+        return self.split_cost(split) if split else self.unsplit_cost
 
     def split_cost(self, split: int) -> SplitCost:
-        """Return what steps of so many running requests cost under a split other than unsplit."""
-        key = split, self.load.running.bit_length()
+        """Return the same of a split other than unsplit."""
+        key = split, self.octave
         return self.split_costs.setdefault(key, SplitCost(self.unsplit_cost))
 
     def ask(self, sequence: int, stop: StopRule | None) -> None:
@@ -193,7 +207,25 @@ def look(state: EngineState, record: StepRecord) -> None:
     sums = rows.sums()
     _update_load(state, record, sums.emitted)
     state.counter, state.step, state.time_s = record.counter, record.step, record.time_s
-    state.lesson = Lesson(record, rows, sums, trials, successes, drafts, elapsed_s, state.drafting_stop)
+    _see_split(state, record)
+    state.lesson = Lesson(record, rows, sums, trials, successes, drafts, elapsed_s, state.drafting_stop, state.split)
+
+
+def _see_split(state: EngineState, record: StepRecord) -> None:
+    """Note which split the step ran under: one that was never offered counts as none."""
+    split = record.split or 0
+    split = split if split < len(state.capabilities.splits) else 0
+    before = state.split, state.octave
+    state.split, state.octave = split, _octave(record.running, state.octave)
+    if split and (split, state.octave) != before:
+        state.split_cost(split).begin()
+
+
+def _octave(running: int, before: int) -> int:
+    """Return the octave of a number of requests; at its borders the one before goes on: batches swing by a few."""
+    low, high = (1 << before) >> 1, 1 << before
+    is_near = before > 0 and 3 * low <= 4 * running and 4 * running <= 5 * high
+    return before if is_near else max(running, 1).bit_length()
 
 
 def learn(state: EngineState) -> None:
@@ -209,11 +241,10 @@ def learn(state: EngineState) -> None:
         state.population.learn(lesson.trials, lesson.successes, known, limit, rows.drafted)
     state.confidence.learn(lesson.drafts)
     cost = _step_cost(lesson)
-    split = lesson.record.split or 0
-    if split == 0:
+    if lesson.split == 0:
         state.unsplit_cost.learn(cost)
-    elif split < len(state.capabilities.splits):  # one that was never offered teaches nothing
-        state.split_cost(split).learn(cost)
+    else:
+        state.split_cost(lesson.split).learn(cost)
     state.octaves.learn(cost)
     if state.link.records % 64 == 0 or state.requests.size > 2 * MAX_REQUESTS:
         state.link.evicted += state.requests.evict(state.link.records)

@@ -2,8 +2,8 @@
 
 Over a grid of (survival threshold, deepest round) it predicts tokens per second of the step, with the cost
 table's verify and drafting times, and takes the best cell; so for stop rules on the drafter's confidence
-(models/stopping.py). Where the engine offers splits of its device, one that has shown to emit more is asked for
-(models/split_choice.py). `PricePolicy.act` is called once per record.
+(models/stopping.py). Where the engine offers splits of its device, it asks for the one that promises most by what it
+has shown to cost (models/split_choice.py). `PricePolicy.act` is called once per record.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ import numpy as np
 from ..engine_adapter.compiled import compiled
 from ..env.acceptance import Floats, Ints
 from ..env.confidence import Forecast
+from ..env.cost_table import CostTable
 from ..env.requests import Bools
 from ..env.spaces import Action, Capabilities
+from ..env.split_cost import IdealSplit, SplitCost
 from ..env.state import EngineState
 from .baselines import uniform
 from .probe import Chances, ProbeAccount
-from .split_choice import SplitChoice
+from .split_choice import Promises, SplitChoice
 from .step_grid import HYSTERESIS, PLANES, choose
 from .stopping import EDGE_LIST, NO_RULE, all_drafts, predict_stops, rule_of
 
@@ -105,27 +107,42 @@ class PricePolicy:
 
     def _side_by_side(self, state: EngineState, decoding: Bools, requests: int) -> Action:
         """Return the action under the split that is in force or on trial at this size of the batch."""
-        size = _size(requests)
-        split = self._splits.at(requests, size)
-        state.plan_for(split)
-        plan = self._plan(state, decoding, requests, split)
-        self._point.rate = plan.rate
-        # What is probed under a split would not teach the curve, which is that of unsplit steps.
-        action = plan.action if split else self._probed(plan, state, decoding, requests)
-        self._splits.note(requests, size, partial(self._rate_under, state, decoding, requests))
-        state.plan_for(0)
+        split = self._splits.at(requests, state.octave)
+        with state.planning_for(state.cost_under(split)):
+            plan = self._plan(state, decoding, requests, split)
+            self._point.rate = plan.rate
+            is_trial = self._splits.is_trial(state.octave)  # whose few steps are to tell of the split alone
+            action = plan.action if is_trial else self._probed(plan, state, decoding, requests)
+        promises = Promises(
+            partial(self._promised, state, decoding, requests),
+            partial(self._promised_at_best, state, decoding, requests),
+        )
+        self._splits.note(requests, state.octave, state.split == split, promises)
         return msgspec.structs.replace(action, split=split)
 
-    def _rate_under(self, state: EngineState, decoding: Bools, requests: int, split: int) -> float:
-        """Return the tokens per second of the best plan under a split; 0 while the engine has not shown it yet."""
+    def _promised(self, state: EngineState, decoding: Bools, requests: int, split: int) -> float:
+        """Return the tokens per second of the best plan under a split; 0 while nothing is known of the split."""
         if split and not state.split_cost(split).measured_steps:
             return 0.0
-        point = self._point
-        state.plan_for(split)
-        plan = self._search(state, self._forecast(state), decoding, requests, split)
-        self._point.rate = plan.rate
-        self._point = point
-        return plan.rate
+        return self._rate_at(state, decoding, requests, split, state.cost_under(split))
+
+    def _promised_at_best(self, state: EngineState, decoding: Bools, requests: int) -> float:
+        """Return the tokens per second that no split can exceed; infinite while that is not known."""
+        ideal = IdealSplit(state.unsplit_cost)
+        return self._rate_at(state, decoding, requests, 0, ideal) if ideal.is_known(requests) else math.inf
+
+    def _rate_at(
+        self, state: EngineState, decoding: Bools, requests: int, split: int, cost: CostTable | SplitCost
+    ) -> float:
+        """Return the tokens per second of the best plan at some costs, from the split's operating point on."""
+        point, points, key = self._point, self._points, (split, _size(requests))
+        # On a copy: what is only asked about must not move what is followed. It compares both ways to choose lengths.
+        self._points = {key: msgspec.structs.replace(points.get(key, point), searches=-1)}
+        try:
+            with state.planning_for(cost):
+                return self._search(state, self._forecast(state), decoding, requests, split).rate
+        finally:
+            self._point, self._points = point, points
 
     def _forecast(self, state: EngineState) -> Forecast | None:
         return state.confidence.forecast if self._can_stop and state.confidence.is_ready else None

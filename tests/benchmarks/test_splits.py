@@ -46,15 +46,31 @@ def test_nothing_is_split_where_it_does_not_pay(splits: ModuleType, world: World
     assert rate > 0.98 * splits.run(splits.unsplit(world), 4, 7, 1200)[0]
 
 
-def test_a_split_that_the_engine_never_shows_is_not_kept() -> None:
-    """Its records say unsplit, whatever was asked: an engine that does not act on splits."""
+@pytest.mark.parametrize("until", [0, 600])
+def test_a_split_that_the_engine_does_not_show_is_not_kept(until: int) -> None:
+    """Its records say unsplit, whatever was asked: an engine that does not act on splits, or not any more."""
     heavy, _ = side_by_side()
-    engine = SimulatedEngine(heavy.closed(64), 3)
+    engine = SimulatedEngine(heavy.closed(128), 3)
     policy, state = make_policy("price", engine.capabilities), EngineState(engine.capabilities)
     actions, asked = None, []
-    for sequence in range(1, 500):
-        carried = None if actions is None else msgspec.structs.replace(actions, split=None)
+    for sequence in range(1, 1800):
+        obeys = actions is not None and sequence < until
+        carried = actions if obeys or actions is None else msgspec.structs.replace(actions, split=None)
         actions = decided(state, engine.step(carried), policy, sequence)
-        asked.append(actions.split)
-    assert np.count_nonzero(asked) < 60
-    assert not state.split_costs or not any(cost.measured_steps for cost in state.split_costs.values())
+        asked.append(actions.split or 0)
+    assert np.count_nonzero(asked[until:]) < 260
+    assert np.count_nonzero(asked[-500:]) < 100  # trials
+    if until:
+        assert np.count_nonzero(asked[:until]) > 200  # it paid while it lasted
+
+
+def test_a_batch_that_swings_at_an_octaves_border_keeps_its_split() -> None:
+    """A device that changes its shares with every request that ends would do little else."""
+    heavy, _ = side_by_side()
+    engine = SimulatedEngine(heavy.closed(33), 3)
+    policy, state = make_policy("price", engine.capabilities), EngineState(engine.capabilities)
+    actions, asked = None, []
+    for sequence in range(1, 2000):
+        actions = decided(state, engine.step(actions), policy, sequence)
+        asked.append(actions.split or 0)
+    assert np.count_nonzero(np.diff(asked)) < 60

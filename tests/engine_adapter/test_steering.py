@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections import Counter
@@ -345,6 +346,22 @@ def test_without_a_sidecar_sending_never_waits_and_drops_are_counted(endpoint: s
     wait_for(lambda: link.dropped > 0)
     link.close()
     assert slowest < 0.005
+
+
+def test_the_links_thread_takes_no_core_from_the_engines(endpoint: str) -> None:
+    """Linux: a thread of the batch class does not preempt the one that wakes it."""
+    link, told = EngineLink(endpoint, "boot"), list[int]()
+
+    def make() -> wire.FromEngine:
+        told.append(os.sched_getscheduler(0))
+        return wire.Goodbye("boot")
+
+    link.send_later(make)
+    wait_for(lambda: told)
+    link.close()
+    own = os.sched_getscheduler(0)
+    assert told[0] == (os.SCHED_BATCH if own == os.SCHED_OTHER else own)
+    assert own != os.SCHED_BATCH or told[0] == own  # the caller's own class stays as it was
 
 
 def test_a_message_that_rests_is_made_so_much_later_and_does_not_hold_up_those_after_it(endpoint: str) -> None:

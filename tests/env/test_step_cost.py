@@ -26,7 +26,7 @@ class Recorder(CostTable):
 def cost_of(rule: StopRule | None, caught_up: int = 0, rounds: int | None = None, drawn: int | None = None) -> StepCost:
     """Return what is learnt from a step in which two requests may draft four tokens and hand over two and one."""
     state, learnt = EngineState(Capabilities(k_max=4)), Recorder()
-    state.cost = learnt
+    state.unsplit_cost = learnt
     state.ask(5, rule)
     rows = [RequestRow(handle, 1, 4, drafted, 0, 0, 0, 1, 50, False) for handle, drafted in ((1, 2), (2, 1))]
     record = StepRecord(

@@ -1,0 +1,119 @@
+"""What each mechanism gave, from the results that are kept: a table for docs/figures.py.
+
+Nothing is measured here. Each line compares with and without one mechanism as its own benchmark did, on its machine;
+lines do not multiply, for they are of different loads and machines.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import closed_loop_report
+import numpy as np
+import overlap_report
+import pruning_report
+import swing_report
+
+from faser.controller.bench_ratio import OURS, paired_ratio, wider_interval
+from faser.models.evaluate import DRIFT
+
+RESULTS: Final = Path(__file__).resolve().parent / "results"
+POLICIES: Final = ("adaspec", "smartspec", "learned", "goodput", "gplcb", "bandit", "ema")
+Row = tuple[str, str, str, str]  # mechanism, beside, measured where, ratio of tokens per second
+
+
+def table() -> str:
+    """Return the table."""
+    rows = [*lengths(), *by_load(), *confidence(), *pruning(), *overlap(), *splits(), *policies()]
+    heading = ("mechanism", "over", "where", "tokens/s")
+    return "\n".join(pruning_report.markdown(heading, rows))
+
+
+def read(name: str) -> Any:
+    """Return a results file."""
+    return json.loads((RESULTS / name).read_text())
+
+
+def lengths() -> Iterator[Row]:
+    """Yield what choosing lengths brings, step by step, on the swinging load."""
+    rates = swing_report.read().rates()
+    fixed = max((arm for arm in rates if arm.startswith("k")), key=lambda arm: _level(rates[arm].tolist()))
+    where = "engine, a swinging load"
+    said = closed_loop_report.name_of(fixed)
+    for name, arm, beside, told in (
+        (f"the best fixed length in hindsight, {said}", fixed, "none", "no speculation"),
+        ("a length for each size of the batch", swing_report.TABLE, fixed, said),
+        ("a length for each request, stops by confidence, costs as measured", OURS, swing_report.TABLE, "that table"),
+    ):
+        yield name, told, where, str(paired_ratio(np.log(rates[arm]) - np.log(rates[beside]), wider_interval))
+
+
+def by_load() -> Iterator[Row]:
+    """Yield what lengths and stops bring at steady loads."""
+    results = closed_loop_report.read_results(closed_loop_report.RESULTS)
+    loads = sorted({turn.load for turn in results.turns})
+    over_none = [f"{closed_loop_report.over_none(results, load).value:.2f}" for load in loads]
+    over_best = [f"{closed_loop_report.envelope_at(results, load).ratio.value:.2f}" for load in loads]
+    where = f"engine, {', '.join(map(str, loads))} requests"
+    yield "lengths and stops together", "no speculation", where, ", ".join(over_none)
+    yield "lengths and stops together", "the best fixed length or none of each", where, ", ".join(over_best)
+
+
+def confidence() -> Iterator[Row]:
+    """Yield what the drafter's confidence brings."""
+    found = read("policies.json")["policies"]["price:history"]
+    low, high = found["over_price_ci"]
+    ratio = f"{1.0 / found['over_price']:.3f} ({1.0 / high:.3f} to {1.0 / low:.3f})"
+    yield "the drafter's confidence", "lengths by history alone", "simulation, five worlds", ratio
+
+
+def pruning() -> Iterator[Row]:
+    """Yield what ending drafts by confidence brings a fixed length, and what pruning brings beside that."""
+    cells = read("pruning_gate.json")["cells"]
+    for name, arm, beside, told in (
+        ("drafts that end by confidence", "confidence", "full", "drafts in full"),
+        ("pruned verification under its gate", "gate", "confidence", "drafts that end by confidence"),
+    ):
+        both = [cell["tokens_per_s"] for cell in cells if {arm, beside} <= set(cell["tokens_per_s"])]
+        ratios = [_level(rates[arm]) / _level(rates[beside]) for rates in both]
+        if ratios:
+            where = f"engine, {len(ratios)} of {len(pruning_report.GRID)} batches and lengths"
+            yield name, told, where, _range(ratios)
+
+
+def overlap() -> Iterator[Row]:
+    """Yield what the two ways to overlap bring the embedded pair."""
+    loads = json.loads(overlap_report.PAIR_RESULT.read_text())["loads"]
+    where = f"engine, split cores, {', '.join(loads)} requests"
+    for name, arm in (("drafting ahead, forced on", "ahead"), ("two groups, forced on", "groups")):
+        ratios = [load["ratios"][f"{arm} / in turn"]["median"] for load in loads.values()]
+        yield name, "drafting in turn", where, _range(ratios)
+
+
+def splits() -> Iterator[Row]:
+    """Yield what choosing a split brings in the simulated engines that offer some."""
+    points = read("splits.json")["points"]
+    for world in dict.fromkeys(point["world"] for point in points):
+        ratios = [point["ratio"] for point in points if point["world"] == world and point["load"] != DRIFT]
+        yield "a split of the device, chosen", "unsplit", f"simulation, {world}, 1 to 128 requests", _range(ratios)
+
+
+def policies() -> Iterator[Row]:
+    """Yield what other policies bring in place of `price`."""
+    found = read("policies.json")["policies"]
+    for name in POLICIES:
+        low, high = found[name]["over_price_ci"]
+        ratio = f"{found[name]['over_price']:.3f} ({low:.3f} to {high:.3f})"
+        yield f"the policy `{name}`", "`price`", "simulation, five worlds", ratio
+
+
+def _level(rates: list[float]) -> float:
+    return statistics.geometric_mean(rates)
+
+
+def _range(ratios: list[float]) -> str:
+    return f"{statistics.geometric_mean(ratios):.3f} (least {min(ratios):.3f}, most {max(ratios):.3f})"
