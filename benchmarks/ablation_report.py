@@ -23,6 +23,7 @@ from faser.models.evaluate import DRIFT
 
 RESULTS: Final = Path(__file__).resolve().parent / "results"
 POLICIES: Final = ("adaspec", "smartspec", "learned", "goodput", "gplcb", "bandit", "ema")
+SIMULATED: Final = "simulation, five worlds, 1 to 128 requests"
 Row = tuple[str, str, str, str]  # mechanism, beside, measured where, ratio of tokens per second
 
 
@@ -65,10 +66,14 @@ def by_load() -> Iterator[Row]:
 
 def confidence() -> Iterator[Row]:
     """Yield what the drafter's confidence brings."""
-    found = read("policies.json")["policies"]["price:history"]
-    low, high = found["over_price_ci"]
-    ratio = f"{1.0 / found['over_price']:.3f} ({1.0 / high:.3f} to {1.0 / low:.3f})"
-    yield "the drafter's confidence", "lengths by history alone", "simulation, five worlds", ratio
+    ratios = [1.0 / ratio for ratio in steady_over_price("price:history")]
+    yield "the drafter's confidence", "lengths by history alone", SIMULATED, _range(ratios)
+
+
+def steady_over_price(name: str) -> list[float]:
+    """Return a policy's tokens per second over those of `price`, in each world at each steady load."""
+    worlds = read("policies.json")["policies"][name]["worlds"]
+    return [cell["over_price"] for world in worlds.values() for load, cell in world.items() if load != "drift"]
 
 
 def pruning() -> Iterator[Row]:
@@ -87,28 +92,28 @@ def pruning() -> Iterator[Row]:
 
 def overlap() -> Iterator[Row]:
     """Yield what the two ways to overlap bring the embedded pair."""
-    loads = json.loads(overlap_report.PAIR_RESULT.read_text())["loads"]
-    where = f"engine, split cores, {', '.join(loads)} requests"
+    whole = json.loads(overlap_report.PAIR_RESULT.read_text())["loads"]
     for name, arm in (("drafting ahead, forced on", "ahead"), ("two groups, forced on", "groups")):
+        loads = {requests: load for requests, load in whole.items() if arm == "ahead" or requests != "1"}
         ratios = [load["ratios"][f"{arm} / in turn"]["median"] for load in loads.values()]
-        yield name, "drafting in turn", where, _range(ratios)
+        yield name, "drafting in turn", f"engine, split cores, {', '.join(loads)} requests", _range(ratios)
 
 
 def splits() -> Iterator[Row]:
     """Yield what choosing a split brings in the simulated engines that offer some."""
     points = read("splits.json")["points"]
     for world in dict.fromkeys(point["world"] for point in points):
-        ratios = [point["ratio"] for point in points if point["world"] == world and point["load"] != DRIFT]
+        own = [point for point in points if point["world"] == world]
+        ratios = [point["ratio"] for point in own if point["load"] != DRIFT]
+        (drift,) = (f"{p['ratio']:.3f} ± {p['half_width']:.3f}" for p in own if p["load"] == DRIFT)
         yield "a split of the device, chosen", "unsplit", f"simulation, {world}, 1 to 128 requests", _range(ratios)
+        yield "the same under a drifting load: goodput", "unsplit", f"simulation, {world}", drift
 
 
 def policies() -> Iterator[Row]:
     """Yield what other policies bring in place of `price`."""
-    found = read("policies.json")["policies"]
     for name in POLICIES:
-        low, high = found[name]["over_price_ci"]
-        ratio = f"{found[name]['over_price']:.3f} ({low:.3f} to {high:.3f})"
-        yield f"the policy `{name}`", "`price`", "simulation, five worlds", ratio
+        yield f"the policy `{name}`", "`price`", SIMULATED, _range(steady_over_price(name))
 
 
 def _level(rates: list[float]) -> float:

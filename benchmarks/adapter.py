@@ -30,7 +30,7 @@ import zmq
 
 from faser.engine_adapter import protocol
 from faser.engine_adapter.lease import Lease
-from faser.engine_adapter.link import INBOX_LIMIT, EngineLink
+from faser.engine_adapter.link import INBOX_LIMIT, EngineLink, give_way
 from faser.engine_adapter.steering import BatchOutcome, Default, Steering
 from faser.engine_adapter.steps import StepReport
 
@@ -108,19 +108,21 @@ class Engine:
             {request_id: row for row, request_id in enumerate(ids)}, [[1, 2]] * requests, requests, 0, 0.5,
             StepReport(0.01, 0.001, 0.003, 0.0, 0.015, drafted=[4] * requests),
         )  # fmt: skip
-        self.steps = self.under_lease = 0
+        self._steps = 0
 
-    def serve(self, steps: int, flush: np.ndarray | None, pause_s: float) -> list[float]:
-        """Return the adapter's thread CPU time in each of some steps, seconds; the first ones are left out."""
-        costs_s = [self._step(flush, pause_s) for _ in range(steps)]
-        return costs_s[FIRST_STEPS:]
+    def serve(self, steps: int, flush: np.ndarray | None, pause_s: float) -> list[tuple[float, bool]]:
+        """Return the adapter's thread CPU time in each of some steps, seconds, and whether a lease was in force.
 
-    def _step(self, flush: np.ndarray | None, pause_s: float) -> float:
+        The first ones are left out.
+        """
+        return [self._step(flush, pause_s) for _ in range(steps)][FIRST_STEPS:]
+
+    def _step(self, flush: np.ndarray | None, pause_s: float) -> tuple[float, bool]:
         if flush is not None:
             flush += 1  # what a forward pass does to the caches
         if pause_s:
             time.sleep(pause_s)
-        if self.steps:
+        if self._steps:
             self._inbox.arrived.wait(0.1)  # like a forward pass, without the interpreter lock
             self._inbox.arrived.clear()
         started_s = time.thread_time()
@@ -130,9 +132,9 @@ class Engine:
             request.num_output_tokens += 2
         resumed_s = time.thread_time()
         self._steering.record(order, self._outcome)
-        self.steps += 1
-        self.under_lease += order.lease_epoch > 0
-        return (time.thread_time() - resumed_s) + ordered_s
+        spent_s = time.thread_time() - resumed_s + ordered_s
+        self._steps += 1
+        return spent_s, order.lease_epoch > 0
 
     def close(self) -> None:
         """Say goodbye."""
@@ -144,10 +146,12 @@ def measure(endpoint: str, blocks: int, woken_us: float) -> list[dict[str, Any]]
     engines = {requests: Engine(endpoint, requests) for requests in REQUESTS}
     cells = [(requests, *ways) for requests in REQUESTS for ways in CACHES]
     costs_us: dict[tuple[int, str], list[list[float]]] = {(requests, name): [] for requests, name, _, _ in cells}
+    leases: dict[tuple[int, str], list[bool]] = {(requests, name): [] for requests, name, _, _ in cells}
     for number in range(blocks):
         for requests, name, flush, pause_s in cells[:: -1 if number % 2 else 1]:
-            costs_s = engines[requests].serve(BLOCK_STEPS, flush, pause_s)
-            costs_us[requests, name].append([cost_s * 1e6 for cost_s in costs_s])
+            steps = engines[requests].serve(BLOCK_STEPS, flush, pause_s)
+            costs_us[requests, name].append([cost_s * 1e6 for cost_s, _ in steps])
+            leases[requests, name] += [is_under_lease for _, is_under_lease in steps]
     for engine in engines.values():
         engine.close()
     rows = []
@@ -158,7 +162,7 @@ def measure(endpoint: str, blocks: int, woken_us: float) -> list[dict[str, Any]]
                 "requests": requests, "caches": name, "bound_us": BOUND_US + BOUND_US_PER_REQUEST * requests,
                 "p50_us": p50, "p50_quartiles_us": [low, high],
                 "p99_us": float(np.percentile(np.concatenate(found_us), 99)),
-                "under_lease": engines[requests].under_lease / engines[requests].steps, "wake_us": woken_us,
+                "under_lease": statistics.mean(leases[requests, name]), "wake_us": woken_us,
             }
         )  # fmt: skip
     return rows
@@ -169,6 +173,7 @@ def wake_us(times: int = 400) -> float:
     wake, is_over = os.eventfd(0), threading.Event()
 
     def sleep() -> None:
+        give_way()
         while not is_over.is_set():
             os.eventfd_read(wake)
 

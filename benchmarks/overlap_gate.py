@@ -8,8 +8,10 @@ that a shared machine's bursts do not reach: in a turn each arm answers one set 
 twice the forced arms answer it taking turns after some tokens, which tells what steps take. A step counts as what it
 was, so that those of `gated` have the times of the arm whose code they ran; the first two of a slice, in which the
 process still has another way's drafts, are left out, and so are those after the first request has ended. Times are wall
-time. The gates learn before they are measured, and probe while they are. The file is written when a load is done; a run
-that is started again goes on behind the last one. Half an hour on two quiet cores; --quick is a dry run.
+time. The gates learn before they are measured. Each of them then tries what it has found slower in 8 of 512 steps or
+fewer, which may fall into the answers of few requests, and does not into those of many: there up to 0.2 % is missing.
+The file is written when a load is done; a run that is started again goes on behind the last one. Half an hour on two
+quiet cores; --quick is a dry run.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,7 +45,8 @@ GATED: Final = "gated"
 SLICE_TOKENS: Final = 12  # of each request
 FIRST_STEPS: Final = 2  # of a slice
 LEARNING_RUNS: Final = 12  # at most
-LEARNING: Final = -1  # as a turn: steps of no answers
+LEARNING: Final = -1  # as a turn
+QUICK_TOKENS: Final = 60  # enough for a slice of each arm
 
 
 class Told(Gate):
@@ -51,13 +55,11 @@ class Told(Gate):
     def __init__(self) -> None:
         super().__init__()
         self.says: bool | None = None
-        self.said = False
         self.is_deaf = False  # a slice's first steps are no evidence
 
     def ask(self, requests: int) -> bool:
         """Tell whether the next step may use it."""
-        self.said = super().ask(requests) if self.says is None else self.says
-        return self.said
+        return super().ask(requests) if self.says is None else self.says
 
     def note(self, requests: int, has_used: bool, time_s: float, tokens: int) -> None:
         """Take in a step."""
@@ -97,14 +99,14 @@ class GatedEngine(Engine):
     def measure(self, sets: list[list[str]], tokens: int) -> dict[str, Any]:
         """Return one load's cell: the first set of prompts is for the gates to learn, each other one is a turn."""
         arms = tuple(arm for arm in FORCED if arm != "groups" or len(sets[0]) > 1)
-        timed: list[Step] = []
+        timed, deaths = list[Step](), self._remote.process.deaths
         answered: dict[str, list[Answers]] = {arm: [] for arm in (*arms, GATED)}
         self._new_gates()
         self._record(sets[0], tokens)
         for _ in range(LEARNING_RUNS):
             if self._are_settled(len(sets[0])):
                 break
-            timed += self.answer((GATED,), sets[0], LEARNING)[0]
+            self.answer((GATED,), sets[0], LEARNING)
         for number, texts in enumerate(sets[1:]):
             self._record(texts, tokens)
             for arm in list(answered)[:: -1 if number % 2 else 1]:
@@ -112,11 +114,14 @@ class GatedEngine(Engine):
                 answered[arm].append(Answers(tuple(steps), emitted))
             for order in (arms, arms[::-1]):
                 timed += self.answer(order, texts, number)[0]
-        gated = [step.kind for answers in answered[GATED] for step in answers.steps]
+        if self._remote.process.deaths > deaths or not self._remote.is_ready:
+            raise RuntimeError("the drafter's process ended while it was measured")
+        kinds = {
+            arm: _shares(step.kind for answer in of_arm for step in answer.steps) for arm, of_arm in answered.items()
+        }
         rates = steady_rates(timed, answered)
         return {
-            "requests": len(sets[0]), "timed": len(timed),
-            "kinds_of_gated": {kind: count / len(gated) for kind, count in sorted(Counter(gated).items())},
+            "requests": len(sets[0]), "timed": len(timed), "kinds": kinds,
             "gain_seen_by_gates": {
                 "ahead": self._ahead.gain(len(sets[0])), "groups": self._apart.gain(len(sets[0])),
             },
@@ -159,7 +164,7 @@ class GatedEngine(Engine):
         self._held.texts = dict(zip(names, self._answers, strict=True))
         while not self._is_decoding(names):
             self._engine.step()
-        emitted, slice_, into, steps = 0, 0, 0, list[Step]()
+        emitted, slice_, into, steps, said = 0, 0, 0, list[Step](), dict[str, list[int]]()
         while True:
             if emitted // (SLICE_TOKENS * len(texts)) > slice_:
                 slice_, into = emitted // (SLICE_TOKENS * len(texts)), 0
@@ -167,11 +172,12 @@ class GatedEngine(Engine):
             is_counted = len(arms) == 1 or into >= FIRST_STEPS
             self._ahead.is_deaf = self._apart.is_deaf = not is_counted
             outputs, step, fresh = self._timed_step(number, emitted)
+            said |= {output.request_id: list(output.outputs[0].token_ids) for output in outputs}
             if any(output.finished for output in outputs):
                 break
             steps += [step] if is_counted else []
             emitted, into = emitted + fresh, into + 1
-        self._check(outputs)
+        self._check(said)
         self._engine.abort_request(names)
         while self._engine.has_unfinished_requests():
             self._engine.step()
@@ -188,7 +194,7 @@ class GatedEngine(Engine):
 
     def _timed_step(self, number: int, emitted: int) -> tuple[list[Any], Step, int]:
         """Take a step; return vLLM's outputs, the step as what it was, and the tokens it emitted."""
-        was_ahead, self._ahead.said = self._ahead.said, False
+        was_ahead = self._remote.is_ahead  # the process drafts beside this step's verification
         began_s = time.monotonic()
         outputs = self._engine.step()
         took_s = time.monotonic() - began_s
@@ -200,12 +206,17 @@ class GatedEngine(Engine):
         work = (math.log(rows), float(rows), float(len(rounds)), float(sum(rounds)), float(emitted))
         return outputs, Step(kind, number, work, took_s), sum(map(len, outcome.sampled))
 
-    def _check(self, outputs: list[Any]) -> None:
+    def _check(self, said: dict[str, list[int]]) -> None:
         """Raise if answers so far are not what they are held to."""
-        for output in outputs:
-            said, held = list(output.outputs[0].token_ids), self._held.texts[output.request_id]
-            if said != held[: len(said)]:
-                raise RuntimeError(f"request {output.request_id} left the text that it is held to")
+        for name, tokens in said.items():
+            if tokens != self._held.texts[name][: len(tokens)]:
+                raise RuntimeError(f"request {name} left the text that it is held to")
+
+
+def _shares(kinds: Iterable[str]) -> dict[str, float]:
+    """Return the share of each kind of step."""
+    counts = Counter(kinds)
+    return {kind: count / counts.total() for kind, count in sorted(counts.items())}
 
 
 def turns_of(turns: int, requests: int) -> int:
@@ -218,14 +229,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=4, help="at 16 requests; fewer requests take more")
     options = read_pair_options(parser, RESULT)
-    turns = 1 if options.quick else options.turns
+    turns, options.tokens = (1, QUICK_TOKENS) if options.quick else (options.turns, options.tokens)
+    if options.quick and options.json == RESULT:
+        parser.error("--quick is a dry run; name another file with --json")
     said = {
         "length": options.length, "tokens": options.tokens, "turns": turns, "dtype": options.dtype,
         "machine": msgspec.to_builtins(machine_facts()),
     }  # fmt: skip
     report = json.loads(options.json.read_text()) if options.json.is_file() else {}
-    if report.get("settings") != said:
-        report = {"settings": said, "loads": []}
+    if report and report["settings"] != said:
+        parser.error(
+            f"{options.json} was measured otherwise or elsewhere; move it away, or name another file with --json"
+        )
+    report = report or {"settings": said, "loads": []}
     done = {load["requests"] for load in report["loads"]}
     with tempfile.TemporaryDirectory(prefix="faser-") as folder:
         engine = start(options, folder, is_split=True, script=__file__)

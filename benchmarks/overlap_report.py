@@ -123,7 +123,7 @@ def gates() -> str:
         chosen = envelope(rates, "gated", wider_interval)
         ratios.append(chosen.ratio)
         level = {arm: f"{np.exp(np.log(values).mean()):.1f}" for arm, values in rates.items()}
-        kinds = ", ".join(f"{kind} {share:.1%}" for kind, share in load["kinds_of_gated"].items())
+        kinds = ", ".join(f"{kind} {share:.1%}" for kind, share in load["kinds"]["gated"].items())
         cells.append(
             (
                 f"{load['requests']}", *(level.get(arm, "") for arm in (*FORCED, "gated")), str(chosen.ratio),

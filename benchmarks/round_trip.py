@@ -2,11 +2,13 @@
 
 A real sidecar process (`faser sidecar`, policy price, recording to SQLite) and a real engine-side link. Each step sends
 a record of 64 or 256 requests and waits until the answering action set is in the engine's inbox, as `Steering` would
-find it; once back to back and once every 5 ms. Bounds (idle cores): 64 requests p50 <= 300 us and p99 <= 2 ms, 256
-requests p50 <= 800 us. First each process has a core of its own (`cores` is `own`), as docs/operations.md advises; then
-the system's scheduler puts them where it likes (`any`), so that most wake-ups go to another core that sleeps. `bare_us`
-is the same trip of the same bytes at the same pace between two processes that do nothing else, placed alike: what the
-machine's sockets and wake-ups cost. On a busy machine compare the CPU time per decision, which is printed beside.
+find it; once back to back and once every 5 ms, in turns of 70 steps, since a shared machine has slower seconds: the
+median of the turns' medians stands beside their quartiles. Bounds (idle cores): 64 requests p50 <= 300 us and
+p99 <= 2 ms, 256 requests p50 <= 800 us. First each process has a core of its own (`cores` is `own`), as
+docs/operations.md advises; then the system's scheduler puts them where it likes (`any`), so that most wake-ups go to
+another core that sleeps. `bare_us` is the trip of 64 requests' bytes at the same pace between two processes that do
+nothing else, placed alike: what the machine's sockets and wake-ups cost. On a busy machine compare the CPU time per
+decision, which is printed beside.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import zmq
@@ -32,6 +35,7 @@ from faser.engine_adapter.link import INBOX_LIMIT, EngineLink
 PAUSES_S = (0.0, 0.005)  # between two steps; the second is about the shortest step of a real engine
 BOUNDS_US = {64: (300.0, 2000.0), 256: (800.0, float("inf"))}
 FIRST_S = 120.0  # the sidecar may compile
+BLOCK_STEPS, FIRST_STEPS = 80, 10
 Cores = set[int]
 
 
@@ -79,34 +83,62 @@ def record(boot_id: str, counter: int, requests: int, generator: np.random.Gener
     )  # fmt: skip
 
 
-def measure(endpoint: str, requests: int, steps: int, sidecar_pid: int, pause_s: float) -> dict[str, float]:
-    """Return round-trip percentiles in microseconds and the sidecar's CPU time per decision."""
-    boot_id = f"bench{requests}-{pause_s}"
-    link = EngineLink(endpoint, boot_id)
-    inbox = link._inbox = Inbox()
-    link.send(hello(boot_id))
-    generator = np.random.default_rng(0)
-    trips_us: list[float] = []
-    spent_s = 0.0
-    for counter in range(1, steps + 1):
-        message = record(boot_id, counter, requests, generator)
-        if counter == steps // 5:
-            spent_s = cpu_s(sidecar_pid)
+class Engine:
+    """An engine that does not exist: it sends records and waits for their answers."""
+
+    def __init__(self, endpoint: str, requests: int) -> None:
+        self._boot_id, self._requests = f"bench{requests}", requests
+        self._link = EngineLink(endpoint, self._boot_id)
+        self._inbox = self._link._inbox = Inbox()
+        self._link.send(hello(self._boot_id))
+        self._generator, self._counter = np.random.default_rng(0), 0
+
+    def serve(self, steps: int, pause_s: float) -> list[float]:
+        """Return round trips, microseconds; the first ones of a block are left out."""
+        return [self._trip_us(pause_s) for _ in range(steps)][FIRST_STEPS:]
+
+    def _trip_us(self, pause_s: float) -> float:
+        self._counter += 1
+        message = record(self._boot_id, self._counter, self._requests, self._generator)
         time.sleep(pause_s)
         started_s = time.perf_counter()
-        link.send(message)
-        until_answered(link, inbox, started_s + (2.0 if counter > 1 else FIRST_S), counter)
-        trips_us.append((inbox.arrived_s - started_s) * 1e6)
-    per_decision_us = (cpu_s(sidecar_pid) - spent_s) / (steps - steps // 5) * 1e6
-    link.close()
-    settled = trips_us[steps // 5 :]
-    return {
-        "requests": requests,
-        "pause_ms": pause_s * 1e3,
-        "p50_us": statistics.median(settled),
-        "p99_us": float(np.percentile(settled, 99)),
-        "sidecar_cpu_us": per_decision_us,
-    }
+        self._link.send(message)
+        until_answered(
+            self._link, self._inbox, started_s + (2.0 if self._counter > 1 else FIRST_S), self._counter
+        )  # fmt: skip
+        return (self._inbox.arrived_s - started_s) * 1e6
+
+    def close(self) -> None:
+        """Give the socket back."""
+        self._link.close()
+
+
+def measure(endpoint: str, blocks: int, sidecar_pid: int) -> list[dict[str, Any]]:
+    """Return medians of the blocks' medians with their quartiles, the p99 of all, and CPU time per decision."""
+    engines = {requests: Engine(endpoint, requests) for requests in BOUNDS_US}
+    for engine in engines.values():
+        engine.serve(BLOCK_STEPS, 0.0)  # the sidecar compiles, and learns
+    ways = [(requests, pause_s) for requests in BOUNDS_US for pause_s in PAUSES_S]
+    trips_us: dict[tuple[int, float], list[list[float]]] = {way: [] for way in ways}
+    spent_s = dict.fromkeys(ways, 0.0)
+    for number in range(blocks):
+        for requests, pause_s in ways[:: -1 if number % 2 else 1]:
+            before_s = cpu_s(sidecar_pid)
+            trips_us[requests, pause_s].append(engines[requests].serve(BLOCK_STEPS, pause_s))
+            spent_s[requests, pause_s] += cpu_s(sidecar_pid) - before_s
+    for engine in engines.values():
+        engine.close()
+    rows = []
+    for (requests, pause_s), found_us in trips_us.items():
+        low, p50, high = statistics.quantiles(map(statistics.median, found_us), n=4)
+        rows.append(
+            {
+                "requests": requests, "pause_ms": pause_s * 1e3, "p50_us": p50, "p50_quartiles_us": [low, high],
+                "p99_us": float(np.percentile(np.concatenate(found_us), 99)),
+                "sidecar_cpu_us": spent_s[requests, pause_s] / (blocks * BLOCK_STEPS) * 1e6,
+            }
+        )  # fmt: skip
+    return rows
 
 
 def until_answered(link: EngineLink, inbox: Inbox, until_s: float, counter: int) -> None:
@@ -151,31 +183,31 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def placed(name: str, engine: Cores, peers: Cores, steps: int) -> list[dict[str, float | str]]:
+def placed(name: str, engine: Cores, peers: Cores, blocks: int) -> list[dict[str, Any]]:
     """Measure with the engine's process on some cores and the sidecar on others."""
     os.sched_setaffinity(0, engine)
-    rows: list[dict[str, float | str]] = []
     with tempfile.TemporaryDirectory() as folder:
         with sidecar(folder, peers) as (link, pid):
-            for pause_s in PAUSES_S:
-                rows += [measure(link.endpoint, requests, steps, pid, pause_s) for requests in BOUNDS_US]
+            rows = measure(link.endpoint, blocks, pid)
         bare = {pause_s * 1e3: bare_us(f"ipc://{folder}/bare{pause_s}.sock", pause_s, peers) for pause_s in PAUSES_S}
-    return [{"cores": name, **row, "bare_us": bare[float(row["pause_ms"])]} for row in rows]
+    return [{"cores": name, **row, "bare_us": bare[row["pause_ms"]]} for row in rows]
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--blocks", type=int, default=9)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
-    rows = placed("own", {cores[0]}, {cores[-1]}, options.steps) + placed("any", {*cores}, {*cores}, options.steps)
+    rows = placed("own", {cores[0]}, {cores[-1]}, options.blocks) + placed("any", {*cores}, {*cores}, options.blocks)
     for row in [] if options.json else rows:
         p50, p99 = BOUNDS_US[int(row["requests"])]
+        low, high = row["p50_quartiles_us"]
         print(
             f"{row['cores']} cores, {row['requests']:4.0f} requests, pause {row['pause_ms']:.0f} ms: "
-            f"p50 {row['p50_us']:6.0f} us (bound {p50:.0f}), p99 {row['p99_us']:6.0f} us (bound {p99:.0f}), "
+            f"p50 {row['p50_us']:6.0f} us ({low:.0f} to {high:.0f}; bound {p50:.0f}), "
+            f"p99 {row['p99_us']:6.0f} us (bound {p99:.0f}), "
             f"sidecar CPU {row['sidecar_cpu_us']:.0f} us a decision, bare socket {row['bare_us']:.0f} us"
         )
     if options.json:

@@ -37,6 +37,7 @@ def run_sidecar(config: Config, reload: Callable[[], Config] | None = None) -> i
 
     :param reload: reads the configuration again, for SIGHUP; what it raises rejects the change.
     """
+    interrupts = _remember_interrupts()
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     set_up_logging(config.log)
@@ -56,6 +57,8 @@ def run_sidecar(config: Config, reload: Callable[[], Config] | None = None) -> i
     signal.signal(signal.SIGHUP, read_again)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
+    if interrupts:
+        daemon.stop()
     try:
         logger.info("sidecar listens on %s, policy %s", config.link.endpoint, config.policy.spec)
         daemon.run()
@@ -65,6 +68,23 @@ def run_sidecar(config: Config, reload: Callable[[], Config] | None = None) -> i
         daemon.close()
     logger.info("sidecar ended, leases given back")
     return 0
+
+
+def _remember_interrupts() -> list[int]:
+    """Return where a Ctrl-C is noted that comes before the daemon is there.
+
+    It raises KeyboardInterrupt as always; but what is imported here runs code of C and of destructors, in which an
+    exception is printed or lost.
+    """
+    seen: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        signal.default_int_handler(number, frame)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the shell said to ignore it
+        signal.signal(signal.SIGINT, interrupt)
+    return seen
 
 
 def _start_http(config: Config, daemon: Daemon) -> WebServer | None:

@@ -121,6 +121,17 @@ def splits() -> str:
     return "\n".join(lines)
 
 
+def objectives() -> str:
+    """Return what objectives for the pace of answers are worth, by world and load."""
+    points = read("objectives.json")["points"]
+    lines = ["| world | running requests | goodput over price | tokens/s over price |", "|---|---|---|---|"]
+    for point in points:
+        known = point["goodput"] is not None
+        goodput = f"{point['goodput']:.3f} ± {point['half_width']:.3f}" if known else "nothing in time under either"
+        lines.append(f"| {point['world']} | {point['load'] or 'drift'} | {goodput} | {point['tokens_per_s']:.3f} |")
+    return "\n".join(lines)
+
+
 def confidence() -> str:
     """Return what the drafter's confidence is worth by draft position."""
     lines = [
@@ -295,6 +306,7 @@ BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/policies.md", "policies by world"): policies_by_world,
     ("docs/policies.md", "policies bounds"): policies_bounds,
     ("docs/policies.md", "splits"): splits,
+    ("docs/policies.md", "objectives"): objectives,
     ("docs/drafter.md", "acceptance"): acceptance,
     ("docs/drafter.md", "confidence"): confidence,
     ("docs/drafter.md", "confidence offline"): confidence_offline,
@@ -313,7 +325,9 @@ BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     },
 }
 ADAPTER = {
-    "back to back": "| adapter on the engine thread, 1 / 8 / 64 / 256 requests, p50, two runs, back to back",
+    "back to back": (
+        "| adapter on the engine thread, a core of its own, 1 / 8 / 64 / 256 requests, p50, two runs, back to back"
+    ),
     "after a pause": "| the same after a pause of 1 ms, in which the core sleeps",
     "flushed": "| the same with flushed caches",
 }
@@ -324,6 +338,7 @@ ROUND_TRIP = {
     ): "| decision round trip, 64 / 256 requests, p50, two runs, back to back, each process on a core of its own",
     ("own", 5.0): "| the same with a step every 5 ms",
     ("any", 0.0): "| back to back again, wherever the system puts the processes",
+    ("any", 5.0): "| wherever it puts them, with a step every 5 ms",
 }
 LINES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/bench.md", "One quick run on two shared cores,"): quick_run,

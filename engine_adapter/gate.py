@@ -19,7 +19,10 @@ PROBE_STEPS: Final = 8  # steps in a row with it, and without, while it is not k
 LEAST_STEPS: Final = 4  # told of such a row; with fewer it is no evidence
 EVIDENCE_PAIRS: Final = 12  # of such rows before anything is believed
 EVIDENCE_STEPS: Final = EVIDENCE_PAIRS * PROBE_STEPS  # of each kind
-REPROBE_STEPS: Final = 512  # steps after which the slower kind is tried again
+REPROBE_STEPS: Final = 512  # steps after which the slower kind is tried again; doubled while that changes nothing,
+LAST_REPROBE_STEPS: Final = 4096  # ... up to so many,
+DOUBT_STEPS: Final = 64  # ... and few behind a row that surprises
+SURPRISE: Final = 3.0  # standard deviations of the pairs
 MEMORY_PAIRS: Final = 32.0  # older ones are forgotten
 LEAST_DEVIATIONS: Final = 2.5  # by so many standard errors it must be faster: a wrong yes costs every step
 
@@ -43,10 +46,14 @@ class Pairs:
         """Return their mean."""
         return self.total / self.count
 
+    def deviation(self) -> float:
+        """Return the standard deviation of one of them."""
+        variance = self.squares / self.count - self.mean() ** 2
+        return math.sqrt(max(variance, 0.0) * self.count / (self.count - 1.0))
+
     def error(self) -> float:
         """Return the mean's standard error."""
-        variance = self.squares / self.count - self.mean() ** 2
-        return math.sqrt(max(variance, 0.0) / (self.count - 1.0))
+        return self.deviation() / math.sqrt(self.count)
 
 
 @dataclass(slots=True)
@@ -59,6 +66,8 @@ class _Shape:
     is_on: bool = False  # the kind of the newest steps
     steps: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=PROBE_STEPS))  # seconds, tokens
     before: float | None = None  # seconds per token of the row before, which is of the other kind
+    probe_at: int | None = None  # of `asked`, once it is known which kind is faster
+    wait: int = REPROBE_STEPS  # steps from a probe to the next one
 
     def turn(self) -> None:
         """Compare the row of steps that has just ended with the one before it, or keep it for that."""
@@ -68,8 +77,30 @@ class _Shape:
             self.before = row
             return
         log_ratio = math.log(row / self.before)
-        self.pairs.add(log_ratio if self.is_on else -log_ratio)
-        self.compared, self.before = self.compared + 1, None
+        self._compare(log_ratio if self.is_on else -log_ratio)
+        self.before = None
+
+    def _compare(self, log_ratio: float) -> None:
+        if (faster := self.is_faster()) is not None:
+            is_surprise = abs(log_ratio - self.pairs.mean()) > SURPRISE * self.pairs.deviation()
+            is_doubted = self.wait == DOUBT_STEPS and (log_ratio < 0.0) != faster
+            longer = min(max(2 * self.wait, REPROBE_STEPS), LAST_REPROBE_STEPS)
+            self.wait = DOUBT_STEPS if is_surprise or is_doubted else longer
+            self.probe_at = self.asked + self.wait
+        self.pairs.add(log_ratio)
+        self.compared += 1
+
+    def is_faster(self) -> bool | None:
+        """Return whether the mechanism makes steps faster beyond chance; None while too little was compared."""
+        if self.compared < EVIDENCE_PAIRS:
+            return None
+        return -self.pairs.mean() > LEAST_DEVIATIONS * self.pairs.error()
+
+    def is_probing(self) -> bool:
+        """Return whether the step that is asked about tries the slower kind."""
+        if self.probe_at is None or self.asked >= self.probe_at + PROBE_STEPS:
+            self.probe_at = self.asked + self.wait
+        return self.asked >= self.probe_at
 
 
 class Gate:
@@ -82,11 +113,10 @@ class Gate:
         """Tell whether the next step may use it."""
         shape = self._shapes.setdefault(_octave(requests), _Shape())
         shape.asked += 1
-        faster = self._faster(shape)
+        faster = shape.is_faster()
         if faster is None:
             return shape.asked // PROBE_STEPS % 2 == 1
-        is_probing = shape.asked % REPROBE_STEPS < PROBE_STEPS
-        return faster != is_probing
+        return faster != shape.is_probing()
 
     def note(self, requests: int, has_used: bool, time_s: float, tokens: int) -> None:
         """Take in a step that could have used it."""
@@ -99,16 +129,7 @@ class Gate:
     def gain(self, requests: int) -> float | None:
         """Return by which share it shortens the time per token at this batch size; None while unknown."""
         shape = self._shapes.get(_octave(requests))
-        return None if shape is None or not _is_known(shape) else 1.0 - math.exp(shape.pairs.mean())
-
-    def _faster(self, shape: _Shape) -> bool | None:
-        if not _is_known(shape):
-            return None
-        return -shape.pairs.mean() > LEAST_DEVIATIONS * shape.pairs.error()
-
-
-def _is_known(shape: _Shape) -> bool:
-    return shape.compared >= EVIDENCE_PAIRS
+        return None if shape is None or shape.is_faster() is None else 1.0 - math.exp(shape.pairs.mean())
 
 
 def _time_per_token(steps: deque[tuple[float, int]]) -> float | None:

@@ -114,7 +114,7 @@ class EngineLink:
             os.close(self._wake)
 
     def _run(self) -> None:
-        _give_way()
+        give_way()
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
@@ -157,7 +157,7 @@ class EngineLink:
             logger.warning("FASER refused a message (%s); further ones are only counted", error)
 
 
-def _give_way() -> None:
+def give_way() -> None:
     """Let the calling thread not take a core from the engine's thread, which wakes it; an idle one it takes at once."""
     if os.sched_getscheduler(0) == os.SCHED_OTHER:  # whoever chose another class for the engine meant it
         with contextlib.suppress(OSError):

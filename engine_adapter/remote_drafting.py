@@ -70,6 +70,11 @@ class RemoteDrafting:
         return self.process.is_ready or self._ahead_s is not None
 
     @property
+    def is_ahead(self) -> bool:
+        """Whether the process is at a job that nobody waits for yet."""
+        return self._ahead_s is not None
+
+    @property
     def is_parted(self) -> bool:
         """Whether nobody waits for the drafts of this step."""
         return bool(self._parted)

@@ -11,7 +11,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -42,7 +42,6 @@ class SplitCost:
     verify_factor: float = 1.0
     draft_factor: float = 1.0
     hidden: float = HIDDEN_GUESS  # 0..1
-    measured_steps: int = 0
     _since: int = 0  # steps since the split came into force
     _verify_logs: deque[float] = field(default_factory=_few)
     _draft_logs: deque[float] = field(default_factory=_few)
@@ -54,6 +53,11 @@ class SplitCost:
         for seen in (self._verify_logs, self._draft_logs, self._shares):
             seen.clear()
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether steps have told the numbers since the split came into force."""
+        return len(self._verify_logs) >= LEAST_STEPS
+
     def learn(self, cost: StepCost) -> None:
         """Take in one step under this split; steps of mostly prompt rows tell little of it and are left out."""
         self._since += 1
@@ -62,14 +66,19 @@ class SplitCost:
         if is_odd or self._since <= SETTLE_STEPS or float(self.base.confidence(cost.rows)) < KNOWN:
             return
         surprise = _log_ratio(verify_s, float(self.base.verify_time_s(cost.rows)))
-        if self._since > SETTLE_STEPS + LEARNING_STEPS:
-            self.base.follow(surprise - math.log(self.verify_factor))
+        if len(self._verify_logs) == LEARNING_STEPS:
+            self._follow(cost, surprise)
             return
-        self.measured_steps += 1
         self._verify_logs.append(surprise)
         self.verify_factor = math.exp(_middle(self._verify_logs, math.log(self.verify_factor)))
         if cost.draft_s > 0.0:
             self._learn_drafting(cost, verify_s)
+
+    def _follow(self, cost: StepCost, surprise: float) -> None:
+        """Let the base know how fast the machine is, and what a length cost that was only drafted under this split."""
+        self.base.follow(surprise - math.log(self.verify_factor))
+        if cost.is_draft_known and cost.draft_s > 0.0:
+            self.base.learn_drafting(replace(cost, draft_s=cost.draft_s / self.draft_factor, overlap_s=0.0))
 
     def _learn_drafting(self, cost: StepCost, verify_s: float) -> None:
         self._shares.append(min(max(cost.overlap_s / min(verify_s, cost.draft_s), 0.0), 1.0))
@@ -116,7 +125,9 @@ class SplitCost:
     ) -> tuple[Floats, Floats]:
         """Return (least, most) plausible seconds of steps, (m,) each; the first is the step without drafts."""
         least_s, most_s = self.base.time_range_s(rows, rounds, drafted, prompts)
-        return least_s * self.verify_factor, most_s * self.verify_factor
+        waited_s = self.draft_time_s(rows, rounds, drafted)
+        drafting_s = waited_s - self.verify_factor * self.base.draft_time_s(rows, rounds, drafted)
+        return least_s * self.verify_factor + drafting_s, most_s * self.verify_factor + drafting_s
 
     def catch_up_time_s(self, tokens: int) -> float:
         """Return seconds in which the drafter makes up for so many skipped tokens."""

@@ -18,6 +18,7 @@ POLICIES = {
     "table:ROWS": "draft tokens by requests in the batch, e.g. table:1-4=3,5-16=1,17-=0",
     "price": "each request drafts until its next token stops paying for its row, by history and drafter confidence",
     "price:history": "the same without the drafter's confidence",
+    "price:pace=LIMITS": "price within milliseconds per token by vLLM's priority, e.g. price:pace=0:40,1:400",
     "learned": "trained in simulation, see models/weights/policy.json; learned:PATH takes another manifest",
     "goodput": "rival: as vLLM's adaptive verification, tokens ranked by survival over the cost of verifying",
     "smartspec": "rival: one length by goodput under a moving acceptance rate (SmartSpec)",
@@ -58,6 +59,11 @@ def make_policy(spec: str, capabilities: Capabilities) -> Policy:
         return LengthTable.parse(argument, capabilities)
     if name == "price" and argument in ("", "history"):
         return PricePolicy(capabilities, use_confidence=not argument)
+    if name == "price" and argument.startswith("pace="):
+        from .pace import Pace, PacedPolicy
+
+        limits = argument.removeprefix("pace=")
+        return PacedPolicy(PricePolicy(capabilities), Pace.parse(limits), limits)
     if name == "learned":
         from .learned import LearnedPolicy
 

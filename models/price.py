@@ -49,6 +49,7 @@ class Plan(msgspec.Struct, frozen=True):
     action: Action  # a probe may replace it
     rate: float  # tokens/s
     depth: int  # deepest round
+    drafted: float  # tokens in all
     people: Chances | None = None  # None: the population as seen without stop rules
 
 
@@ -81,6 +82,7 @@ class PricePolicy:
         self._points: dict[tuple[int, int], OperatingPoint] = {}  # by split and size of the batch
         self._next_search = self._interval = SETTLE_DECISIONS  # decisions from now, and from the last one
         self._held: Plan | None = None  # last searched for
+        self.plan: Plan | None = None  # the newest action's, whether or not a probe took its place
         self._held_for: tuple[int, Forecast | None, int] = (0, None, 0)  # requests, forecast if followed, split
         self._probes = ProbeAccount()
         self._can_split = len(capabilities.splits) > 1
@@ -90,11 +92,12 @@ class PricePolicy:
         """Return the lengths of the cell with the most tokens per second, now and then of a probe."""
         decoding = state.decoding()
         requests = int(np.count_nonzero(decoding))
+        self.plan = None
         if self._k_max == 0 or requests == 0:
             return uniform(state, 0, "nothing to speculate on")
         if self._can_split:
             return self._side_by_side(state, decoding, requests)
-        plan = self._plan(state, decoding, requests, 0)
+        plan = self.plan = self._plan(state, decoding, requests, 0)
         self._point.rate = plan.rate
         return self._probed(plan, state, decoding, requests)
 
@@ -109,7 +112,7 @@ class PricePolicy:
         """Return the action under the split that is in force or on trial at this size of the batch."""
         split = self._splits.at(requests, state.octave)
         with state.planning_for(state.cost_under(split)):
-            plan = self._plan(state, decoding, requests, split)
+            plan = self.plan = self._plan(state, decoding, requests, split)
             self._point.rate = plan.rate
             is_trial = self._splits.is_trial(state.octave)  # whose few steps are to tell of the split alone
             action = plan.action if is_trial else self._probed(plan, state, decoding, requests)
@@ -120,10 +123,10 @@ class PricePolicy:
         self._splits.note(requests, state.octave, state.split == split, promises)
         return msgspec.structs.replace(action, split=split)
 
-    def _promised(self, state: EngineState, decoding: Bools, requests: int, split: int) -> float:
-        """Return the tokens per second of the best plan under a split; 0 while nothing is known of the split."""
-        if split and not state.split_cost(split).measured_steps:
-            return 0.0
+    def _promised(self, state: EngineState, decoding: Bools, requests: int, split: int) -> float | None:
+        """Return the tokens per second of the best plan under a split; None while nothing is known of the split."""
+        if split and not state.split_cost(split).is_shown:
+            return None
         return self._rate_at(state, decoding, requests, split, state.cost_under(split))
 
     def _promised_at_best(self, state: EngineState, decoding: Bools, requests: int) -> float:
@@ -170,7 +173,7 @@ class PricePolicy:
         else:
             lengths, default = self._placed(state.acceptance(decoding), state, decoding)
         action = msgspec.structs.replace(plan.action, lengths=lengths, default_length=default)
-        return Plan(action, plan.rate, plan.depth, plan.people)
+        return Plan(action, plan.rate, plan.depth, plan.drafted, plan.people)
 
     def _search(
         self, state: EngineState, forecast: Forecast | None, decoding: Bools, requests: int, split: int
@@ -204,7 +207,7 @@ class PricePolicy:
         stop = rule_of(go_on, state.confidence, keep, depth) if depth else None
         prune = state.capabilities.released_prune  # asked for; the gate in the engine finds out whether it pays
         action = Action(lengths, depth, price=1.0 / choice.rate, prune=prune, stop=stop, reason=reason)
-        return Plan(action, choice.rate, depth, all_drafts(state, forecast))
+        return Plan(action, choice.rate, depth, choice.drafted, all_drafts(state, forecast))
 
     def _by_history(self, state: EngineState, decoding: Bools, requests: int) -> Plan:
         acceptance = state.acceptance(decoding)
@@ -219,7 +222,7 @@ class PricePolicy:
         )
         prune = state.capabilities.released_prune
         action = Action(lengths, default, price=1.0 / choice.rate, prune=prune, reason=reason)
-        return Plan(action, choice.rate, choice.depth)
+        return Plan(action, choice.rate, choice.depth, choice.drafted)
 
     def _placed(self, acceptance: Floats, state: EngineState, decoding: Bools) -> tuple[Ints, int]:
         """Return (n,) lengths, as deep as survival is worth a row, and that of who is not known or not decoding."""

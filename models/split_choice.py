@@ -75,7 +75,7 @@ class Standing(msgspec.Struct):
 class Promises(NamedTuple):
     """What a policy expects, tokens per second."""
 
-    of: Callable[[int], float]  # of the best plan under a split
+    of: Callable[[int], float | None]  # of the best plan under a split; None: nothing is known of it
     at_best: Callable[[], float]  # that no split can exceed
 
 
@@ -116,7 +116,7 @@ class SplitChoice:
         elif standing.tried is not None:
             self._judge(standing, promises)
         elif (split := standing.next_trial()) is not None:
-            if standing.split == 0 and promises.at_best() < (1.0 + GAIN) * promises.of(0):
+            if standing.split == 0 and promises.at_best() < (1.0 + GAIN) * (promises.of(0) or 0.0):
                 standing.keep(split)  # without a trial
             else:
                 standing.begin(split)
@@ -130,7 +130,12 @@ class SplitChoice:
             if standing.shown >= TRIAL_RECORDS:
                 standing.begin(0, is_back=True)
             return
-        gain = promises.of(tried) / max(promises.of(standing.split), 1e-9) - 1.0
+        ahead, behind = promises.of(tried), promises.of(standing.split)
+        if not ahead or not behind:  # such as beside prompts, which tell nothing
+            if standing.shown >= PATIENCE:
+                standing.keep(tried)
+            return
+        gain = ahead / behind - 1.0
         if tried and gain < -HOPELESS:
             standing.keep(tried, HOPELESS_PATIENCE)
         elif standing.shown < TRIAL_RECORDS:

@@ -38,7 +38,6 @@ def test_a_gate_says_what_it_is_told_and_learns_only_when_it_is_told_nothing(scr
         gate.is_deaf = False
         gate.note(4, has_used, 0.5 if has_used else 1.0, 1)
     assert gate.gain(4) == pytest.approx(0.5)
-    assert gate.said
 
 
 def test_few_requests_take_more_turns(script: ModuleType) -> None:
@@ -56,7 +55,7 @@ def test_the_table_compares_with_the_best_forced_arm_and_says_where_it_falls(
         "gated": [11.4, 12.54, 11.97, 11.628],
     }
     load = {
-        "requests": 1, "timed": 40, "kinds_of_gated": {"ahead": 0.9, "in turn": 0.1}, "tokens_per_s": rates,
+        "requests": 1, "timed": 40, "kinds": {"gated": {"ahead": 0.9, "in turn": 0.1}}, "tokens_per_s": rates,
         "gain_seen_by_gates": {"ahead": 0.1, "groups": None}, "commit": "abc",
     }  # fmt: skip
     machine = {"cpu": "A processor", "dtype": "bfloat16"}
@@ -82,7 +81,7 @@ def test_a_dry_run_measures_every_arm_and_goes_on_behind_what_is_done(tmp_path: 
     assert [set(load["tokens_per_s"]) for load in loads] == [
         {"in turn", "ahead", "gated"}, {"in turn", "ahead", "groups", "gated"},
     ]  # fmt: skip
-    assert all(sum(load["kinds_of_gated"].values()) == pytest.approx(1.0) for load in loads)
+    assert all(sum(load["kinds"]["gated"].values()) == pytest.approx(1.0) for load in loads)
     before = file.read_text()
     subprocess.run(command, check=True, cwd=tmp_path, capture_output=True, timeout=800)
     assert file.read_text() == before

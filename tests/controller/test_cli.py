@@ -66,6 +66,26 @@ def test_an_early_interrupt_ends_it_without_a_traceback(after_s: float, sockets:
     assert running.returncode in (-signal.SIGINT, 0, 130)
 
 
+def test_an_interrupt_that_was_lost_in_somebody_elses_code_ends_it_all_the_same(sockets: Path) -> None:
+    """A destructor or C code that swallows KeyboardInterrupt while the daemon is made."""
+    code = (
+        "import os, signal, sys, time, faser.controller.daemon as daemon\n"
+        "real = daemon.Daemon\n"
+        "def made(*arguments):\n"
+        "    try: os.kill(os.getpid(), signal.SIGINT); time.sleep(5.0)\n"
+        "    except KeyboardInterrupt: pass\n"
+        "    return real(*arguments)\n"
+        "daemon.Daemon = made\n"
+        "from faser.controller.entry import main\n"
+        "main()"
+    )
+    command = [sys.executable, "-P", "-c", code, "sidecar", "--endpoint", f"ipc://{sockets}/engine.sock"]
+    command += ["--store", f"{sockets}/telemetry.sqlite"]
+    ended = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0
+    assert "sidecar ended" in ended.stderr
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(faser: Any, command: str) -> None:
     result = faser(command, "--help")

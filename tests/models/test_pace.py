@@ -1,0 +1,95 @@
+"""Objectives for the pace of answers: the least urgent lose their drafts first, and nobody does without need."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from faser.engine_adapter.protocol import RequestEvent, RequestRow, StepRecord
+from faser.env.requests import Bools
+from faser.env.spaces import Action, Capabilities
+from faser.env.state import EngineState, observe
+from faser.models.policy import Policy, PolicyError, make_policy
+
+CAPABILITIES = Capabilities(k_max=4)
+REQUESTS = 8  # every other one is of the less urgent class 5
+
+
+def served(policies: dict[str, Policy], steps: int = 120) -> tuple[dict[str, Action], Bools]:
+    """Return what each policy asks for, and who is urgent, where drafts are good and a row costs a tenth of a step.
+
+    Every step verifies two to four tokens of each request, takes 10 ms and 1 ms per row, and drafting 1 ms per round.
+    """
+    state, actions, everybody = EngineState(CAPABILITIES), dict[str, Action](), range(1, REQUESTS + 1)
+    arrivals = [RequestEvent("arrival", handle, 0.0, 40, f"r{handle}", 5 * (handle % 2)) for handle in everybody]
+    for counter in range(1, steps + 1):
+        length = 2 + counter % 3
+        accepted = [length - (handle + counter) % 2 for handle in everybody]
+        rows = [
+            RequestRow(handle, 1 + length, length, length, length, 0, taken, taken + 1, 50, False)
+            for handle, taken in zip(everybody, accepted, strict=True)
+        ]
+        verify_s, draft_s = 10e-3 + 1e-3 * REQUESTS * (1 + length), 1e-3 * length
+        record = StepRecord(
+            "boot", counter, counter, 0.1 * counter, verify_s + draft_s, 0.0, verify_s, 0.0, draft_s, 0.0, 0.0,
+            REQUESTS, 0, 0, REQUESTS, REQUESTS * length, 0.1, None, None, 1, counter, 0, 0,
+            arrivals if counter == 1 else [], rows,
+        )  # fmt: skip
+        observe(state, record)
+        actions = {name: policy.act(state) for name, policy in policies.items()}
+    urgent: Bools = state.requests.column("priority") == 0
+    assert urgent.sum() == REQUESTS // 2
+    return actions, urgent
+
+
+def policies(*limits: str) -> dict[str, Policy]:
+    """Return price, and price within limits."""
+    names = ("price", *(f"price:pace={limit}" for limit in limits))
+    return {name: make_policy(name, CAPABILITIES) for name in names}
+
+
+def test_within_its_objectives_nothing_changes() -> None:
+    """However many classes have one."""
+    found, _ = served(policies("0:1000", "0:1000,5:1000", "7:0.001"))
+    price = found["price"].lengths
+    assert price.any()
+    for name in ("0:1000", "0:1000,5:1000", "7:0.001"):  # nobody is of class 7
+        assert np.array_equal(found[f"price:pace={name}"].lengths, price)
+
+
+def test_the_less_urgent_lose_their_drafts_first() -> None:
+    """And the urgent keep theirs."""
+    found, urgent = served(policies("0:11"))
+    within = found["price:pace=0:11"].lengths
+    assert not within[~urgent].any()
+    assert np.array_equal(within[urgent], found["price"].lengths[urgent])
+    assert "for the pace of priority 0" in found["price:pace=0:11"].reason
+
+
+def test_of_what_nobody_can_keep_the_least_late_is_left() -> None:
+    """An objective beyond reach ends no drafts that make its class faster."""
+    found, urgent = served(policies("0:0.01"))
+    within = found["price:pace=0:0.01"].lengths
+    assert not within[~urgent].any()
+    assert within[urgent].all()
+
+
+def test_the_less_urgent_class_costs_the_urgent_one_nothing() -> None:
+    """Its objective is kept with its own drafts and by shorter ones for all, not by taking those of the urgent."""
+    found, urgent = served(policies("5:0.01"))
+    assert found["price:pace=5:0.01"].lengths[urgent].all()
+
+
+@pytest.mark.parametrize("text", ["", "0", "0:", "0:0", "a:5", "0:5,0:6", "0:5;1:6", "0:-3", "0:nan"])
+def test_limits_that_are_none_are_refused(text: str) -> None:
+    """In one line, with an example."""
+    with pytest.raises(
+        PolicyError, match=r"expected milliseconds per token by priority.*such as price:pace=0:40,1:400"
+    ):
+        make_policy(f"price:pace={text}", CAPABILITIES)
+
+
+def test_an_empty_batch_is_none_of_its_business() -> None:
+    """Nobody is late."""
+    action = make_policy("price:pace=0:1", CAPABILITIES).act(EngineState(CAPABILITIES))
+    assert not action.lengths.any()
