@@ -21,16 +21,16 @@ import statistics
 import tempfile
 import threading
 import time
-from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import zmq
+from engine_end import Inbox, summed_up
 
 from faser.engine_adapter import protocol
 from faser.engine_adapter.lease import Lease
-from faser.engine_adapter.link import INBOX_LIMIT, EngineLink, give_way
+from faser.engine_adapter.link import EngineLink, give_way
 from faser.engine_adapter.steering import BatchOutcome, Default, Steering
 from faser.engine_adapter.steps import StepReport
 
@@ -80,19 +80,6 @@ def steering_with(endpoint: str, requests: int) -> tuple[Steering, list[SimpleNa
     for index, request in enumerate(live):
         steering.arrive(f"chatcmpl-{index:032x}", request)  # type: ignore[arg-type]
     return steering, live
-
-
-class Inbox(deque[protocol.FromController]):
-    """An inbox that can be waited for."""
-
-    def __init__(self) -> None:
-        super().__init__(maxlen=INBOX_LIMIT)
-        self.arrived = threading.Event()
-
-    def append(self, message: protocol.FromController) -> None:
-        """Take a message in, on the link's thread."""
-        super().append(message)
-        self.arrived.set()
 
 
 class Engine:
@@ -156,12 +143,10 @@ def measure(endpoint: str, blocks: int, woken_us: float) -> list[dict[str, Any]]
         engine.close()
     rows = []
     for (requests, name), found_us in costs_us.items():
-        low, p50, high = statistics.quantiles(map(statistics.median, found_us), n=4)
         rows.append(
             {
                 "requests": requests, "caches": name, "bound_us": BOUND_US + BOUND_US_PER_REQUEST * requests,
-                "p50_us": p50, "p50_quartiles_us": [low, high],
-                "p99_us": float(np.percentile(np.concatenate(found_us), 99)),
+                **summed_up(found_us),
                 "under_lease": statistics.mean(leases[requests, name]), "wake_us": woken_us,
             }
         )  # fmt: skip

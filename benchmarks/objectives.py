@@ -7,17 +7,13 @@ steady and drifting loads. Simulated time, so the machine does not matter. Some 
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 from pathlib import Path
 from typing import Any, Final
 
-from rich.progress import Progress
-from scipy import stats
+from simulated_points import half_width, measure
 
-from faser.controller.bench_machine import commit, versions
 from faser.controller.evaluate import decided
 from faser.env.simulator import Simulator
 from faser.models.evaluate import DRIFT, Cell, simulate
@@ -49,31 +45,13 @@ def compared(world: WorldSpec, load: int, seeds: range) -> dict[str, Any]:
         goodput.append(within.goodput / plain.goodput if plain.goodput else math.nan)
         rates.append(within.tokens_per_s / plain.tokens_per_s)
     is_known = not any(map(math.isnan, goodput))
-    reach = float(stats.t.ppf(0.975, len(goodput) - 1)) / len(goodput) ** 0.5
     return {
         "world": world.name, "load": load, "limits": paced(world, load),
         "goodput": statistics.mean(goodput) if is_known else None,
-        "half_width": reach * statistics.stdev(goodput) if is_known else None,
+        "half_width": half_width(goodput) if is_known else None,
         "tokens_per_s": statistics.mean(rates),
     }  # fmt: skip
 
 
-def main() -> None:
-    """Compare, and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--json", type=Path, default=RESULT)
-    options = parser.parse_args()
-    points = [(world, load) for world in held_out() for load in LOADS]
-    found = []
-    with Progress() as bar:
-        task = bar.add_task("comparing", total=len(points))
-        for world, load in points:
-            found.append(compared(world, load, range(401, 401 + options.seeds)))
-            bar.advance(task)
-    result = {"versions": versions(), "commit": commit(), "seeds": options.seeds, "points": found}
-    options.json.write_text(json.dumps(result, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    measure(__doc__ or "", RESULT, held_out(), LOADS, 401, compared)

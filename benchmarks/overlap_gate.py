@@ -142,18 +142,6 @@ class GatedEngine(Engine):
             said |= {output.request_id: list(output.outputs[0].token_ids) for output in self._engine.step()}
         self._answers = [said[name] for name in names]
 
-    def _add(self, texts: list[str], tokens: int) -> list[str]:
-        from vllm import SamplingParams
-
-        tokenizer: Any = self._llm.get_tokenizer()
-        limits = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        names = []
-        for text in texts:
-            self._runs += 1
-            names.append(str(self._runs))
-            self._engine.add_request(names[-1], {"prompt_token_ids": tokenizer.encode(text)}, limits)
-        return names
-
     def answer(self, arms: tuple[str, ...], texts: list[str], number: int) -> tuple[list[Step], int]:
         """Answer the prompts with the arms in slices, the first one first; return steps that only decode, and tokens.
 

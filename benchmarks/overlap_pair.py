@@ -99,17 +99,22 @@ class Engine:
             "handed_ahead": ahead.handed, "accepted_ahead": ahead.accepted,
         }  # fmt: skip
 
-    def _generate(self, texts: list[str], tokens: int) -> Run:
+    def _add(self, texts: list[str], tokens: int) -> list[str]:
+        """Send prompts, to be answered with so many tokens; return the requests' names."""
         from vllm import SamplingParams
 
-        engine: Any = self._llm.llm_engine
         tokenizer: Any = self._llm.get_tokenizer()
         limits = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        said: dict[str, int] = {}
+        names = []
         for text in texts:
             self._runs += 1
-            said[str(self._runs)] = 0
-            engine.add_request(str(self._runs), {"prompt_token_ids": tokenizer.encode(text)}, limits)
+            names.append(str(self._runs))
+            self._llm.llm_engine.add_request(names[-1], {"prompt_token_ids": tokenizer.encode(text)}, limits)
+        return names
+
+    def _generate(self, texts: list[str], tokens: int) -> Run:
+        engine: Any = self._llm.llm_engine
+        said = dict.fromkeys(self._add(texts, tokens), 0)
         began_s, first, steps = 0.0, 0, 0
         while engine.has_unfinished_requests():
             for output in engine.step():

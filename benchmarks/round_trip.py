@@ -19,40 +19,23 @@ import multiprocessing
 import os
 import statistics
 import tempfile
-import threading
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import zmq
+from engine_end import Inbox, summed_up
 from engines import sidecar
 
 from faser.engine_adapter import protocol as wire
-from faser.engine_adapter.link import INBOX_LIMIT, EngineLink
+from faser.engine_adapter.link import EngineLink
 
 PAUSES_S = (0.0, 0.005)  # between two steps; the second is about the shortest step of a real engine
 BOUNDS_US = {64: (300.0, 2000.0), 256: (800.0, float("inf"))}
 FIRST_S = 120.0  # the sidecar may compile
 BLOCK_STEPS, FIRST_STEPS = 80, 10
 Cores = set[int]
-
-
-class Inbox(deque[wire.FromController]):
-    """An inbox that can be waited for, and notes when its newest message arrived, perf_counter seconds."""
-
-    arrived_s = 0.0
-
-    def __init__(self) -> None:
-        super().__init__(maxlen=INBOX_LIMIT)
-        self.arrived = threading.Event()
-
-    def append(self, message: wire.FromController) -> None:
-        """Take a message in, on the link's thread."""
-        self.arrived_s = time.perf_counter()
-        super().append(message)
-        self.arrived.set()
 
 
 def hello(boot_id: str) -> wire.Hello:
@@ -130,11 +113,9 @@ def measure(endpoint: str, blocks: int, sidecar_pid: int) -> list[dict[str, Any]
         engine.close()
     rows = []
     for (requests, pause_s), found_us in trips_us.items():
-        low, p50, high = statistics.quantiles(map(statistics.median, found_us), n=4)
         rows.append(
             {
-                "requests": requests, "pause_ms": pause_s * 1e3, "p50_us": p50, "p50_quartiles_us": [low, high],
-                "p99_us": float(np.percentile(np.concatenate(found_us), 99)),
+                "requests": requests, "pause_ms": pause_s * 1e3, **summed_up(found_us),
                 "sidecar_cpu_us": spent_s[requests, pause_s] / (blocks * BLOCK_STEPS) * 1e6,
             }
         )  # fmt: skip

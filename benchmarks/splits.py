@@ -6,17 +6,13 @@ same requests, same luck. Simulated time, so the machine does not matter. A few 
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from rich.progress import Progress
-from scipy import stats
+from simulated_points import half_width, measure
 
-from faser.controller.bench_machine import commit, versions
 from faser.controller.evaluate import decided
 from faser.engine_adapter.protocol import ActionSet
 from faser.env.engine_model import Split
@@ -68,31 +64,13 @@ def compared(world: WorldSpec, load: int, seeds: range) -> dict[str, Any]:
         rate, under = run(world, load, seed)
         ratios.append(rate / run(unsplit(world), load, seed)[0])
         shares.append(under)
-    half = float(stats.t.ppf(0.975, len(ratios) - 1)) * statistics.stdev(ratios) / len(ratios) ** 0.5
     names = [split.name for split in world.profile.splits]
     mean_shares = map(statistics.mean, zip(*shares, strict=True))
     return {
-        "world": world.name, "load": load, "ratio": statistics.mean(ratios), "half_width": half,
+        "world": world.name, "load": load, "ratio": statistics.mean(ratios), "half_width": half_width(ratios),
         "share_of_steps": dict(zip(names, mean_shares, strict=True)),
     }  # fmt: skip
 
 
-def main() -> None:
-    """Compare, and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--json", type=Path, default=RESULT)
-    options = parser.parse_args()
-    points = [(world, load) for world in side_by_side() for load in (*LOADS, DRIFT)]
-    found = []
-    with Progress() as bar:
-        task = bar.add_task("comparing", total=len(points))
-        for world, load in points:
-            found.append(compared(world, load, range(301, 301 + options.seeds)))
-            bar.advance(task)
-    result = {"versions": versions(), "commit": commit(), "seeds": options.seeds, "points": found}
-    options.json.write_text(json.dumps(result, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    measure(__doc__ or "", RESULT, side_by_side(), (*LOADS, DRIFT), 301, compared)

@@ -1,0 +1,97 @@
+"""Tables of what `faser evaluate`, splits.py and objectives.py found in simulated worlds, for docs/figures.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+RESULTS: Final = Path(__file__).resolve().parent / "results"
+SHOWN: Final = ("price", "learned")  # policies whose worlds are told one by one
+KNOWN: Final = {  # by what they know, most first
+    "oracle:request": "which tokens will be accepted",
+    "informed:drafts": "every token's chance before any is drafted, true costs",
+    "informed:rounds": "a token's chance once it is drafted, true costs",
+    "informed:lengths": "what a request is like, true costs",
+    "price": "what it has learnt, with confidence",
+    "price:history": "what it has learnt, without",
+}
+LOADS: Final = ("1", "2", "4", "8", "16", "32", "64", "128", "drift")
+
+
+def read(name: str) -> Any:
+    """Return a results file."""
+    return json.loads((RESULTS / name).read_text())
+
+
+def policies_overall() -> str:
+    """Return every policy's goodput, envelope ratio, closed gap and ratio to price."""
+    lines = [
+        "| policy | goodput | envelope ratio, mean | lowest | gap closed | over price, 95 % |",
+        "|---|---|---|---|---|---|",
+    ]
+    found = read("policies.json")["policies"]
+    for name in sorted(found, key=lambda name: -found[name]["goodput"]):
+        each = found[name]
+        low, high = each["over_price_ci"]
+        lines.append(
+            f"| {name} | {each['goodput']:.0f} | {each['envelope_ratio_mean']:.3f} | {each['envelope_ratio_min']:.3f} "
+            f"| {each['gap_closed']:+.2f} | {each['over_price']:.3f} ({low:.3f}..{high:.3f}) |"
+        )
+    return "\n".join(lines)
+
+
+def policies_by_world() -> str:
+    """Return the ratios to the best rival of each world and load, and who that was."""
+    lines = [f"| world | policy | {' | '.join(LOADS)} |", "|---" * (2 + len(LOADS)) + "|"]
+    found = read("policies.json")["policies"]
+    for world in found[SHOWN[0]]["worlds"]:
+        for name in SHOWN:
+            cells = [found[name]["worlds"][world][load] for load in LOADS]
+            told = [f"{c['envelope_ratio']:.3f} ± {(c['envelope_ci'][1] - c['envelope_ci'][0]) / 2:.3f}" for c in cells]
+            lines.append(f"| {world} | {name} | " + " | ".join(told) + " |")
+        rivals = [found[SHOWN[0]]["worlds"][world][load]["best_rival"] for load in LOADS]
+        lines.append("| | best rival | " + " | ".join(rivals) + " |")
+    return "\n".join(lines)
+
+
+def policies_bounds() -> str:
+    """Return how much of the gap to hindsight each stage of knowledge closes, by world."""
+    result = read("policies.json")
+    found, sharpness = result["policies"], result["confidence_auc"]
+    worlds = list(found["price"]["worlds"])
+    heads = [f"{world} ({sharpness[world]:.2f})" if world in sharpness else f"{world} (none)" for world in worlds]
+    lines = [
+        f"| knows | {' | '.join(heads)} | mean of those with confidence | all |",
+        "|---" * (len(worlds) + 3) + "|",
+    ]
+    for name, told in KNOWN.items():
+        shares = found[name]["gap_closed_by_world"]
+        cells = [shares[world] for world in worlds]
+        mean = sum(shares[world] for world in sharpness) / len(sharpness)
+        told = f"{told} (`{name}`)"
+        lines.append(f"| {told} | " + " | ".join(f"{x:+.2f}" for x in (*cells, mean, found[name]["gap_closed"])) + " |")
+    return "\n".join(lines)
+
+
+def splits() -> str:
+    """Return what choosing a split is worth, by world and load."""
+    points = read("splits.json")["points"]
+    lines = ["| world | running requests | over unsplit alone | steps under a split |", "|---|---|---|---|"]
+    for point in points:
+        shares = [(name, share) for name, share in point["share_of_steps"].items() if name != "unsplit"]
+        told = ", ".join(f"{name}: {share:.1%}" for name, share in shares if share >= 0.001) or "none"
+        ratio = f"{point['ratio']:.3f} ± {point['half_width']:.3f}"
+        lines.append(f"| {point['world']} | {point['load'] or 'drift'} | {ratio} | {told} |")
+    return "\n".join(lines)
+
+
+def objectives() -> str:
+    """Return what objectives for the pace of answers are worth, by world and load."""
+    points = read("objectives.json")["points"]
+    lines = ["| world | running requests | goodput over price | tokens/s over price |", "|---|---|---|---|"]
+    for point in points:
+        known = point["goodput"] is not None
+        goodput = f"{point['goodput']:.3f} ± {point['half_width']:.3f}" if known else "nothing in time under either"
+        lines.append(f"| {point['world']} | {point['load'] or 'drift'} | {goodput} | {point['tokens_per_s']:.3f} |")
+    return "\n".join(lines)
