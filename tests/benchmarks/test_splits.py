@@ -12,6 +12,7 @@ import pytest
 from faser.controller.evaluate import decided
 from faser.env.state import EngineState
 from faser.models.policy import make_policy
+from faser.models.price import PricePolicy
 from faser.models.simulated import SimulatedEngine
 from faser.models.worlds import WorldSpec, side_by_side
 
@@ -74,3 +75,23 @@ def test_a_batch_that_swings_at_an_octaves_border_keeps_its_split() -> None:
         actions = decided(state, engine.step(actions), policy, sequence)
         asked.append(actions.split or 0)
     assert np.count_nonzero(np.diff(asked)) < 60
+
+
+def test_what_is_only_asked_about_moves_nothing_that_is_followed() -> None:
+    """A promise is searched for on a copy of the operating point."""
+    heavy, _ = side_by_side()
+    engine = SimulatedEngine(heavy.closed(16), 3)
+    policy, state = make_policy("price", engine.capabilities), EngineState(engine.capabilities)
+    assert isinstance(policy, PricePolicy)
+    actions = None
+    for sequence in range(1, 80):
+        actions = decided(state, engine.step(actions), policy, sequence)
+    point, points = policy._point, policy._points
+    before = msgspec.structs.replace(point), dict(points)
+    decoding = state.decoding()
+    assert policy._promised(state, decoding, int(decoding.sum()), 0)
+    policy._promised_at_best(state, decoding, int(decoding.sum()))
+    assert policy._point is point
+    assert policy._points is points
+    assert (point, points) == before
+    assert state.cost is state.unsplit_cost

@@ -86,6 +86,16 @@ def test_a_change_is_noticed_within_a_few_probes() -> None:
     assert sum(serve(gate, 1000, 0.5, seed=4)) > 900
 
 
+def test_probes_get_rarer_while_they_change_nothing() -> None:
+    """Where pruning costs a third, eight steps of 512 are half a percent for ever."""
+    gate = Gate()
+    early = sum(serve(gate, 2 * REPROBE_STEPS, -0.3))
+    serve(gate, 16 * REPROBE_STEPS, -0.3, seed=2)
+    late = sum(serve(gate, 16 * REPROBE_STEPS, -0.3, seed=3))
+    assert early > 96
+    assert 0 < late <= 24
+
+
 def test_batch_sizes_are_judged_apart() -> None:
     gate = Gate()
     for _ in range(20):

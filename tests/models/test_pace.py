@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from faser.engine_adapter.protocol import RequestEvent, RequestRow, StepRecord
+from faser.env.acceptance import Ints
 from faser.env.requests import Bools
 from faser.env.spaces import Action, Capabilities
 from faser.env.state import EngineState, observe
+from faser.models.pace import _stripped
 from faser.models.policy import Policy, PolicyError, make_policy
 
 CAPABILITIES = Capabilities(k_max=4)
@@ -78,6 +80,28 @@ def test_the_less_urgent_class_costs_the_urgent_one_nothing() -> None:
     """Its objective is kept with its own drafts and by shorter ones for all, not by taking those of the urgent."""
     found, urgent = served(policies("5:0.01"))
     assert found["price:pace=5:0.01"].lengths[urgent].all()
+
+
+class Imagined:
+    """An outlook in which class 0 is late, less so by `gain` if nobody of a class drafts."""
+
+    def __init__(self, gain: float, of: int) -> None:
+        self.priority = np.array([0, 0, 5, 5])
+        self._gain, self._of = gain, of
+
+    def lateness(self, lengths: Ints) -> tuple[float, int | None]:
+        """Return how late it is."""
+        return (2.0 if lengths[self.priority == self._of].any() else 2.0 - self._gain), 0
+
+
+@pytest.mark.parametrize(
+    ("gain", "of", "kept"), [(0.5, 5, [3, 3, 0, 0]), (0.0, 5, [3, 3, 3, 3]), (0.5, 0, [3, 3, 3, 3])]
+)
+def test_drafts_are_taken_only_of_the_less_urgent_and_only_where_it_helps(
+    gain: float, of: int, kept: list[int]
+) -> None:
+    """What its own drafts cost the late class is for the cut of everybody's longest ones to say."""
+    assert _stripped(Imagined(gain, of), np.array([3, 3, 3, 3]), 0).tolist() == kept  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["", "0", "0:", "0:0", "a:5", "0:5,0:6", "0:5;1:6", "0:-3", "0:nan"])
