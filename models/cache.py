@@ -1,8 +1,9 @@
 """The model cache: folders that are built once, whole or not at all, and checked before every use.
 
 Called by models/embedded.py. A folder is made under another name and renamed into place while a lock file is held, so
-that two processes never see half a model. Its stamp lists the size and sha256 of every file; sizes are compared on
-each use, contents when asked for or when the stamp is missing.
+that two processes never see half a model. Its stamp lists size, sha256 and time of change of every file as last found
+right. On each use sizes and times are compared, and the contents of a file whose time is another; all contents when
+asked for or when the stamp is missing. Damage that changes neither size nor time (a disk's own) is for the full check.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import platformdirs
@@ -33,10 +34,11 @@ class CacheError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class FileCheck:
-    """What a file must be."""
+    """What a file must be, and when it was last changed when it was found to be so."""
 
     size_bytes: int
     sha256: str
+    mtime_ns: int = field(default=0, compare=False)  # 0: not looked at yet
 
 
 def cache_folder() -> Path:
@@ -65,23 +67,37 @@ def read_stamp(folder: Path) -> dict[str, FileCheck] | None:
     """Return what the folder's stamp says about its files; None without a readable stamp."""
     try:
         fields = json.loads((folder / STAMP).read_text())
-        return {name: FileCheck(int(size), str(sha256)) for name, (size, sha256) in fields.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+        return {name: _read_check(*values) for name, values in fields.items()}
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError):
         return None
 
 
+def _read_check(size: int, sha256: str, mtime_ns: int = 0) -> FileCheck:
+    return FileCheck(int(size), str(sha256), int(mtime_ns))
+
+
 def faults(folder: Path, expected: Mapping[str, FileCheck], full: bool, progress: Progress | None = None) -> list[str]:
-    """Return what is wrong with the folder's files, one line each; `full` compares their contents too."""
-    found = []
-    for name, check in expected.items():
-        path = folder / name
-        if not path.is_file():
-            found.append(f"{path} is missing")
-        elif (size := path.stat().st_size) != check.size_bytes:
-            found.append(f"{path} has {size} bytes, expected {check.size_bytes}")
-        elif full and (actual := sha256_of(path, progress, f"checking {name}")) != check.sha256:
-            found.append(f"{path} has sha256 {actual[:12]}..., expected {check.sha256[:12]}...")
-    return found
+    """Return what is wrong with the folder's files, one line each.
+
+    Contents are compared where a file was changed at another time than `expected` says, and with `full` everywhere.
+    """
+    found = (_fault(folder / name, check, full, progress) for name, check in expected.items())
+    return [fault for fault in found if fault is not None]
+
+
+def _fault(path: Path, check: FileCheck, full: bool, progress: Progress | None) -> str | None:
+    if not path.is_file():
+        return f"{path} is missing"
+    try:
+        seen = path.stat()
+        if seen.st_size != check.size_bytes:
+            return f"{path} has {seen.st_size} bytes, expected {check.size_bytes}"
+        if not full and seen.st_mtime_ns == check.mtime_ns:
+            return None
+        actual = sha256_of(path, progress, f"checking {path.name}")
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror or error}"
+    return None if actual == check.sha256 else f"{path} has sha256 {actual[:12]}..., expected {check.sha256[:12]}..."
 
 
 def ensure_folder(
@@ -94,19 +110,17 @@ def ensure_folder(
     """Return the cache folder `name`, built by `build(folder)` if it is missing or damaged.
 
     :param expected: what the files must be, where that is known beforehand; else the stamp of the build counts.
-    :param full: compare contents, not only sizes.
+    :param full: compare contents whatever size and time of change say.
     """
     folder = cache_folder() / name
-    if not full and not _fault_lines(folder, expected, full=False, progress=None):
+    if not full and not _fault_lines(folder, expected, False, progress):
         return folder
     with _lock(folder.with_name(f".{name}.lock"), progress):
-        wrong = _fault_lines(folder, expected, full=full or read_stamp(folder) is None, progress=progress)
+        wrong = _fault_lines(folder, expected, full or read_stamp(folder) is None, progress)
         if wrong and wrong != [_NOTHING]:
             log.warning("model cache is damaged and is rebuilt: %s", wrong[0])
         if wrong:
             _replace(folder, build, expected)
-        elif read_stamp(folder) is None and expected:
-            _write_stamp(folder, expected)
     return folder
 
 
@@ -116,12 +130,35 @@ _NOTHING = "not built yet"
 def _fault_lines(
     folder: Path, expected: Mapping[str, FileCheck] | None, full: bool, progress: Progress | None
 ) -> list[str]:
+    """Return what is wrong with a cache folder; note in its stamp when what is right was last changed."""
     if not folder.is_dir():
         return [_NOTHING]
     stamp = read_stamp(folder)
     if stamp is None and not (full and expected):
         return [f"{folder / STAMP} is missing or unreadable"]
-    return faults(folder, expected or stamp or {}, full, progress)
+    checks = _as_stamped(expected, stamp or {}) if expected else stamp or {}
+    found = _with_times(folder, checks)  # before contents are read: a file that changes meanwhile is read again
+    wrong = faults(folder, checks, full, progress)
+    if not wrong and (stamp is None or any(found[name].mtime_ns != checks[name].mtime_ns for name in checks)):
+        with suppress(OSError):  # a cache that cannot be written is read again each time
+            _write_stamp(folder, found)
+    return wrong
+
+
+def _as_stamped(expected: Mapping[str, FileCheck], stamp: Mapping[str, FileCheck]) -> dict[str, FileCheck]:
+    """Return what is expected, with the stamp's times where it says the same of a file."""
+    return {name: stamp[name] if stamp.get(name) == check else check for name, check in expected.items()}
+
+
+def _with_times(folder: Path, checks: Mapping[str, FileCheck]) -> dict[str, FileCheck]:
+    return {name: replace(check, mtime_ns=_mtime_ns(folder / name)) for name, check in checks.items()}
+
+
+def _mtime_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _replace(folder: Path, build: Callable[[Path], None], expected: Mapping[str, FileCheck] | None) -> None:
@@ -129,7 +166,8 @@ def _replace(folder: Path, build: Callable[[Path], None], expected: Mapping[str,
     try:
         build(fresh)
         fresh.chmod(0o755)
-        checks = {p.name: FileCheck(p.stat().st_size, sha256_of(p)) for p in sorted(fresh.iterdir())}
+        paths = sorted(fresh.iterdir())
+        checks = _with_times(fresh, {path.name: FileCheck(path.stat().st_size, sha256_of(path)) for path in paths})
         for name, check in (expected or {}).items():
             if checks.get(name) != check:
                 raise CacheError(
@@ -149,8 +187,14 @@ def _replace(folder: Path, build: Callable[[Path], None], expected: Mapping[str,
 
 
 def _write_stamp(folder: Path, checks: Mapping[str, FileCheck]) -> None:
-    text = json.dumps({name: (check.size_bytes, check.sha256) for name, check in checks.items()}, indent=1)
-    (folder / STAMP).write_text(text + "\n")
+    """Write it whole or not at all: another process may be reading it."""
+    fields = {name: (check.size_bytes, check.sha256, check.mtime_ns) for name, check in checks.items()}
+    fresh = folder / f".{STAMP}-{os.getpid()}"
+    try:
+        fresh.write_text(json.dumps(fields, indent=1) + "\n")
+        fresh.replace(folder / STAMP)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 @contextmanager

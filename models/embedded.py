@@ -40,7 +40,7 @@ def ensure_embedded_target(progress: Progress | None = None, full_check: bool = 
     """Return the folder of the target in bfloat16, converted on first use.
 
     :param progress: called as `progress(what, share_done)`.
-    :param full_check: compare the sha256 of every file instead of their sizes.
+    :param full_check: compare the sha256 of every file, not only of those that were changed since they were checked.
     """
     card = read_target_card()
 

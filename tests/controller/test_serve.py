@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from faser.controller.serve import (
     run_serve,
     sidecar_environment,
 )
+from faser.models.cache import STAMP
 
 
 @pytest.mark.parametrize(("code", "expected"), [(2, UsageError), (3, EndpointError), (4, StoreError)])
@@ -117,6 +120,56 @@ def test_a_local_model_survives_a_change_of_directory(tmp_path: Path, monkeypatc
 def test_a_path_without_a_model_is_refused_before_vllm_starts() -> None:
     with pytest.raises(ModelError, match="no model at /nonexistent"):
         model_launch("/nonexistent", ENDPOINT, ["-sc", "{}"])
+
+
+def flip_a_byte(drafter: Path) -> None:
+    weights = drafter / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+
+
+def be_a_file(drafter: Path) -> None:
+    shutil.rmtree(drafter)
+    drafter.touch()
+
+
+@pytest.mark.parametrize(
+    ("damage", "seen", "code"),
+    [
+        (flip_a_byte, "model.safetensors has sha256", 3),
+        (lambda drafter: (drafter / "config.json").write_text(""), "config.json has 0 bytes", 3),
+        (lambda drafter: (drafter / "model.safetensors").unlink(), "model.safetensors is missing", 3),
+        (lambda drafter: (drafter / STAMP).write_text('{"model.safetensors": 7}'), "missing or unreadable", 3),
+        (be_a_file, "cannot write the model cache", 6),
+    ],
+)
+def test_a_damaged_model_cache_is_rebuilt_or_refused_in_one_line(
+    tmp_path: Path, damage: Callable[[Path], Any], seen: str, code: int
+) -> None:
+    """The port, which is looked at behind the model, ends the command."""
+    pair = ensure_embedded_pair()
+    target, drafter = tmp_path / pair.target.name, tmp_path / pair.drafter.name
+    target.symlink_to(pair.target)
+    shutil.copytree(pair.drafter, drafter)
+    damage(drafter)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", "from faser.controller.cli import main; main()", "serve", "embedded", "--port",
+         "70000"],
+        env=os.environ | {"FASER_CACHE": str(tmp_path)}, cwd="/", capture_output=True, text=True,
+    )  # fmt: skip
+    *told, last = filter(str.strip, done.stderr.splitlines())  # the progress bar leaves an empty line
+    assert done.returncode == code
+    if code == ModelError.exit_code:
+        assert (told, seen in last) == ([], True)
+        return
+    assert len(told) == 1
+    assert "model cache is damaged and is rebuilt" in told[0]
+    assert seen in told[0]
+    assert "port 70000" in last
+    for file in pair.drafter.iterdir():
+        if file.name != STAMP:
+            assert (drafter / file.name).read_bytes() == file.read_bytes()
 
 
 @pytest.mark.parametrize("flag", ["--scheduler-cls", "--worker_cls=x"])

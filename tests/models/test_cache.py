@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from faser.models.cache import STAMP, CacheError, FileCheck, ensure_folder, sha256_of
+from faser.models import cache as cache_module
+from faser.models.cache import STAMP, CacheError, FileCheck, ensure_folder, read_stamp, sha256_of
 
 CONTENT = b"weights"
 
@@ -37,6 +39,18 @@ def expected() -> dict[str, FileCheck]:
     return {"model": FileCheck(7, hashlib.sha256(CONTENT).hexdigest())}
 
 
+def touch(path: Path) -> None:
+    """Give a file another time of change, also where the clock is coarse."""
+    seen = path.stat()
+    os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns + 10**9))
+
+
+def damage(path: Path) -> None:
+    """Change one byte, not the size."""
+    path.write_bytes(path.read_bytes().replace(b"e", b"E", 1))
+    touch(path)
+
+
 def test_a_folder_is_built_once() -> None:
     build = Builder()
     first, second = ensure_folder("m", build), ensure_folder("m", build)
@@ -54,14 +68,90 @@ def test_a_file_of_another_size_is_rebuilt(change: bytes, caplog: pytest.LogCapt
     assert f"has {len(change)} bytes, expected 7" in caplog.text
 
 
-def test_a_changed_byte_is_found_by_the_full_check_only() -> None:
+@pytest.mark.parametrize("check", [None, expected()])
+def test_a_changed_byte_is_found_because_the_file_was_changed_at_another_time(
+    check: dict[str, FileCheck] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    build = Builder()
+    folder = ensure_folder("m", build, check)
+    damage(folder / "model")
+    ensure_folder("m", build, check)
+    assert (build.calls, (folder / "model").read_bytes()) == (2, CONTENT)
+    (record,) = caplog.records
+    assert "model cache is damaged and is rebuilt" in record.message
+    assert "model has sha256" in record.message
+
+
+def test_a_changed_byte_under_the_old_time_is_found_by_the_full_check_only() -> None:
     build = Builder()
     folder = ensure_folder("m", build)
+    seen = (folder / "model").stat()
     (folder / "model").write_bytes(b"wEights")
+    os.utime(folder / "model", ns=(seen.st_atime_ns, seen.st_mtime_ns))
     ensure_folder("m", build)
     assert build.calls == 1
     ensure_folder("m", build, full=True)
     assert build.calls == 2
+
+
+@pytest.mark.parametrize("check", [None, expected()])
+def test_contents_are_read_once_after_a_change_of_time_and_not_again(
+    check: dict[str, FileCheck] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = Builder()
+    folder = ensure_folder("m", build, check)
+    read: list[Path] = []
+    monkeypatch.setattr(cache_module, "sha256_of", lambda path, *_: read.append(path) or sha256_of(path))
+    ensure_folder("m", build, check)
+    assert read == []
+    touch(folder / "model")
+    for _ in range(3):
+        ensure_folder("m", build, check)
+    assert (read, build.calls) == ([folder / "model"], 1)
+
+
+def test_a_stamp_without_times_is_believed_after_the_contents_were_read() -> None:
+    """What versions before wrote; a damaged file beside such a stamp is found."""
+    build = Builder()
+    folder = ensure_folder("m", build)
+    for content, calls in ((CONTENT, 1), (b"wEights", 2)):
+        (folder / STAMP).write_text(json.dumps({"model": [7, hashlib.sha256(CONTENT).hexdigest()]}))
+        (folder / "model").write_bytes(content)
+        ensure_folder("m", build)
+        assert build.calls == calls
+        assert (read_stamp(folder) or {})["model"].mtime_ns == (folder / "model").stat().st_mtime_ns
+
+
+def test_a_cache_that_cannot_be_written_is_read_again_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = Builder()
+    folder = ensure_folder("m", build)
+    touch(folder / "model")
+
+    def refuse(path: Path, text: str) -> int:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    assert ensure_folder("m", build) == ensure_folder("m", build) == folder
+    assert build.calls == 1
+
+
+def test_a_file_that_cannot_be_read_is_rebuilt(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    build = Builder()
+    folder = ensure_folder("m", build)
+    touch(folder / "model")
+    broken = iter([True, True])
+
+    def read(path: Path, *_: object) -> str:
+        if next(broken, False):
+            raise OSError(5, "Input/output error")
+        return sha256_of(path)
+
+    monkeypatch.setattr(cache_module, "sha256_of", read)
+    ensure_folder("m", build)
+    assert build.calls == 2
+    assert "model cannot be read: Input/output error" in caplog.text
 
 
 def test_a_missing_stamp_leads_to_the_full_check() -> None:
@@ -72,7 +162,7 @@ def test_a_missing_stamp_leads_to_the_full_check() -> None:
     ensure_folder("m", build, check)
     assert (build.calls, (folder / STAMP).is_file()) == (1, True)
     (folder / STAMP).unlink()
-    (folder / "model").write_bytes(b"wEights")
+    damage(folder / "model")
     ensure_folder("m", build, check)
     assert (build.calls, (folder / "model").read_bytes()) == (2, CONTENT)
 
@@ -148,7 +238,8 @@ def test_of_several_processes_one_builds_and_the_others_wait() -> None:
     assert "".join(said).count("built") == 1
 
 
-def test_the_stamp_names_size_and_sha256() -> None:
+def test_the_stamp_names_size_sha256_and_time_of_change() -> None:
     folder = ensure_folder("m", Builder())
     stamp = json.loads((folder / STAMP).read_text())
-    assert stamp == {"model": [7, sha256_of(folder / "model")]}
+    model = folder / "model"
+    assert stamp == {"model": [7, sha256_of(model), model.stat().st_mtime_ns]}
