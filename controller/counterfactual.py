@@ -99,7 +99,9 @@ def estimate_speed(path: Path, policy: str, profile: Path | None = None, runs: i
     requests = [request for _, request in found]
     arrivals = [request.arrival_s for request in requests]
     prompts, answers = ([getattr(request, name) for request in requests] for name in ("prompt_tokens", "output_tokens"))
-    same = [replayed(model, requests, seed) for seed in range(runs)]
+    # Acceptances of both from the profile's model alone: of what another policy would have drafted nobody recorded
+    # confidences.
+    same = [replayed(model, requests, seed, by_confidence=False) for seed in range(runs)]
     other = [_under(policy, capabilities, model, (arrivals, prompts, answers), seed) for seed in range(runs)]
     speeds, refusal = _compared(run_of([life for life, _ in found]), same, other)
     return Counterfactual(policy, named.name, len(found), _arrived(path) - len(found), runs, refusal, speeds)

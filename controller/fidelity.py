@@ -1,8 +1,11 @@
 """`faser fidelity TELEMETRY`: how far the simulator is from the engine that wrote a telemetry file.
 
 Called by the CLI. Two looks: each recorded step's time against the model's, and the whole run again through the
-simulator, with only arrivals, lengths and decisions replayed. The engine's own spread comes from a second recording of
-the same load.
+simulator, with only arrivals, lengths, decisions and confidences replayed. The engine's own spread comes from a second
+recording of the same load.
+
+Acceptances are drawn at the chances that the model gives the recorded confidences, where those are known: drafts that
+a policy made or ended because of its drafter's confidence are not like all others.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +60,14 @@ class Run:
     tpot_s: Floats
     e2e_s: Floats
     tokens_per_s: float
+
+
+class _Table(NamedTuple):
+    """A request's decisions as they are replayed, by tokens emitted, from 0 on."""
+
+    lengths: list[int]
+    looked: list[bool]  # exit heads looked at what was drafted then
+    confidences: list[tuple[float, ...]]
 
 
 def run_fidelity(options: FidelityOptions) -> int:
@@ -106,6 +118,7 @@ def recorded_requests(measured: Measured, waiting: Waiting) -> list[tuple[Life, 
     decisions: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     emitted: dict[tuple[int, int], int] = {}
     looked: dict[tuple[int, int], set[int]] = {}
+    confidences: dict[tuple[int, int], dict[int, tuple[float, ...]]] = {}
     for index, rows in enumerate(measured.rows):
         engine = int(measured.steps.engine[index])
         drawn, handed = measured.steps.drawn_tokens[index], sum([row.drafted for row in rows])
@@ -114,6 +127,8 @@ def recorded_requests(measured: Measured, waiting: Waiting) -> list[tuple[Life, 
             key = (engine, row.handle)
             if row.verified and not np.isnan(measured.steps.prune_layer[index]):
                 looked.setdefault(key, set()).add(emitted.get(key, 0))
+            if row.verified and row.confidences:
+                confidences.setdefault(key, {})[emitted.get(key, 0)] = tuple(row.confidences)
             emitted[key] = emitted.get(key, 0) + row.emitted
             if row.emitted:
                 extra = int(has_dropped and row.drafted < row.draft_limit)
@@ -125,7 +140,7 @@ def recorded_requests(measured: Measured, waiting: Waiting) -> list[tuple[Life, 
         key = (life.engine, life.handle)
         request = RecordedRequest(
             life.arrival_s, life.prompt_tokens, life.output_tokens, tuple(decisions.get(key, ())),
-            frozenset(looked.get(key, ())),
+            frozenset(looked.get(key, ())), confidences.get(key, {}),
         )  # fmt: skip
         found.append((life, request))
     return found
@@ -148,29 +163,44 @@ def run_of(found: list[Life]) -> Run:
     return _figures(arrival_s, first_s, end_s, np.array([life.output_tokens for life in found], np.float64))
 
 
-def replayed(profile: EngineProfile, requests: list[RecordedRequest], seed: int, *, goes_ahead: bool = False) -> Run:
-    """Run the recording once through the simulator; with drafts made ahead always, or never."""
+def replayed(
+    profile: EngineProfile,
+    requests: list[RecordedRequest],
+    seed: int,
+    *,
+    goes_ahead: bool = False,
+    by_confidence: bool = True,
+) -> Run:
+    """Run the recording once through the simulator; with drafts made ahead always, or never.
+
+    :param by_confidence: draw acceptances at the chances of the recorded confidences, if the profile's model of
+        acceptance was fitted to any
+    """
+    chance = np.random.default_rng(seed)
+    tables = [_by_emitted(request, chance) for request in requests]
+    is_fitted = by_confidence and bool(profile.acceptance.auc)
     served = replay(
         [request.arrival_s for request in requests],
         [request.prompt_tokens for request in requests],
         [request.output_tokens for request in requests],
-        [lengths_by_emitted(request) for request in requests],
+        [table.lengths for table in tables],
         profile,
         seed=seed,
-        pruned=[pruned_by_emitted(request) for request in requests],
+        pruned=[table.looked for table in tables],
+        confidences=[table.confidences for table in tables] if is_fitted else None,
         goes_ahead=goes_ahead,
     )
     return Run(served.ttft_s, served.tpot_s, served.e2e_s, served.tokens_per_s)
 
 
-def lengths_by_emitted(request: RecordedRequest) -> list[int]:
-    """Return the draft length decided at each number of tokens emitted, from 0 on."""
-    return [request.decided(emitted)[0] for emitted in range(request.output_tokens + 1)]
-
-
-def pruned_by_emitted(request: RecordedRequest) -> list[bool]:
-    """Return whether exit heads looked at what was drafted at each number of tokens emitted, from 0 on."""
-    return [request.is_looked_at(emitted) for emitted in range(request.output_tokens + 1)]
+def _by_emitted(request: RecordedRequest, chance: np.random.Generator) -> _Table:
+    places = request.places(chance)
+    began = [request.decisions[place][0] for place in places]
+    return _Table(
+        [request.decisions[place][1] for place in places] or [0],
+        [emitted in request.looked for emitted in began] or [False],
+        [request.confidences.get(emitted, ()) for emitted in began] or [()],
+    )
 
 
 def _figures(arrival_s: Floats, first_s: Floats, end_s: Floats, tokens: Floats) -> Run:

@@ -2,19 +2,22 @@
 
 Called by the fidelity check and by evaluation. Arrivals and lengths are given; acceptances are drawn from the
 profile's model, never replayed. Decisions are recorded lengths, or an injected callable that sees step records only.
+Beside recorded lengths the drafter's confidences may be given: what a policy decided because of them was not drawn
+from all drafts alike, so acceptances are drawn at the chances that the model gives these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ..engine_adapter.protocol import StepRecord, StopRule
-from ..engine_adapter.stop_rule import fitted
+from ..engine_adapter.stop_rule import LEAST, fitted
 from .acceptance_model import AcceptanceModel
 from .action_vector import ACTION, KEEP, OVERLAP, PRUNE, outside
 from .engine_model import EngineProfile
@@ -23,7 +26,7 @@ from .simulated_record import Recorder
 from .simulator import Simulator
 from .simulator_state import GO_ON_FROM, HANDLE, KEEP_FROM, PHASE, RUNNING
 from .trace import Trace, TraceError
-from .world import LOGITS, NAMED, RECORDED
+from .world import LOGITS, NAMED, RECORDED, Recording
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -80,6 +83,7 @@ def replay(
     limit_tokens: int | None = None,
     noise: float = 1.0,
     pruned: Sequence[npt.ArrayLike] | None = None,
+    confidences: Sequence[Sequence[Sequence[float]]] | None = None,
     goes_ahead: bool = False,
     keep_steps: bool = False,
 ) -> Served:
@@ -90,6 +94,8 @@ def replay(
         record's step; or one sequence of draft lengths per request, entry m for the step after which it has emitted m
         tokens (the last entry holds on); or one length for all
     :param pruned: beside recorded lengths, whether what is drafted there is pruned while it is verified
+    :param confidences: beside recorded lengths, the drafter's in what is drafted there, 0..1, as many as are known:
+        where fewer are known than are verified, acceptances are drawn from all drafts alike
     :param goes_ahead: beside recorded lengths, whether drafts are made ahead in every step
     :param acceptance: instead of the profile's own
     :param limit_tokens: the most that an answer may have, as requests say; as long as it is, unless given
@@ -108,8 +114,12 @@ def replay(
         simulator.reset()
         step_s = _drive(simulator, decisions, profile.lease_staleness)
     else:
-        table = _decision_table(decisions, len(arrivals), pruned)
-        simulator = Simulator(scenario, 1, mode=RECORDED, results=len(arrivals), seed=seed, decisions=table)
+        offsets, lengths = _decision_table(decisions, len(arrivals), pruned)
+        told = _acceptance_logits(profile.acceptance, confidences or (), scenario.positions)
+        if confidences is not None and [len(known) for known in confidences] != np.diff(offsets).tolist():
+            raise TraceError("confidences of other decisions; expected as many for each request as it has lengths")
+        recording = Recording(offsets, lengths, told)
+        simulator = Simulator(scenario, 1, mode=RECORDED, results=len(arrivals), seed=seed, recording=recording)
         simulator.reset()
         step_s = _run(simulator, keep_steps, goes_ahead)
     return _served(simulator, arrivals, step_s)
@@ -144,6 +154,18 @@ def _decision_table(
     if pruned is not None and offsets[-1]:
         lengths = np.where(np.concatenate([np.asarray(flags, np.bool_) for flags in pruned]), ~lengths, lengths)
     return offsets, lengths
+
+
+def _acceptance_logits(
+    model: AcceptanceModel, confidences: Sequence[Sequence[Sequence[float]]], positions: int
+) -> npt.NDArray[np.float32]:
+    """Return (decisions, positions) logits of acceptance, NaN where no confidence is known."""
+    told = np.full((sum(map(len, confidences)), positions), np.nan)
+    for row, known in enumerate(chain.from_iterable(confidences)):
+        told[row, : len(known)] = known[:positions]
+    told = np.clip(told, LEAST, 1.0 - LEAST)
+    logits = np.log(told) - np.log1p(-told)
+    return (np.array(model.intercepts)[:positions] + np.array(model.slopes)[:positions] * logits).astype(np.float32)
 
 
 def _run(simulator: Simulator, keep_steps: bool, goes_ahead: bool) -> list[float]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from ..engine_adapter.stop_rule import logit
 from .acceptance_model import accept_chance, confidence_logit, next_chain
 from .engine_model import EngineProfile, Work
 from .step_basis import DRAFT_BASIS, HOST_BASIS, VERIFY_BASIS, fill_draft_basis, fill_host_basis, fill_verify_basis
@@ -20,6 +21,7 @@ from .step_basis import DRAFT_BASIS, HOST_BASIS, VERIFY_BASIS, fill_draft_basis,
 Floats = npt.NDArray[np.float64]
 
 STEP_LIMIT = 1_000_000
+NEIGHBOURS = 2  # decisions to either side that a replay may take between two
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class RecordedRequest:
     output_tokens: int
     decisions: tuple[tuple[int, int, int], ...] = ()
     looked: frozenset[int] = frozenset()  # tokens emitted when drafts were made that exit heads looked at later
+    confidences: dict[int, tuple[float, ...]] = field(default_factory=dict)  # of what was drafted at so many tokens
 
     def decided(self, emitted: int) -> tuple[int, int]:
         """Return (handed over, drawn) at so many tokens emitted: the last decision until then, else the first."""
@@ -42,6 +45,26 @@ class RecordedRequest:
     def is_looked_at(self, emitted: int) -> bool:
         """Tell whether exit heads looked at what was drafted by that decision."""
         return bool(self.decisions) and self.decisions[self._place(emitted)][0] in self.looked
+
+    def told(self, emitted: int) -> tuple[float, ...]:
+        """Return the drafter's confidences in what was drafted by that decision, () where they are not known."""
+        return self.confidences.get(self.decisions[self._place(emitted)][0], ()) if self.decisions else ()
+
+    def places(self, chance: np.random.Generator) -> list[int]:
+        """Return which decision a replay takes at each number of tokens emitted, from 0 on; [] without decisions.
+
+        Where one was made, that one. Between two it takes any of those around: the one before would be met the more
+        often the more was accepted behind it, and what was accepted must not decide what is accepted again.
+        """
+        if not self.decisions:
+            return []
+        before = [self._place(emitted) for emitted in range(self.output_tokens + 1)]
+        moves = chance.integers(-NEIGHBOURS, NEIGHBOURS + 1, len(before)).tolist()
+        last = len(self.decisions) - 1
+        return [
+            place if self.decisions[place][0] == emitted else min(max(place + move, 0), last)
+            for emitted, (place, move) in enumerate(zip(before, moves, strict=True))
+        ]
 
     def _place(self, emitted: int) -> int:
         return max(bisect_right(self.decisions, (emitted, 1 << 30, 1 << 30)) - 1, 0)
@@ -203,11 +226,13 @@ class _Engine:
         for position in range(min(live.draft, self.profile.acceptance.k_max)):
             live.chain = next_chain(live.chain, float(self.chance.standard_normal()), carry)
             live.logits.append(confidence_logit(quantiles, position, live.level, live.chain, share))
+        if len(told := live.request.told(live.emitted)) >= len(live.logits):
+            live.logits = [logit(confidence) for confidence in told[: len(live.logits)]]
 
     def _accepted(self, live: _Live) -> int:
         intercepts, slopes, _, (_, _, hidden) = self.tables
-        for position, logit in enumerate(live.logits[: live.draft]):
-            chance = accept_chance(intercepts, slopes, position, logit, live.residual, hidden)
+        for position, value in enumerate(live.logits[: live.draft]):
+            chance = accept_chance(intercepts, slopes, position, value, live.residual, hidden)
             if self.chance.random() >= chance:
                 return position
         return min(live.draft, len(live.logits))

@@ -12,7 +12,6 @@ from statistics import NormalDist
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from .engine_model import Ahead, EngineProfile, Exit, Split, Work, synthetic_profile
 from .trace import Trace, TraceError, shipped_trace
@@ -26,6 +25,7 @@ from .world import (
     SIGMOID_CELLS,
     Floats,
     Origins,
+    Recording,
     Records,
     Singles,
     World,
@@ -112,17 +112,19 @@ def build_world(
     scenario: Scenario,
     seed: int,
     settings: Records,
-    decisions: tuple[npt.NDArray[np.int64], npt.NDArray[np.int8]] | None = None,
+    recording: Recording | None = None,
 ) -> World:
     """Return the constants of a scenario; `seed` deals kinds and service classes to the workloads' rows.
 
-    :param decisions: offsets (requests + 1,) and recorded draft lengths, see World
+    :param recording: what the mode RECORDED replays
     """
     profiles = scenario.profiles
     ends = np.cumsum([len(trace) for trace in scenario.workloads])
     splits = max(len(profile.splits) for profile in profiles)
     sizes = max(len(profile.graph_sizes) for profile in profiles)
-    offsets, lengths = (np.zeros(1, np.int64), np.zeros(1, np.int8)) if decisions is None else decisions
+    if recording is None:
+        nothing = np.zeros((0, scenario.positions), np.float32)
+        recording = Recording(np.zeros(1, np.int64), np.zeros(1, np.int8), nothing)
     graphs = [[*profile.graph_sizes, *[0] * (sizes - len(profile.graph_sizes))] for profile in profiles]
     return World(
         settings=settings,
@@ -136,8 +138,7 @@ def build_world(
         spans=np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1).astype(np.int64),
         objectives=np.array([_objectives(profile, scenario) for profile in profiles]),
         priority=np.array([each.priority for each in scenario.classes], np.float64),
-        offsets=offsets,
-        decisions=lengths,
+        **recording._asdict(),
     )
 
 

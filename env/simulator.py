@@ -17,7 +17,7 @@ from .scenario import Scenario, build_origins, build_world
 from .simulator_state import MEAN, Bytes, Floats, Singles, State, allocate
 from .simulator_step import step_engines
 from .step_basis import DRAFT_BASIS, HOST_BASIS, VERIFY_BASIS
-from .world import CELLS, CHANCES, PRICED, World
+from .world import CELLS, CHANCES, PRICED, Recording, World
 
 FOREVER_S = 1e299
 FIRST_LEVERAGE = 100.0  # as acceptance.Population begins
@@ -36,18 +36,18 @@ class Simulator:
         seed: int = 0,
         results: int = 0,
         own_rules: bool = False,
-        decisions: tuple[npt.NDArray[np.int64], npt.NDArray[np.int8]] | None = None,
+        recording: Recording | None = None,
     ) -> None:
         """Build the constants (kinds and classes of the workloads' rows depend on `seed`) and empty engines.
 
         :param results: requests per engine whose times are kept in `state.results`
         :param own_rules: thresholds of stop rules are written to `state.rules` by the caller
-        :param decisions: recorded draft lengths for the mode RECORDED, see world.World
+        :param recording: what the mode RECORDED replays
         """
         if engines < 1 or threads < 1:
             raise ValueError(f"{engines} engines, {threads} threads; expected at least 1 of each")
         self.scenario = scenario
-        self.world: World = build_world(scenario, seed, scenario.settings(mode, own_rules=own_rules), decisions)
+        self.world: World = build_world(scenario, seed, scenario.settings(mode, own_rules=own_rules), recording)
         self.origins = build_origins(scenario)
         self.engines = engines
         terms = len(VERIFY_BASIS) + len(DRAFT_BASIS) + len(HOST_BASIS)

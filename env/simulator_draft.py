@@ -120,7 +120,7 @@ def _stranger_length(settings: Any, population: Floats, vector: Singles) -> int:
 def draft(
     engine: Any, profile: Any, settings: Any, ints: Shorts, traits: Singles, keys: Words, population: Floats,
     named: Bytes, vector: Singles, rules: Singles, chances: Singles, cells: Cells, values: Singles, sigmoid: Singles,
-    normal: Singles, offsets: Ints, decisions: Bytes, work: Floats, notes: Shorts, token: Singles,
+    normal: Singles, offsets: Ints, decisions: Bytes, told: Singles, work: Floats, notes: Shorts, token: Singles,
     bars: Singles,
 ) -> None:  # fmt: skip
     """Draft for the next step: fill each slot's draft limit, kept and lucky tokens, and `work` (DRAFTING ...).
@@ -141,6 +141,8 @@ def draft(
     _further_tokens(
         engine, profile, traits, keys, ints, rules, chances, cells, values, sigmoid, normal, notes, token, bars
     )
+    if len(told) > 0:
+        _toss_as_told(profile, ints, traits, keys, sigmoid, offsets, told, notes)
     _count_drafts(engine, ints, notes, work)
 
 
@@ -324,6 +326,29 @@ def _further_tokens(
 
 
 @apart
+def _toss_as_told(
+    profile: Any, ints: Shorts, traits: Singles, keys: Words, sigmoid: Singles, offsets: Ints, told: Singles,
+    notes: Shorts,
+) -> None:  # fmt: skip
+    """Toss again for drafts whose confidences were recorded: with the same luck, at the chances they give."""
+    for i in range(ints.shape[1]):
+        kept = ints[KEPT, i]
+        if ints[SCHEDULED, i] == 0 or notes[DRAWN_TOKENS, i] == 0 or kept == 0:
+            continue
+        place = entry(offsets, ints[HANDLE, i], ints[EMITTED, i])
+        if place < 0 or np.isnan(told[place, kept - 1]):
+            continue
+        factor = np.float32(profile.ahead_acceptance) if notes[IS_AHEAD, i] != 0 else _ONE
+        key, lean, lucky = keys[i] + np.uint64(ints[EMITTED, i]) * GOLDEN, profile.hidden * traits[RESIDUAL, i], 0
+        for j in range(kept):
+            bits = mixed(key + (_FIRST_TOKEN + np.uint64(j)) * GOLDEN)
+            if _luck(bits) >= sigmoid[np.uint64(_sigmoid_cell(told[place, j] + lean))] * factor:
+                break
+            lucky += 1
+        ints[LUCKY, i] = lucky
+
+
+@apart
 def _keep(
     keep_from: np.float32, go_on_from: np.float32, scheduled: Column, want: Column, survival: Singles, score: Singles,
     alive: Column, drawn: Column, goes_on: Column, kept: Column, lucky: Column, chain: Singles,
@@ -379,7 +404,14 @@ def score_cell(score: np.float32) -> int:
 @apart
 def recorded(offsets: Ints, decisions: Bytes, handle: int, emitted: int) -> int:
     """Return the recorded length of what is drafted at so many tokens, less than 0 where it is pruned: see World."""
+    place = entry(offsets, handle, emitted)
+    return int(decisions[place]) if place >= 0 else 0
+
+
+@apart
+def entry(offsets: Ints, handle: int, emitted: int) -> int:
+    """Return where a recording has what was decided at so many tokens, -1 if it has nothing of that request."""
     if handle >= len(offsets):
-        return 0
+        return -1
     first, last = offsets[handle - 1], offsets[handle]
-    return int(decisions[first + min(emitted, last - first - 1)]) if last > first else 0
+    return int(first + min(emitted, last - first - 1)) if last > first else -1

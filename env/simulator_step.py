@@ -244,6 +244,7 @@ def _entry(sources: str) -> Any:
         all_globals: Any, all_terms: Any, all_results: Any,
         all_settings: Any, profiles: Any, all_graphs: Any, all_splits: Any, all_tables: Any, sigmoid: Any, normal: Any,
         rows: Any, spans: Any, all_objectives: Any, priority: Any, offsets: Any, decisions: Any,
+        told: Any,
     ) -> None:  # fmt: skip
         if len(sources) == 0:
             return
@@ -300,7 +301,7 @@ def _entry(sources: str) -> Any:
             draft(
                 engine, profile, settings, ints, traits, keys, population, lengths[place], vector, rules,
                 row(all_chances, e), row(all_cells, e), row(all_tables, engine.profile), sigmoid, normal, offsets,
-                decisions, work, notes, token, bars,
+                decisions, told, work, notes, token, bars,
             )  # fmt: skip
             _hand_over(ints)
             _time(

@@ -87,6 +87,15 @@ class World(NamedTuple):
     priority: Floats  # (classes,)
     offsets: Ints  # (requests + 1,) recorded draft lengths of the k-th request: decisions[offset:offset]
     decisions: npt.NDArray[np.int8]  # by tokens emitted; the last one holds on. ~length: pruned while verified
+    told: Singles  # (decisions, positions) acceptance logits of what was drafted then, NaN: drawn; (0, positions): all
+
+
+class Recording(NamedTuple):
+    """What the mode RECORDED replays; see World."""
+
+    offsets: Ints
+    decisions: npt.NDArray[np.int8]
+    told: Singles
 
 
 class Origins(NamedTuple):

@@ -16,7 +16,7 @@ from rich.console import Console
 import faser
 from faser.controller.calibrate import CalibrateOptions, calibrate, with_ahead
 from faser.controller.errors import ModelError, StoreError, UsageError
-from faser.controller.fidelity import FidelityOptions, run_fidelity
+from faser.controller.fidelity import FidelityOptions, recorded_requests, run_fidelity
 from faser.controller.measured import ahead_steps, read_measured
 from faser.controller.starvation import Waiting, freed, load_waiting, save_waiting
 from faser.controller.store import EngineEntry, RunEntry, StepEntry, Store
@@ -250,6 +250,32 @@ def test_drafting_ahead_is_found_again_from_telemetry_and_replayed(
         run_fidelity(FidelityOptions(second, tmp_path / "serial.json", json=True))
     with pytest.raises(ModelError, match="without drafting ahead"):
         calibrate(CalibrateOptions((second,), tmp_path / "q.json", base=base), CONSOLE)
+
+
+def test_confidences_are_kept_by_the_decision_whose_drafts_they_are_of(tmp_path: Path) -> None:
+    """Those of a step's verified drafts belong to what was decided in the step before, for that request."""
+    records = [
+        msgspec.structs.replace(
+            record,
+            rows=[
+                msgspec.structs.replace(row, confidences=(record.counter * 1e-3 + row.handle * 1e-6,) * row.verified)
+                for row in record.rows
+            ],
+        )
+        for record in make_records(4)
+    ]
+    measured = read_measured(write_telemetry(tmp_path / "t.sqlite", records))
+    seen = 0
+    for life, request in recorded_requests(measured, load_waiting(measured.path)):
+        emitted = 0
+        for record in records:
+            for row in (row for row in record.rows if row.handle == life.handle):
+                if row.verified:
+                    assert request.confidences[emitted] == pytest.approx(row.confidences)
+                    assert request.decided(emitted)[0] == row.verified
+                    seen += 1
+                emitted += row.emitted
+    assert seen > 30
 
 
 def test_a_replay_looks_where_the_recording_did() -> None:

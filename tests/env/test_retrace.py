@@ -85,6 +85,30 @@ def test_a_decision_holds_until_the_next_one_and_before_the_first() -> None:
     assert RecordedRequest(0.0, 1, 1).decided(5) == (0, 0)
 
 
+def test_acceptances_follow_recorded_confidences_where_all_of_a_draft_are_known() -> None:
+    fair = replace(quiet().acceptance, intercepts=(0.0,) * 4, slopes=(1.0,) * 4, hidden=0.0)
+
+    def steps(confidences: tuple[float, ...], seed: int = 0) -> int:
+        request = RecordedRequest(0.0, 10, 41, ((0, 4, 4),), confidences={0: confidences})
+        return retrace(quiet(acceptance=fair), [request], seed).steps
+
+    assert steps((1.0,) * 4) == 1 + 8
+    assert steps((0.0,) * 4) == 41
+    assert steps((1.0, 1.0, 0.0, 1.0)) == 1 + 14  # three a step: what is behind a rejected token is lost
+    unknown = [steps((), seed) for seed in range(5)]
+    assert [steps((1.0, 1.0), seed) for seed in range(5)] == unknown, "confidences of a part of the draft were used"
+
+
+def test_between_two_decisions_a_replay_takes_any_around() -> None:
+    """The one before alone would be met the more often, the more was accepted behind it."""
+    request = RecordedRequest(0.0, 1, 30, tuple((emitted, emitted, emitted) for emitted in (1, 2, 10, 11, 12, 13)))
+    drawn = np.array([request.places(np.random.default_rng(seed)) for seed in range(200)])
+    assert (drawn[:, [1, 2, 10, 11, 12, 13]] == np.arange(6)).all()
+    assert set(drawn[:, 5]) == {0, 1, 2, 3}
+    assert set(drawn[:, 20]) == {3, 4, 5}
+    assert RecordedRequest(0.0, 1, 1).places(np.random.default_rng(0)) == []
+
+
 def test_steps_outside_the_profile_are_counted() -> None:
     run = retrace(quiet(domain={"rows": Range(0, 5)}), [RecordedRequest(0.0, 10, 3)], seed=0)
     assert math.isclose(run.outside_share, 1 / 3)

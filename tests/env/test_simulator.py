@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from faser.engine_adapter.protocol import StepRecord, StopRule
+from faser.env.acceptance_model import AcceptanceModel, default_acceptance
 from faser.env.action_vector import ACTION, outside
 from faser.env.engine_model import Ahead, EngineProfile, Exit, synthetic_profile
 from faser.env.replay import Orders, Served, replay
@@ -282,6 +284,61 @@ def test_recorded_decisions_hold_by_tokens_emitted() -> None:
     off_later = [[4] * 10 + [0]] * 20
     served = replay(*requests, off_later, profile)
     assert 0 < served.drafted < replay(*requests, 4, profile).drafted / 2
+
+
+def fair_model() -> AcceptanceModel:
+    """Accept with the drafter's confidence, whosever the draft is."""
+    size = synthetic_profile().k_max
+    return replace(default_acceptance(size), intercepts=(0.0,) * size, slopes=(1.0,) * size, hidden=0.0)
+
+
+def told(confidences: list[float], model: AcceptanceModel, ahead: Ahead | None = None) -> Served:
+    """Serve twenty requests with drafts of 4 and these confidences at every token."""
+    requests, profile = some_requests(20), replace(synthetic_profile(noise=0.0), acceptance=model, ahead=ahead)
+    lengths, known = ([[each] * (output + 1) for output in requests[2]] for each in (4, confidences))
+    return replay(*requests, lengths, profile, confidences=known, goes_ahead=ahead is not None)
+
+
+def test_a_replay_accepts_by_recorded_confidences() -> None:
+    """What a policy drafts only where its drafter is sure is accepted more often than other drafts."""
+    fair = fair_model()
+    sure, hopeless, mixed = (told(c, fair) for c in ([1.0] * 4, [0.0] * 4, [1.0, 1.0, 0.0, 1.0]))
+    assert sure.accepted == sure.drafted > 0
+    assert hopeless.accepted == 0
+    assert mixed.accepted == pytest.approx(mixed.drafted / 2, rel=0.05)  # shorter at the end of an answer
+    half = told([0.5] * 4, fair)
+    assert half.accepted / half.drafted == pytest.approx((0.5 + 0.25 + 0.125 + 0.0625) / 4, rel=0.15)
+    part, unknown = told([0.0, 0.0], fair), told([], fair)  # only what an answer's end cuts short is known as a whole
+    assert part.accepted / part.drafted == pytest.approx(unknown.accepted / unknown.drafted, rel=0.1)
+
+
+@pytest.mark.parametrize("ahead", [None, Ahead(ready=0.6, hidden=0.8, verify_factor=1.2, acceptance=0.7)])
+def test_recorded_confidences_change_chances_and_no_luck(ahead: Ahead | None) -> None:
+    size = synthetic_profile().k_max
+    deaf = replace(default_acceptance(size), intercepts=(0.3,) * size, slopes=(0.0,) * size, hidden=0.5)
+    assert told([0.2] * 4, deaf, ahead).e2e_s.tobytes() == told([], deaf, ahead).e2e_s.tobytes()
+
+
+def test_confidences_belong_to_a_request_and_to_the_tokens_it_had_emitted() -> None:
+    profile = replace(synthetic_profile(noise=0.0), acceptance=fair_model())
+    lengths = [[4] * 41] * 2
+
+    def served(*known: dict[int, list[float]]) -> Served:
+        everywhere = [[each.get(emitted, [0.0] * 4) for emitted in range(41)] for each in known]
+        return replay([0.0, 1e-3], [10, 10], [40, 40], lengths, profile, confidences=everywhere)
+
+    sure = [1.0] * 4
+    assert served({1: sure}, {}).accepted == 4  # what is drafted behind the first token
+    assert served({2: sure}, {}).accepted == 4
+    assert served({1: sure, 2: sure}, {}).accepted == 4  # from 1 to 6: nobody drafts at 2
+    first, second = served(dict.fromkeys(range(41), sure), {}).tpot_s
+    assert first < 0.5 * second
+
+
+@pytest.mark.parametrize("confidences", [[[[0.5]]] * 20, [[[0.5]] * 3, [[0.5]]] + [[[0.5]] * 2] * 18])
+def test_confidences_of_other_decisions_are_refused(confidences: list[list[list[float]]]) -> None:
+    with pytest.raises(TraceError, match="confidences of other decisions"):
+        replay(*some_requests(20), [[4, 4]] * 20, synthetic_profile(), confidences=confidences)
 
 
 def test_replays_differ_by_seed_only() -> None:
