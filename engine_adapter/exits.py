@@ -80,6 +80,16 @@ def check_model(path: str, facts: ExitFacts, layers: int, hidden_size: int, voca
         raise ExitError(f"{path} has heads behind layers {facts.layers}, expected 1 to {layers - 1}")
 
 
+def _check_method(path: str, facts: ExitFacts, config: VllmConfig) -> None:
+    """Raise ExitError if the heads score candidates that this drafter does not name: no step would be pruned."""
+    drafting = config.speculative_config
+    if facts.candidates and drafting is not None and drafting.method == "ngram":
+        raise ExitError(
+            f"{path} has heads that score the drafter's {facts.candidates} likeliest tokens, and ngram names none; "
+            f"expected one of {_names(METHODS - {'ngram'})}"
+        )
+
+
 def pruning_refusal(config: VllmConfig) -> str | None:
     """Return why verification cannot be pruned on this engine, None if it can."""
     from vllm.platforms import current_platform
@@ -117,6 +127,7 @@ def usable_exits(path: str, config: VllmConfig) -> tuple[ExitFacts | None, str |
     try:
         facts = read_facts(path)
         check_model(path, facts, text.num_hidden_layers, text.hidden_size, text.vocab_size)
+        _check_method(path, facts, config)
     except ExitError as error:
         return None, str(error)
     return facts, None

@@ -236,9 +236,9 @@ def _joined(recorder: _Recorder, depth: int, model: Any) -> Recording:
     rows, states = recorder.take()
     names = [field.name for field in fields(Recording) if field.name in rows[0]]
     return Recording(
-        states={layer: torch.cat(parts) for layer, parts in states.items()},
+        states={layer: torch.cat(parts).cpu() for layer, parts in states.items()},
         layers=depth,
-        lm_head=model.lm_head.weight[: model.config.vocab_size].detach().clone(),
-        norm=model.model.norm.weight.detach().clone(),
-        **{name: torch.cat([row[name] for row in rows]) for name in names},
+        lm_head=model.lm_head.weight[: model.config.vocab_size].detach().cpu().clone(),
+        norm=model.model.norm.weight.detach().cpu().clone(),
+        **{name: torch.cat([row[name] for row in rows]).cpu() for name in names},
     )

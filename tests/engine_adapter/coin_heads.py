@@ -86,6 +86,14 @@ def _old_positions(pruned: Any, _layer: Any, arguments: tuple[Any, ...]) -> Any:
     return None if pruned.cut is None else (arguments[0][: len(arguments[1])], *arguments[1:])
 
 
+def _shifts_auxiliary(pruned: Any, output: Any) -> Any:
+    spread = _spread(pruned, output)
+    if pruned.cut is None:
+        return spread
+    hidden, auxiliary = spread
+    return hidden, [state.roll(1, 0) for state in auxiliary]
+
+
 def _fails(*_: Any) -> Any:
     raise RuntimeError("broken on purpose")
 
@@ -99,6 +107,7 @@ def _tests_less(cut: Cut, batch: Any, kept: Any) -> None:
 
 
 _common, _sample, _init = pruning.cut_common, pruning.Pruning.sample, Cut.__init__
+_spread = pruning.Pruning.spread
 CONTROLS: dict[str, list[tuple[Any, str, Any]]] = {
     "": [],
     "seq_lens": [(pruning, "cut_common", _reads_unwritten)],
@@ -106,6 +115,7 @@ CONTROLS: dict[str, list[tuple[Any, str, Any]]] = {
     "bonus": [(pruning, "forget_bonus", lambda *_: None)],
     "logits": [(pruning.Pruning, "sample", _shifts_logits)],
     "positions": [(pruning.Pruning, "_pass_on", _old_positions)],
+    "auxiliary": [(pruning.Pruning, "spread", _shifts_auxiliary)],  # outputs stay right, drafts do not
     "failure": [(pruning, "cut_attention", _fails)],
     # The naive rule: the failing token loses its own test, and a bonus token is sampled in its place.
     "naive": [

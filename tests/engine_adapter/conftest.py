@@ -1,4 +1,6 @@
-"""Fixture `engine`: run `engine_child.py` with a clean environment and read back what the engine did."""
+"""Fixtures: `engine` runs `engine_child.py` in a clean environment and reads back what the engine did; `scenario` makes
+what a run with a drafter's process is given; `eagle_pair` makes a tiny target with a head that vLLM loads.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +28,7 @@ class Step:
     lengths: list[int]
     scheduled: list[int]
     verified: list[int]
+    drafts: list[list[int]]  # the tokens that were verified
     sampled: list[int]
     drafted: list[int]
     confidences: list[list[float]]  # empty: not recorded
@@ -132,3 +135,125 @@ def scenario() -> Callable[..., dict[str, Any]]:
         }
 
     return make
+
+
+VOCABULARY, HIDDEN, WIDE, HEADS, HEAD = 64, 128, 256, 2, 64
+DRAFT_IDS = [token for token in range(VOCABULARY) if token % 5]  # what the EAGLE-3 head can draft
+TINY: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": WIDE, "num_hidden_layers": 2,
+    "num_attention_heads": HEADS, "num_key_value_heads": 1, "head_dim": HEAD, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def eagle_pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """Return `make(method)`: folders of a tiny random Llama and of its head for method `eagle` or `eagle3`.
+
+    In place of training, least squares let the head guess the target's next state: it is right often enough.
+    """
+
+    def make(method: str) -> tuple[Path, Path]:
+        target, head = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp(method)
+        model = _random_llama()
+        _save(target, model.state_dict(), {})
+        if method == "eagle":
+            _save(head, _eagle_1(model), {"num_hidden_layers": 1})
+        else:
+            layers = {"eagle_config": {"use_aux_hidden_state": True}, "eagle_aux_hidden_state_layer_ids": [0, 1]}
+            sizes = {"num_hidden_layers": 1, "num_aux_hidden_states": 2, "draft_vocab_size": len(DRAFT_IDS)}
+            _save(head, _eagle_3(model), sizes | layers)
+        return target, head
+
+    return make
+
+
+def _save(folder: Path, weights: dict[str, Any], changes: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "model.safetensors")
+    named = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(TINY | named | changes))
+
+
+def _random_llama() -> Any:
+    """Return a target of whose next state the newest token says much, but not all."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(5)
+    model = LlamaForCausalLM(LlamaConfig(**TINY)).float().eval()
+    gains = {"embed_tokens": HIDDEN**0.5, "o_proj": 0.5, "down_proj": 0.5, "lm_head": 2.5}
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2:
+                weight.normal_(0, gains.get(name.split(".")[-2], 1.3) * weight.shape[1] ** -0.5)
+    return model
+
+
+def _layer(name: str, reads: int) -> dict[str, Any]:
+    """Return a decoder layer of random weights that adds a little to what is fitted."""
+    import torch
+
+    shapes = {
+        "self_attn.q_proj": (HEADS * HEAD, reads), "self_attn.k_proj": (HEAD, reads),
+        "self_attn.v_proj": (HEAD, reads), "self_attn.o_proj": (HIDDEN, HEADS * HEAD), "mlp.gate_proj": (WIDE, HIDDEN),
+        "mlp.up_proj": (WIDE, HIDDEN), "mlp.down_proj": (HIDDEN, WIDE),
+    }  # fmt: skip
+    weights = {f"{name}.{part}.weight": torch.randn(shape) * shape[1] ** -0.5 for part, shape in shapes.items()}
+    for part in ("self_attn.o_proj", "mlp.down_proj"):
+        weights[f"{name}.{part}.weight"] *= 0.3
+    return weights | {f"{name}.post_attention_layernorm.weight": torch.ones(HIDDEN)}
+
+
+def _said(model: Any) -> tuple[Any, list[Any]]:
+    """Return random texts (texts, tokens) and the target's states (texts, tokens, hidden) between its layers."""
+    import torch
+
+    texts = torch.randint(0, VOCABULARY, (256, 24))
+    with torch.no_grad():
+        return texts, list(model.model(texts, output_hidden_states=True).hidden_states)
+
+
+def _fit(seen: Any, wanted: Any) -> Any:
+    """Return the matrix (wanted, seen) that maps the one best to the other; both are (texts, tokens, ...)."""
+    import torch
+
+    x, y = seen.flatten(0, 1).double(), wanted.flatten(0, 1).double()
+    return torch.linalg.solve(x.T @ x + torch.eye(x.shape[1]), x.T @ y).float().T
+
+
+def _eagle_1(model: Any) -> dict[str, Any]:
+    """It reads the next token's embedding and the target's last state, and shares embedding and LM head."""
+    import torch
+
+    texts, states = _said(model)
+    embedded = model.model.embed_tokens.weight.detach()[texts[:, 1:]]
+    fitted = _fit(torch.cat([embedded, states[-1][:, :-1]], -1), states[-1][:, 1:])
+    return _layer("layers.0", HIDDEN) | {"fc.weight": fitted}
+
+
+def _eagle_3(model: Any) -> dict[str, Any]:
+    """It reads the next token by attention, which looks mostly at the newest one, and two layers' states."""
+    import torch
+
+    texts, states = _said(model)
+    embedding = model.model.embed_tokens.weight.detach()
+    normed = embedding * (embedding.square().mean(-1, keepdim=True) + TINY["rms_norm_eps"]).rsqrt()
+    wanted = torch.cat([torch.ones(VOCABULARY, 1), torch.eye(VOCABULARY)], 1)
+    constant, one_hot = (torch.linalg.pinv(normed) @ wanted).T.split([1, VOCABULARY])
+    said = torch.eye(VOCABULARY)[texts[:, 1:]]
+    fitted = _fit(torch.cat([said, states[0][:, :-1], states[1][:, :-1]], -1), states[-1][:, 1:])
+    blind = torch.zeros(HEAD, HIDDEN)  # attention leaves the states out
+    same = 3.0 * constant.expand(HEAD, HIDDEN)  # the same query and key for all, so that only the distance counts
+    weights = _layer("midlayer", 2 * HIDDEN) | {
+        "midlayer.self_attn.q_proj.weight": torch.cat([same, blind], 1).repeat(HEADS, 1),
+        "midlayer.self_attn.k_proj.weight": torch.cat([same, blind], 1),
+        "midlayer.self_attn.v_proj.weight": torch.cat([one_hot, blind], 1),
+        "midlayer.self_attn.o_proj.weight": fitted[:, :VOCABULARY].repeat(1, HEADS) / HEADS,
+        "fc.weight": fitted[:, VOCABULARY:],
+        "lm_head.weight": model.lm_head.weight.detach()[DRAFT_IDS],
+        "d2t": torch.tensor(DRAFT_IDS) - torch.arange(len(DRAFT_IDS)),
+    }
+    norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "norm")
+    return weights | {f"{name}.weight": torch.ones(HIDDEN) for name in norms}

@@ -80,6 +80,7 @@ class Driver:
                 "lengths": [order.lengths[name] for name in names],
                 "scheduled": [outcome.scheduled[name] for name in names],
                 "verified": [len(outcome.drafts.get(name, ())) for name in names],
+                "drafts": [list(outcome.drafts.get(name, ())) for name in names],
                 "sampled": [len(outcome.sampled[outcome.row_of[name]]) for name in names],
                 "drafted": [report.drafted[outcome.row_of[name]] for name in names],
                 "confidences": [report.confidences[outcome.row_of[name]] for name in names]

@@ -22,6 +22,7 @@ import zmq
 from faser.engine_adapter import protocol as wire
 
 LONGEST = 6
+KINDS = ("logprobs", "penalty", "json", "stop", "many")  # whose verification is not that of a plain request
 TEXT = (
     "The lighthouse keeper wrote a letter every evening. He counted the ships that passed, the birds that rested on "
     "the rail, and the hours until dawn. One night a storm came from the north, and the lamp went out. He climbed "
@@ -100,6 +101,10 @@ def counts(records: list[wire.StepRecord]) -> dict[str, Any]:
         "events": dict(Counter(event.kind for record in records for event in record.events)),
         "excess": _excess(records),
         "pruned": sum(row.pruned for rows in decoding for row in rows),
+        "pruned_kinds": sorted(_pruned_kinds(records)),
+        "pruned_layers": sorted(
+            {record.prune_layer for record in records if any(row.pruned for row in record.rows)} - {None}
+        ),
         "pruned_row_steps": sum(row.pruned > 0 for rows in decoding for row in rows),
         "accepted_beside_pruned": sum(row.accepted for rows in decoding for row in rows if row.pruned),
         "ended_without_bonus": sum(
@@ -110,7 +115,7 @@ def counts(records: list[wire.StepRecord]) -> dict[str, Any]:
         "decided": sum(
             row.verified > 0
             for record, rows in zip(records, decoding, strict=True)
-            if record.prune_layer is not None
+            if record.prune_layer is not None and any(row.pruned for row in rows)
             for row in rows
         ),
         "looked": sum(record.prune_layer is not None and record.prune_s > 0.0 for record in records),
@@ -121,6 +126,13 @@ def counts(records: list[wire.StepRecord]) -> dict[str, Any]:
         "dropped": records[-1].dropped,
         "rejected": records[-1].rejected,
     }
+
+
+def _pruned_kinds(records: list[wire.StepRecord]) -> set[str]:
+    """Return the kinds of requests, as `parameters` names them, whose drafts were cut at least once."""
+    names = {event.handle: event.request_id for record in records for event in record.events if event.kind == "arrival"}
+    cut = {names.get(row.handle, "") for record in records for row in record.rows if row.pruned}
+    return {kind for kind in KINDS if any(f"kind-{kind}" in name for name in cut)}
 
 
 def _excess(records: list[wire.StepRecord]) -> int:
@@ -162,6 +174,11 @@ def parameters() -> dict[str, Any]:
     }
 
 
+def chances(logprobs: Any) -> list[dict[int, float]]:
+    """Return the log probabilities told with each token, by token id."""
+    return [{token: chance.logprob for token, chance in each.items()} for each in logprobs or ()]
+
+
 class Gauntlet:
     """Drives one engine through three rounds of requests and keeps what each request said."""
 
@@ -181,7 +198,7 @@ class Gauntlet:
             for output in self.engine.step():
                 if output.finished:
                     self.cached_tokens += output.num_cached_tokens or 0
-                    said = [(list(c.token_ids), c.finish_reason, c.text) for c in output.outputs]
+                    said = [(list(c.token_ids), c.finish_reason, c.text, chances(c.logprobs)) for c in output.outputs]
                     self.outputs[output.request_id] = said
             steps = None if steps is None else steps - 1
 

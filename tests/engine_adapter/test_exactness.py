@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 GAUNTLET = Path(__file__).with_name("gauntlet.py")
 K_MAX = 6
+END_OF_TURN = 2  # the embedded target's token
+KINDS = {"logprobs", "penalty", "json", "stop", "many"}  # whose verification is not that of a plain request
 ENGINE = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -137,8 +139,21 @@ def reference(target: Path, short_folder: Path) -> dict[str, Any]:
     return run_gauntlet(short_folder, target, None)
 
 
+LEAST_DIFFERENCE = 1e-3  # of log probabilities; rows of another batch are rounded otherwise
+
+
 def different(result: dict[str, Any], reference: dict[str, Any]) -> list[str]:
-    return [name for name, said in reference["outputs"].items() if result["outputs"].get(name) != said]
+    """Return the requests whose tokens, end, text or log probabilities are not those of the reference."""
+    return [name for name, said in reference["outputs"].items() if not _is_same(result["outputs"].get(name, []), said)]
+
+
+def _is_same(one: list[Any], other: list[Any]) -> bool:
+    if [sample[:3] for sample in one] != [sample[:3] for sample in other]:
+        return False
+    tokens = [(a, b) for mine, theirs in zip(one, other, strict=True) for a, b in zip(mine[3], theirs[3], strict=True)]
+    return all(
+        a.keys() == b.keys() and all(abs(a[token] - b[token]) < LEAST_DIFFERENCE for token in a) for a, b in tokens
+    )
 
 
 def test_the_reference_says_something(reference: dict[str, Any]) -> None:
@@ -147,6 +162,21 @@ def test_the_reference_says_something(reference: dict[str, Any]) -> None:
     assert reference["cached_tokens"] >= 128
     person = json.loads(reference["outputs"]["kind-json"][0][2])
     assert set(person) == {"name", "age"}
+    assert reference["outputs"]["kind-choice"][0][2] in ("blue whale", "red fox")
+    assert len(reference["outputs"]["kind-many"]) == 3
+    said, reason = reference["outputs"]["kind-stop"][0][:2]
+    assert reason == "stop"
+    assert said[-1] != END_OF_TURN, "it was not a stop string"
+
+
+def test_log_probabilities_of_other_tokens_are_noticed(reference: dict[str, Any]) -> None:
+    said = reference["outputs"]["kind-logprobs"]
+    shifted = [[*sample[:3], sample[3][1:] + sample[3][:1]] for sample in said]
+    higher = [[*sample[:3], [{k: v + 0.01 for k, v in each.items()} for each in sample[3]]] for sample in said]
+    assert len(said[0][3]) == 24
+    for broken in (shifted, higher):
+        result = {"outputs": reference["outputs"] | {"kind-logprobs": broken}}
+        assert different(result, reference) == ["kind-logprobs"]
 
 
 # `make proof` for what is marked slow: its nearest relatives run in CI.
@@ -210,14 +240,17 @@ def test_drafting_ahead_changes_nothing(
 def test_random_pruning_changes_nothing(
     method: str, least_without_bonus: int, target: Path, truncated: Path, short_folder: Path, reference: dict[str, Any]
 ) -> None:
-    """Cuts below, between and above the layers whose states the EAGLE-3 head reads (3, 16 and the last).
+    """Cuts below, at and between the layers whose states the EAGLE-3 head reads (3, 16 and the last).
 
-    Over as many runs as it takes to decide on a thousand requests' drafts by coins.
+    test_pruning.py has cuts above them, and looks at what the head drafts then. As many runs as it takes to have seen a
+    thousand request-steps in steps with a cut, cuts of every kind of request, and behind every layer.
     """
     decided = without_bonus = 0
+    layers = (1, 3, 5, 14, 16, 20, 28)
+    kinds, cut_layers = set[str](), set[int]()
     for seed in range(1, 9):
         result = run_gauntlet(
-            short_folder, target, speculation(method, target, truncated), exit_layers=(1, 5, 14, 20, 28), seed=seed
+            short_folder, target, speculation(method, target, truncated), exit_layers=layers, seed=seed
         )
         counts = result["counts"]
         assert different(result, reference) == []
@@ -228,11 +261,19 @@ def test_random_pruning_changes_nothing(
         assert counts["chunked"] > 10
         assert counts["events"]["preempt"] >= 1
         assert result["cached_tokens"] >= 128
+        assert counts["lengths"] == list(range(K_MAX + 1))
+        assert counts["mixed"] > 20
         decided += counts["decided"]
         without_bonus += counts["ended_without_bonus"]
-        if decided >= 1000 and without_bonus >= least_without_bonus:
+        kinds |= set(counts["pruned_kinds"])
+        cut_layers |= set(counts["pruned_layers"])
+        is_covered = kinds == KINDS and cut_layers == set(layers)
+        if decided >= 1000 and without_bonus >= least_without_bonus and is_covered:
             return
-    pytest.fail(f"{decided} request-steps were decided, {without_bonus} drafts ended without a bonus token")
+    pytest.fail(
+        f"{decided} request-steps in steps with a cut, {without_bonus} drafts ended without a bonus token; "
+        f"cut were requests {sorted(kinds)} behind layers {sorted(cut_layers)}"
+    )
 
 
 @pytest.mark.slow  # `make proof`; test_sampling.py has the same at T > 0

@@ -45,6 +45,20 @@ class SilentLink:
         """Nothing to close."""
 
 
+def test_heads_that_need_candidates_are_refused_beside_ngram(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else an engine would announce them, and prune in no step."""
+    monkeypatch.setattr(exits, "check_model", lambda *_: None)
+    text = SimpleNamespace(num_hidden_layers=6, hidden_size=8, vocab_size=9)
+    for method, candidates, is_usable in (("ngram", 8, False), ("ngram", 0, True), ("eagle3", 8, True)):
+        facts = exits.ExitFacts((2,), 6, 8, 9, candidates)
+        monkeypatch.setattr(exits, "read_facts", lambda path, facts=facts: facts)
+        asked = config(method=method)
+        asked.model_config.hf_text_config = text
+        found, reason = exits.usable_exits("heads.safetensors", asked)
+        assert (found is not None) == is_usable
+        assert is_usable or "ngram names none; expected one of draft_model, eagle, eagle3" in str(reason)
+
+
 def act(sequence: int, prune: wire.Prune | None) -> wire.ActionSet:
     return wire.ActionSet("boot", 1, sequence, 1000, time.monotonic() + 60, 2, [], [], prune=prune)
 

@@ -8,6 +8,7 @@ a small vocabulary lets compute exactly. test_exactness.py has the embedded pair
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
@@ -18,6 +19,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
+
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 VOCABULARY, LAYERS = 64, 6
@@ -25,17 +28,18 @@ LONGEST = 5
 CONTROLS = ("seq_lens", "slots", "bonus", "logits", "positions")
 
 
-def tiny_llama(folder: Path, noise: float) -> Path:
-    """Save a random Llama; `noise` disturbs the weights that every call shares."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def tiny_model(folder: Path, noise: float, family: str = "Llama") -> Path:
+    """Save a random model; `noise` disturbs the weights that every call shares."""
+    import transformers
 
+    model_class = getattr(transformers, f"{family}ForCausalLM")
     config: dict[str, Any] = {
         "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": LAYERS,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 512,
         "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     torch.manual_seed(5)
-    model = LlamaForCausalLM(LlamaConfig(**config)).float().eval()
+    model = model_class(getattr(transformers, f"{family}Config")(**config)).float().eval()
     matrices = [weight for weight in model.parameters() if weight.dim() == 2]
     with torch.no_grad():
         for weight in matrices:
@@ -43,7 +47,7 @@ def tiny_llama(folder: Path, noise: float) -> Path:
         for weight in matrices:
             weight += noise * weight.std() * torch.randn_like(weight)
     model.save_pretrained(folder)
-    plain = config | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32"}
+    plain = config | {"architectures": [model_class.__name__], "model_type": family.lower(), "torch_dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(plain | {"hidden_act": "silu"}))
     return folder
 
@@ -51,7 +55,7 @@ def tiny_llama(folder: Path, noise: float) -> Path:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return the target's and the drafter's folder."""
-    return tiny_llama(tmp_path_factory.mktemp("target"), 0.0), tiny_llama(tmp_path_factory.mktemp("drafter"), 0.05)
+    return tiny_model(tmp_path_factory.mktemp("target"), 0.0), tiny_model(tmp_path_factory.mktemp("drafter"), 0.05)
 
 
 def engine_arguments(drafter: Path, longest: int, **named: Any) -> dict[str, Any]:
@@ -111,6 +115,98 @@ def test_greedy_outputs_stay_the_same_whatever_is_pruned(
     assert any(max(step.scheduled) > LONGEST + 1 and any(step.pruned) for step in steps)  # chunks beside cuts
     for name, tokens in zip(CONTROLS, broken, strict=True):
         assert tokens != reference, f"nobody noticed {name}"
+
+
+@pytest.mark.parametrize("family", [*(pytest.param(f, marks=pytest.mark.slow) for f in ("Mistral", "Qwen2")), "Qwen3"])
+def test_greedy_outputs_of_other_models_stay_the_same(engine: Callable[..., Any], tmp_path: Path, family: str) -> None:
+    """Every family that is let in, cut behind each of its layers; and a control of each."""
+    target, drafter = tiny_model(tmp_path / "target", 0.0, family), tiny_model(tmp_path / "drafter", 0.05, family)
+    prompts = [[(7 * place * place + 3 * start) % VOCABULARY for place in range(5 + 9 * start)] for start in range(8)]
+    common = {"prompts": prompts, "sampling": {"temperature": 0.0, "max_tokens": 24}}
+    prune = {"layers": list(range(1, LAYERS)), "thresholds": [0.2, 0.5, 1.0], "seed": 4}
+    steered = common | {"rule": {"random": LONGEST, "seed": 3}, "prune": prune}
+    batches = [common | {"rule": {"cycle": [0]}}, steered, steered | {"broken_cut": "slots"}]
+    arguments = engine_arguments(
+        drafter, LONGEST, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64, num_gpu_blocks_override=20
+    )
+    seen = engine(
+        {
+            "model": str(target), "is_steered": True, "engine": arguments, "batches": batches,
+            "exits": {"layers": list(range(1, LAYERS)), "kind": "coin"},
+        },
+        {"FASER_EXIT_HEADS": "coins"},
+    )  # fmt: skip
+    reference, pruned, broken = [batch.tokens for batch in seen.batches]
+    assert pruned == reference
+    assert seen.is_pruning
+    assert sum(gone > 0 for step in seen.batches[1].steps for gone in step.pruned) > 50
+    assert broken != reference
+
+
+def low_reading(drafter: Path, folder: Path) -> Path:
+    """Return a copy of an EAGLE-3 head that reads low layers: it was not trained on those, and drafts badly."""
+    shutil.copytree(drafter, folder)
+    config = json.loads((folder / "config.json").read_text())
+    low = {"eagle_aux_hidden_state_layer_ids": [2, 5, 8]}
+    (folder / "config.json").write_text(
+        json.dumps(config | low | {"eagle_config": config.get("eagle_config", {}) | low})
+    )
+    return folder
+
+
+def drafts_by_place(batch: Any) -> dict[tuple[int, int], list[int]]:
+    """Return what was drafted by request and tokens emitted before."""
+    found, emitted = {}, Counter[int]()
+    for step in batch.steps:
+        for handle, drafts, sampled in zip(step.handles, step.drafts, step.sampled, strict=True):
+            if drafts:
+                found[handle, emitted[handle]] = drafts
+            emitted[handle] += sampled
+    first = min(handle for handle, _ in found)
+    return {(handle - first, place): drafts for (handle, place), drafts in found.items()}
+
+
+def share_alike(one: dict[tuple[int, int], list[int]], other: dict[tuple[int, int], list[int]]) -> tuple[int, float]:
+    """Return at how many places both drafted, and at which share of them the same, as far as both went."""
+    places = one.keys() & other.keys()
+    alike = sum(all(a == b for a, b in zip(one[place], other[place], strict=False)) for place in places)
+    return len(places), alike / max(len(places), 1)
+
+
+@pytest.mark.parametrize("reads", ["as trained", pytest.param("low layers", marks=pytest.mark.slow)])
+def test_an_eagle_head_reads_true_states_whatever_was_cut(
+    engine: Callable[..., Any], tmp_path: Path, reads: str
+) -> None:
+    """Cuts below, between, at and above the layers that it reads: its drafts are those of an engine that cuts nothing.
+
+    Outputs could not show it: a head that reads wrong states drafts other tokens, which the target then rejects.
+    """
+    drafter = ensure_embedded_drafter()
+    drafter = drafter if reads == "as trained" else low_reading(drafter, tmp_path / "low")
+    layers = [1, 3, 10, 16, 20, 28]  # it was trained on the states behind 3, 16 and 30
+    prompts = [[1 + (31 * place * place + 7 * start) % 4000 for place in range(6 + 5 * start)] for start in range(6)]
+    common = {"prompts": prompts, "sampling": {"temperature": 0.0, "max_tokens": 48}, "rule": {"cycle": [4]}}
+    prune = {"layers": layers, "thresholds": [0.3, 0.6], "seed": 4}
+    batches = [common, common | {"prune": prune}, common | {"prune": prune, "broken_cut": "auxiliary"}]
+    arguments = engine_arguments(drafter, 4, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=96)
+    arguments["speculative_config"]["method"] = "eagle3"
+    seen = engine(
+        {
+            "model": str(ensure_embedded_target()), "is_steered": True, "engine": arguments, "batches": batches,
+            "exits": {"layers": layers, "kind": "coin"},
+        },
+        {"FASER_EXIT_HEADS": "coins"},
+    )  # fmt: skip
+    whole, cut, broken = seen.batches
+    assert whole.tokens == cut.tokens == broken.tokens
+    assert sum(gone > 0 for step in cut.steps for gone in step.pruned) > 50
+    accepted, verified = whole.acceptance()
+    assert (accepted > 0.27 * verified) == (reads == "as trained")
+    true = drafts_by_place(whole)
+    places, alike = share_alike(true, drafts_by_place(cut))
+    assert places > 60
+    assert alike > 0.97  # rows of another batch are rounded otherwise
+    assert share_alike(true, drafts_by_place(broken))[1] < 0.8
 
 
 # --- sampling ---
