@@ -165,7 +165,8 @@ def _acceptance_logits(
         told[row, : len(known)] = known[:positions]
     told = np.clip(told, LEAST, 1.0 - LEAST)
     logits = np.log(told) - np.log1p(-told)
-    return (np.array(model.intercepts)[:positions] + np.array(model.slopes)[:positions] * logits).astype(np.float32)
+    intercepts, slopes = (np.array(values)[:positions] for values in (model.intercepts, model.slopes))
+    return np.asarray(intercepts + slopes * logits, np.float32)
 
 
 def _run(simulator: Simulator, keep_steps: bool, goes_ahead: bool) -> list[float]:
