@@ -32,7 +32,7 @@ ENGINE = {
     "max_num_seqs": 16,
     "max_num_batched_tokens": 64,
 }
-GREEDY = {"temperature": 0.0, "max_tokens": 24}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24}
 
 
 def prompts(seed: int) -> list[list[int]]:
@@ -304,6 +304,55 @@ def test_an_eagle_head_drafts_raggedly_what_it_drafts_uniformly(engine: Callable
     assert sum(len(confidences) for step in ragged.steps for confidences in step.confidences) > 100
     accepted, verified = stopped.acceptance()
     assert accepted / verified > 1.5 * ragged.acceptance()[0] / ragged.acceptance()[1]
+
+
+def greedily(target: Path, prompts: list[list[int]]) -> list[list[list[int]]]:
+    """Return what another library says, without speculation."""
+    from transformers import LlamaForCausalLM
+
+    model, texts = LlamaForCausalLM.from_pretrained(target).float().eval(), [list(prompt) for prompt in prompts]
+    for text in texts:
+        for _ in range(GREEDY["max_tokens"]):
+            with torch.no_grad():
+                text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
+    return [[text[len(prompt) :]] for text, prompt in zip(texts, prompts, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("catch_up_tokens", "is_caught_up"), [("256", True), pytest.param("0", False, marks=pytest.mark.slow)]
+)
+def test_an_eagle_1_head_drafts_raggedly_and_changes_nothing(
+    engine: Callable[..., Any],
+    eagle_pair: Callable[[str], tuple[Path, Path]],
+    catch_up_tokens: str,
+    is_caught_up: bool,
+) -> None:
+    """A tiny random target, whose head is right about as often as not."""
+    target, head = eagle_pair("eagle")
+    given = scenario({"method": "eagle", "model": str(head)}, batch(RANDOM), batch(), batch(CYCLE, "uniform"))
+    given["batches"] += [batch(CYCLE, "positions"), batch(RANDOM, stop=RANDOM_STOP), batch(CYCLE, "acceptance")]
+    given |= {"model": str(target)}
+    given["engine"] |= {"skip_tokenizer_init": True}
+    for one in given["batches"]:
+        one["prompts"] = [[token % 64 for token in prompt] for prompt in PROMPTS]
+    reference = greedily(target, given["batches"][0]["prompts"])
+    seen = engine(given, {"FASER_CATCH_UP_TOKENS": catch_up_tokens})
+    assert seen.drafter == "RaggedEagleProposer"
+    assert seen.faults == {}
+    mixed, ragged, uniform, broken, _, accepting = seen.batches
+    for run in seen.batches[:-1]:
+        assert run.tokens == reference
+        assert_honoured(run.steps)
+    assert accepting.tokens != reference, "nobody would notice drafts that are taken unverified"
+    for run in (mixed, ragged):
+        accepted, verified = run.acceptance()
+        assert 0.1 * verified < accepted < 0.9 * verified
+        assert {k for step in run.steps for k in step.verified} == set(range(LONGEST + 1))
+        assert sum(len({*step.verified}) > 2 for step in run.steps) > 5
+    assert any(step.caught_up for step in mixed.steps) == is_caught_up
+    if not is_caught_up:
+        assert ragged.acceptance() == uniform.acceptance() != broken.acceptance()
+        assert [step.sampled for step in ragged.steps] == [step.sampled for step in uniform.steps]
 
 
 def test_greedy_by_maximum_is_argmax_over_bfloat16() -> None:

@@ -217,6 +217,24 @@ def test_drafts_made_ahead_leave_the_distribution_alone(engine: Callable[..., An
     assert p_value(seen.batches[2].tokens, exact(target, TEMPERATURES[0], tested=EMITTED)) < 1e-6
 
 
+@pytest.mark.parametrize("method", [pytest.param("eagle", marks=pytest.mark.slow), "eagle3"])
+def test_an_eagle_heads_drafts_drawn_at_random_leave_the_distribution_alone(
+    engine: Callable[..., Any], eagle_pair: Callable[[str], tuple[Path, Path]], method: str
+) -> None:
+    """An EAGLE-3 head draws from a vocabulary of its own, which is spread over the target's."""
+    target, head = eagle_pair(method)
+    drafting = {"method": method, "model": str(head), "draft_sample_method": "probabilistic"}
+    seen = engine(scenario(target, drafting, controls=("", "", "probabilities")))
+    assert seen.drafter == "RaggedEagleProposer"
+    assert seen.is_ragged
+    assert seen.faults == {}
+    for run, temperature in zip(seen.batches[:2], TEMPERATURES, strict=True):
+        assert sum(len({*step.verified}) > 2 for step in run.steps) > 10
+        assert_untouched(run, target, temperature)
+    # Control: accepting against the next column's distribution shows in the output.
+    assert p_value(seen.batches[2].tokens, exact(target, TEMPERATURES[0])) < 1e-6
+
+
 def drafted(run: Any) -> Counter[int]:
     """Return how often drafts of each length were handed over where more were allowed."""
     return Counter(
