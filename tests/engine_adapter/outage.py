@@ -138,27 +138,29 @@ def lease_story(load: Load, sidecar: Sidecar) -> dict[str, Any]:
 def timing_story(load: Load, sidecar: Sidecar, rounds: int, steps: int) -> dict[str, list[list[float]]]:
     """Time steps of the same work (no drafts) beside a healthy, a killed and a stopped sidecar, in turns.
 
-    Returns seconds per step, a list for each turn; "healthy" has one before each fault.
+    Returns seconds per step, a list for each turn; "healthy" has one before each fault. A faulty turn begins with the
+    fault itself, and the steps until the lease is over are in it.
     """
     times: dict[str, list[list[float]]] = {"healthy": [], "killed": [], "stopped": []}
 
-    def note(name: str) -> None:
+    def note(name: str, fault: signal.Signals | None = None) -> None:
         load.run(3)
-        times[name].append([step["wall_s"] for step in load.run(steps) if not step["is_prefill"]])
+        first = len(load.steps)
+        if fault is not None:
+            sidecar.send(fault)
+            load.run_until(is_default)
+        load.run(steps)
+        times[name].append([step["wall_s"] for step in load.steps[first:] if not step["is_prefill"]])
 
     for _ in range(rounds):
         sidecar.start("off")
         load.run_until(is_steered)
         note("healthy")
-        sidecar.send(signal.SIGSTOP)
-        load.run_until(is_default)
-        note("stopped")
+        note("stopped", signal.SIGSTOP)
         sidecar.send(signal.SIGCONT)
         load.run_until(is_steered)
         note("healthy")
-        sidecar.send(signal.SIGKILL)
-        load.run_until(is_default)
-        note("killed")
+        note("killed", signal.SIGKILL)
     return times
 
 

@@ -22,6 +22,7 @@ from faser.models.precision import dtype_on
 pytestmark = [pytest.mark.engine, pytest.mark.alone, pytest.mark.timeout(900)]
 
 LEASE_STEPS, LEASE_S = 32, 1.0
+ROUNDS = 4
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def outcome() -> Iterator[dict[str, Any]]:
             "model": str(ensure_embedded_target()),
             "endpoint": endpoint,
             "result": str(folder / "result.json"),
-            "rounds": 3,
+            "rounds": ROUNDS,
             "steps": 40,
             "engine": {
                 "dtype": dtype_on("cpu"),
@@ -95,18 +96,59 @@ def test_no_request_fails(outcome: dict[str, Any]) -> None:
     assert set(outcome["finished"]) == {200}
 
 
-@pytest.mark.parametrize(("fault", "first"), [("stopped", 0), ("killed", 1)])
-def test_step_times_stay_within_the_spread_of_a_healthy_sidecar(
-    fault: str, first: int, outcome: dict[str, Any]
-) -> None:
-    """Each faulty turn is compared with the healthy one just before it.
+Times = dict[str, list[list[float]]]
+FIRST = {"stopped": 0, "killed": 1}  # which of a round's two healthy turns comes before the fault
+TOLERANCES = {50: 1.1, 99: 1.25}  # percentile of the step times -> factor beyond the healthy turns' own spread
 
-    Other load on the machine can only slow a turn down, so the best of the rounds is what the fault itself costs; a
-    step that waited for the sidecar would be slow in all of them.
+
+def ratios(times: Times, fault: str, percentile: int) -> tuple[list[float], list[float]]:
+    """Return for each round the faulty turn over the healthy one before it, and its slower healthy turn over the other.
+
+    What a round's healthy turns differ by is the machine's doing: nothing but time lies between them.
     """
-    healthy, faulty = outcome["times"]["healthy"][first::2], outcome["times"][fault]
-    medians = [statistics.median(b) / statistics.median(a) for a, b in zip(healthy, faulty, strict=True)]
-    tails = [float(np.percentile(b, 99) / np.percentile(a, 99)) for a, b in zip(healthy, faulty, strict=True)]
-    print(f"step time {fault} / healthy per round: p50 {np.round(medians, 3)}, p99 {np.round(tails, 3)}")
-    assert min(medians) <= 1.1
-    assert min(tails) <= 1.25
+    faulty, healthy = ([float(np.percentile(turn, percentile)) for turn in times[name]] for name in (fault, "healthy"))
+    pairs = list(zip(healthy[::2], healthy[1::2], strict=True))
+    outage = [value / pair[FIRST[fault]] for value, pair in zip(faulty, pairs, strict=True)]
+    return outage, [max(pair) / min(pair) for pair in pairs]
+
+
+def beyond_the_spread(times: Times, fault: str) -> list[str]:
+    """Return what the fault slowed down in more than half of the rounds, by more than healthy turns ever differ.
+
+    Load from elsewhere comes and goes: it slows down some turns of either kind. A step that waits for the sidecar does
+    so in every round.
+    """
+    seen = {percentile: ratios(times, fault, percentile) for percentile in TOLERANCES}
+    return [
+        f"p{percentile}: {np.round(outage, 3)}, healthy {np.round(healthy, 3)}"
+        for percentile, (outage, healthy) in seen.items()
+        if statistics.median_low(outage) > TOLERANCES[percentile] * max(healthy)
+    ]
+
+
+@pytest.mark.parametrize("fault", list(FIRST))
+def test_step_times_stay_within_the_spread_of_a_healthy_sidecar(fault: str, outcome: dict[str, Any]) -> None:
+    times = outcome["times"]
+    for name in ("healthy", fault):
+        print(f"p99 of a step, {name}: {[round(1e3 * float(np.percentile(turn, 99)), 2) for turn in times[name]]} ms")
+    for percentile in TOLERANCES:
+        outage, healthy = (np.round(values, 3) for values in ratios(times, fault, percentile))
+        print(f"p{percentile}, by round: {fault} / healthy {outage}, healthy / healthy {healthy}")
+    assert beyond_the_spread(times, fault) == []
+
+
+@pytest.mark.parametrize(("every", "percentile"), [(1, "p50"), (20, "p99")])
+def test_control_steps_that_wait_for_the_sidecar_are_seen(every: int, percentile: str) -> None:
+    """Also on a machine of which one turn in six is half as slow again."""
+    chance = np.random.default_rng(1)
+
+    def turns(count: int) -> list[list[float]]:
+        return [
+            list(chance.normal(0.03, 0.001, 40) * chance.choice([1.0, 1.0, 1.0, 1.0, 1.0, 1.5])) for _ in range(count)
+        ]
+
+    times = {"healthy": turns(2 * ROUNDS), "killed": turns(ROUNDS)}
+    assert beyond_the_spread(times, "killed") == []
+    for turn in times["killed"]:
+        turn[::every] = [step_s + 0.05 for step_s in turn[::every]]
+    assert any(line.startswith(percentile) for line in beyond_the_spread(times, "killed"))
