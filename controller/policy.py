@@ -75,6 +75,38 @@ def show(
     typer.echo(_text(spec, chosen, told, strokes))
 
 
+@app.command()
+def release(
+    manifest: Annotated[Path, typer.Argument(help="Of a trained policy, as `faser train` leaves it.")],
+    evaluation: Annotated[
+        Path, typer.Option(help="What `faser evaluate --policies 'price learned:MANIFEST' --output FILE` wrote.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder of policy.json; default: the installed one.")
+    ] = None,
+) -> None:
+    """Make a trained policy the one that `learned` names, with its figures in the manifest."""
+    from ..models.learned import RELEASED
+    from ..models.policy import PolicyError as PolicyNameError
+    from ..models.release import release as put_in_place
+
+    try:
+        found = json_module.loads(evaluation.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--evaluation {evaluation}: {error}", "the file that `faser evaluate --output` wrote"
+        ) from None
+    if not isinstance(found, dict):
+        raise UsageError(f"--evaluation {evaluation}: {type(found).__name__}", "a JSON object")
+    folder = output or RELEASED.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        path = put_in_place(manifest, found, folder)
+    except PolicyNameError as error:
+        raise PolicyError(str(error)) from None
+    typer.echo(f"{path}: {json_module.loads(path.read_text())['results']}")
+
+
 def _world(name: str) -> WorldSpec:
     from ..env.engine_model import ProfileError, load_profile, shipped_profile
     from ..models.worlds import WorldSpec, held_out

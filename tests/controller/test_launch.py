@@ -95,6 +95,15 @@ def test_the_operators_environment_wins() -> None:
     assert launch(environment_extra={"OMP_NUM_THREADS": "2"}).environment(base)["OMP_NUM_THREADS"] == "2"
 
 
+def test_files_are_found_from_where_the_user_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "heads.safetensors").touch()
+    launch = EngineLaunch("model", 8000)
+    found = launch.environment({"FASER_EXIT_HEADS": "heads.safetensors"})["FASER_EXIT_HEADS"]
+    assert found == str(tmp_path / "heads.safetensors")
+    assert launch.environment({"FASER_EXIT_HEADS": "none.safetensors"})["FASER_EXIT_HEADS"] == "none.safetensors"
+
+
 def test_a_list_of_plugins_is_extended() -> None:
     assert launch().environment({"VLLM_PLUGINS": "other"})["VLLM_PLUGINS"] == "other,faser"
     assert launch().environment({"VLLM_PLUGINS": "faser"})["VLLM_PLUGINS"] == "faser"

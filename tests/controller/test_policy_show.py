@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ from typer.testing import CliRunner
 from faser.controller.cli import app
 from faser.controller.errors import FaserError
 from faser.controller.evaluate import explained
-from faser.models.policy import POLICIES
+from faser.env.spaces import Capabilities
+from faser.models.learned import RELEASED
+from faser.models.network import load_network
+from faser.models.policy import POLICIES, make_policy
 from faser.models.portrait import portray
 from faser.models.worlds import held_out
 
@@ -66,6 +70,28 @@ def test_a_learned_policy_tells_where_it_comes_from() -> None:
     assert told["manifest"]["training"]["steps"] > 0
 
 
+def test_a_trained_policy_is_released_with_its_figures(tmp_path: Path) -> None:
+    trained, evaluation, folder = tmp_path / "run" / "policy.json", tmp_path / "evaluation.json", tmp_path / "weights"
+    trained.parent.mkdir()
+    for name in ("policy.json", "policy.safetensors"):
+        shutil.copy(RELEASED.with_name(name), trained.parent / name)
+    figures = {"goodput": 700.0, "ci": [690.0, 710.0], "over_price": 1.01, "unknown": 1}
+    evaluation.write_text(json.dumps({"policies": {f"learned:{trained}": figures}, "worlds": 5, "seeds": 3}, indent=1))
+    asked = ("release", str(trained), "--evaluation", str(evaluation), "--output", str(folder))
+    run(*asked)
+    manifest = load_network(folder / "policy.json").manifest
+    assert manifest.results == {"worlds": 5, "seeds": 3, "goodput": 700.0, "ci": [690.0, 710.0], "over_price": 1.01}
+    make_policy(f"learned:{folder / 'policy.json'}", Capabilities(k_max=5))
+    before = (folder / "policy.json").read_bytes()
+    trained.with_suffix(".safetensors").write_bytes(b"no weights")
+    with pytest.raises(FaserError, match="sha256"):
+        run(*asked)
+    evaluation.write_text(json.dumps({"policies": {"price": {}}}))
+    with pytest.raises(FaserError, match="the evaluation has price; expected learned:"):
+        run("release", str(RELEASED), "--evaluation", str(evaluation), "--output", str(folder))
+    assert (folder / "policy.json").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
@@ -73,6 +99,7 @@ def test_a_learned_policy_tells_where_it_comes_from() -> None:
         (("show", "price", "--world", "atlantis"), "world 'atlantis'"),
         (("show", "price", "--loads", "0"), "loads '0'"),
         (("show", "price", "--loads", "1,x"), "loads '1,x'"),
+        (("release", str(RELEASED), "--evaluation", "/nowhere"), "--evaluation /nowhere: "),
     ],
 )
 def test_bad_input_is_one_clear_line(arguments: tuple[str, ...], fault: str) -> None:

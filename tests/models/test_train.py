@@ -27,6 +27,7 @@ from faser.models.policy import PolicyError, make_policy
 from faser.models.torch_network import DeepSets, SetPolicy
 from faser.models.train import judged, train
 from faser.models.train_config import TrainConfig, load_config
+from faser.models.worlds import training
 
 TINY = TrainConfig(
     worlds=4, slots=8, imitation_steps=120, imitation_epochs=2, engines=4, rollout_steps=16, total_steps=192,
@@ -175,6 +176,20 @@ def test_a_run_leaves_a_policy_that_the_daemon_can_load_and_resumes_where_it_was
     assert again.steps == 320
     with pytest.raises(PolicyError, match="expected a checkpoint of this configuration"):
         train(replace(TINY, hidden=16), tmp_path, decided, resume=True)
+
+
+def test_a_share_of_the_training_engines_prunes(tmp_path: Path) -> None:
+    having = [bool(profile.exits) for profile in training(60, 0, 0.5)]
+    assert 15 < sum(having) < 45
+    assert not any(profile.exits for profile in training(60, 0))
+    plain, pruned = (replace(TINY, exits_share=share, worlds=2, total_steps=64) for share in (0.0, 1.0))
+    judgements = [
+        load_network(train(config, tmp_path / str(config.exits_share), decided).manifest).manifest.training[
+            "judgements"
+        ]
+        for config in (plain, pruned)
+    ]
+    assert judgements[0] != judgements[1], "engines that prune serve as those without heads"
 
 
 @pytest.mark.slow
