@@ -6,6 +6,7 @@ Called by `faser serve`, `faser demo` and the benchmarks. On failure it names th
 from __future__ import annotations
 
 import re
+import signal
 import time
 from collections.abc import Callable
 from http.client import HTTPConnection, HTTPException
@@ -76,9 +77,7 @@ class RunningEngine:
         while not self.is_ready():
             waited_s = time.monotonic() - begin
             if (code := self._tree.poll()) is not None:
-                raise EngineError(
-                    f"vLLM ended with code {code} while starting: {self._reason()}", remedy=self._see_log()
-                )
+                raise EngineError(self._ending(code, " while starting"), remedy=self._see_log())
             if waited_s > timeout_s:
                 raise EngineError(f"vLLM was not ready after {timeout_s:.0f} s", remedy=self._see_log())
             if progress:
@@ -91,7 +90,7 @@ class RunningEngine:
     def require_running(self) -> None:
         """Raise EngineError with the reason if the server is gone."""
         if (code := self._tree.poll()) is not None:
-            raise EngineError(f"vLLM ended with code {code}: {self._reason()}", remedy=self._see_log())
+            raise EngineError(self._ending(code), remedy=self._see_log())
 
     def stop(self) -> int:
         """End the server and every process it started."""
@@ -115,17 +114,20 @@ class RunningEngine:
             file.seek(self._log_start)
             return file.read().decode(errors="replace")
 
-    def _reason(self) -> str:
-        return last_error(self._log_text())
+    def _ending(self, code: int, when: str = "") -> str:
+        if code == 128 + signal.SIGKILL:  # it had no time to say why
+            return f"vLLM was killed{when}, by somebody or for want of memory"
+        return f"vLLM ended with code {code}{when}: {last_error(self._log_text())}"
 
     def _see_log(self) -> str:
         return f"see {self.log}"
 
 
 def last_error(log: str) -> str:
-    """Return the line of a vLLM log that says why it ended: its last error that only points at no other one."""
+    """Return the line of a vLLM log that says why it ended: its last error, one that points at no other if it can."""
     lines = [_PREFIX.sub("", line, count=1).strip() for line in log.splitlines()]
-    found = [at for at, line in enumerate(lines) if _ERROR.match(line) and not _ECHO.search(line)]
+    errors = [at for at, line in enumerate(lines) if _ERROR.match(line)]
+    found = [at for at in errors if not _ECHO.search(lines[at])] or errors  # a killed engine core leaves echoes only
     if not found:
         return next((line for line in reversed(lines) if line), "it said nothing")[:_LINE_LIMIT]
     # pydantic says on the next line what it did not like

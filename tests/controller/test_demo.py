@@ -187,6 +187,20 @@ def test_a_short_demo_serves_steers_and_reports(demo: list[str], tmp_path: Path)
 
 
 @pytest.mark.engine
+@pytest.mark.slow  # `make proof`; the short one above has all but the numbers
+def test_a_demo_of_45_seconds_steers_every_step_and_mixes_lengths(demo: list[str]) -> None:
+    done = subprocess.run([*demo, "--duration", "45"], capture_output=True, text=True, timeout=290)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["requests"]["failed"] == 0
+    assert result["requests"]["finished"] == len(make_requests(45.0, 0, result["peak_rps"]))
+    assert result["lease_share_after_first_second"] > 0.95
+    assert result["steps_under_lease"] <= result["steps"]
+    assert result["steps_with_mixed_lengths"] > 100
+    assert result["gaps"] == result["dropped_records"] == 0
+
+
+@pytest.mark.engine
 @pytest.mark.slow  # `make proof`; Ctrl-C while vLLM starts is tried in CI
 def test_ctrl_c_under_load_leaves_no_process_a_readable_file_and_the_figures(demo: list[str], tmp_path: Path) -> None:
     with (tmp_path / "stderr").open("w+") as log:
@@ -204,6 +218,49 @@ def test_ctrl_c_under_load_leaves_no_process_a_readable_file_and_the_figures(dem
     assert result["requests"]["failed"] == 0
     assert result["steps"] == len(read_steps(Path(result["telemetry_path"]))) > 0
     assert len(read_lengths(Path(result["telemetry_path"])).drafted) > 0
+
+
+@pytest.mark.engine
+@pytest.mark.slow  # `make proof`
+@pytest.mark.parametrize(
+    ("victim", "line"),
+    [
+        ("EngineCore", "vLLM ended with code 0: vllm.v1.engine.exceptions.Engine"),
+        ("server", "vLLM was killed"),
+    ],
+)
+def test_an_engine_that_is_killed_under_load_is_one_line_behind_the_figures(
+    demo: list[str], tmp_path: Path, victim: str, line: str
+) -> None:
+    with (tmp_path / "stderr").open("w+") as log:
+        running = subprocess.Popen([*demo, "--duration", "60"], stdout=subprocess.PIPE, stderr=log, text=True)
+        _await_text(tmp_path / "stderr", "requests in 60 s", running)
+        _await_text(tmp_path / "stderr", "in flight", running)
+        tree = descendants(running.pid)
+        os.kill(_process_of_the_engine(tree, victim), signal.SIGKILL)
+        output, _ = running.communicate(timeout=120)
+    assert running.returncode == EngineError.exit_code
+    assert not [pid for pid in tree if Path(f"/proc/{pid}").exists()]
+    said = (tmp_path / "stderr").read_text()
+    assert "Traceback" not in said
+    assert said.count(line) == 1
+    assert said.splitlines()[-1].startswith(f"faser: {line}")
+    result = json.loads(output.splitlines()[-1])
+    assert result == json.loads((tmp_path / "run/result.json").read_text())
+    assert result["is_interrupted"] is False
+    assert result["requests"]["failed"] + result["requests"]["cancelled"] > 0
+    assert result["steps"] == len(read_steps(Path(result["telemetry_path"]))) > 0
+    assert "<svg" in Path(result["report_path"]).read_text()
+
+
+def _process_of_the_engine(tree: list[int], victim: str) -> int:
+    """Return the engine core's process, or that of the server, its parent."""
+    for pid in tree:
+        with contextlib.suppress(OSError):
+            if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text():
+                parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+                return pid if victim == "EngineCore" else parent
+    raise AssertionError(f"no engine core among {tree}")
 
 
 @pytest.mark.engine

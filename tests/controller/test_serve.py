@@ -209,6 +209,9 @@ LOG = """\
 """
 
 
+DEAD = "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above) for more.\n"
+
+
 @pytest.mark.parametrize(
     ("log", "line"),
     [
@@ -216,6 +219,7 @@ LOG = """\
         ("x\nserver.py: error: unrecognized arguments: --no\n", "server.py: error: unrecognized arguments: --no"),
         ("ValidationError: 1 validation error for A\n  long\n", "ValidationError: 1 validation error for A long"),
         ("only this\n\n", "only this"),
+        (f"{DEAD}INFO:     Shutting down\nwarnings.warn('leaked')\n", DEAD.strip()),  # its core was killed
         ("", "it said nothing"),
     ],
 )  # fmt: skip
@@ -238,6 +242,15 @@ def test_an_engine_that_ends_while_starting_is_reported_with_its_reason(tmp_path
         pytest.raises(EngineError, match=r"ended with code 3 while starting: ValueError: no such model; see .*log"),
     ):
         engine.wait_ready(60.0)
+
+
+def test_an_engine_that_is_killed_gets_no_reason_made_up(tmp_path: Path) -> None:
+    script = "import os; print('200 OK', flush=True); os.kill(os.getpid(), 9)"
+    with RunningEngine(FakeServer("m", free_port(), arguments=(script,)), tmp_path / "log") as engine:
+        with pytest.raises(EngineError, match=r"^vLLM was killed while starting, by somebody or .*; see"):
+            engine.wait_ready(60.0)
+        with pytest.raises(EngineError, match=r"^vLLM was killed, by somebody or for want of memory; see .*log$"):
+            engine.require_running()
 
 
 def test_an_engine_that_never_answers_is_given_up(tmp_path: Path) -> None:
