@@ -11,8 +11,11 @@ _RUNNER: Final = "vllm.v1.worker.gpu_model_runner"
 _BASE: Final = "vllm.v1.spec_decode.llm_base_proposer"
 _PROPOSER: Final = "SpecDecodeBaseProposer"
 _GROUPS: Final = "vllm.v1.worker.utils"
+_METADATA: Final = "vllm.v1.attention.backend"
 _LLAMA: Final = "vllm.model_executor.models.llama"
+_MISTRAL: Final = "vllm.model_executor.models.mistral"
 _QWEN2: Final = "vllm.model_executor.models.qwen2"
+_QWEN3: Final = "vllm.model_executor.models.qwen3"
 _RUNNER_V2: Final = "vllm.v1.worker.gpu.model_runner"
 _OUTPUT_V2: Final = "vllm.v1.worker.gpu.async_utils"
 _BATCH_V2: Final = "vllm.v1.worker.gpu.input_batch"
@@ -151,7 +154,9 @@ WORKER_NAMES: Final[tuple[tuple[str, str, str, tuple[str, ...] | None], ...]] = 
         ("common_attn_metadata", "ubatch_idx", "common_prefix_len", "kwargs"),
     ),
     (_LLAMA, "LlamaDecoderLayer", "forward", ("positions", "hidden_states", "residual")),
+    (_MISTRAL, "MistralDecoderLayer", "forward", ("positions", "hidden_states", "residual", "t_cond")),
     (_QWEN2, "Qwen2DecoderLayer", "forward", ("positions", "hidden_states", "residual")),
+    (_QWEN3, "Qwen3DecoderLayer", "forward", ("positions", "hidden_states", "residual")),
     (
         "vllm.v1.sample.rejection_sampler",
         "",
@@ -166,6 +171,8 @@ WORKER_ATTRIBUTES: Final = (
     (_BASE, _PROPOSER, "_last_draft_probs"),
     (_RUNNER, "GPUModelRunner", "execute_model_state"),
     (_RUNNER, "GPUModelRunner", "attn_groups"),
+    (_METADATA, "CommonAttentionMetadata", "_num_computed_tokens_cache"),
+    (_METADATA, "CommonAttentionMetadata", "_token_to_req_indices_cache"),
 )
 
 # (module, class or "" for the module itself, attribute, parameters after self; None for what is not a function)

@@ -1,12 +1,16 @@
 """The name check finds what changed in a vLLM tree, and finds nothing in the installed one."""
 
+import ast
 import zipfile
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from faser.engine_adapter import patches
 from faser.engine_adapter.compatibility import Finding, Name, Tree, check, installed, main, touched_names
+from faser.engine_adapter.patches.pruning import PRUNABLE_DECODERS
 
 SOURCE = """
 from vllm.base import Parent as Old
@@ -110,3 +114,32 @@ def test_a_tree_that_lacks_the_names_is_exit_1(tree: Tree, tmp_path: Path, capsy
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs an installed vLLM")
 def test_every_name_faser_touches_is_in_the_installed_vllm() -> None:
     assert [finding for finding in check(Tree(installed()), touched_names()) if finding.problem] == []
+
+
+def foreign_private_names(tree: ast.AST) -> Iterator[str]:
+    """Yield what is called, read or written under a private name, but for a mixin's own through `self`."""
+    own = {"_replace"}  # of every named tuple
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+            name = node.attr
+        elif isinstance(node, ast.keyword):
+            name = node.arg or ""
+        else:
+            continue
+        if name.startswith("_") and not name.startswith("__") and name not in own:
+            yield name
+
+
+def test_every_private_name_in_the_patches_stands_in_the_table() -> None:
+    seen = {
+        name
+        for file in Path(next(iter(patches.__path__))).glob("*.py")
+        for name in foreign_private_names(ast.parse(file.read_text()))
+    }
+    assert len(seen) > 10
+    assert seen - {name.attribute for name in touched_names()} == set()
+
+
+def test_the_layers_of_every_decoder_that_is_pruned_stand_in_the_table() -> None:
+    checked = {name.module for name in touched_names() if name.attribute == "forward" and name.parameters}
+    assert {module for module, _ in PRUNABLE_DECODERS} - checked == set()
