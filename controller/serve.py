@@ -27,7 +27,14 @@ from .config import Config, settings
 from .endpoint import Endpoint
 from .engine import RunningEngine
 from .errors import EndpointError, EngineError, ModelError, StoreError, UsageError
-from .launch import EngineLaunch, embedded_dtype, free_port, is_cpu_build, require_free_port
+from .launch import (
+    EngineLaunch,
+    embedded_dtype,
+    free_port,
+    is_cpu_build,
+    require_free_port,
+    require_supported_vllm,
+)
 from .processes import ProcessTree, deferred_interrupts
 from .session import check_policy
 
@@ -122,6 +129,7 @@ def run_serve(model: str, vllm_arguments: Sequence[str], config: Config) -> int:
         if _has_flag(vllm_arguments, (flag,)):
             raise UsageError(f"{flag} with faser serve", "FASER's own class there", "drop it, or run vLLM by hand")
     check_policy(config.policy.spec)
+    require_supported_vllm()
     endpoint = config.link.endpoint
     if model == EMBEDDED:
         with progress_bar(console) as show:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from faser.controller.config import Config, settings
-from faser.controller.errors import FaserError
+from faser.controller.errors import EndpointError, EngineError, FaserError, UnsupportedError
 
 COMMANDS = ("demo", "serve", "sidecar", "status", "top", "doctor", "config", "store")
 
@@ -129,6 +130,55 @@ def test_what_cannot_be_used_is_one_line_on_stderr_and_an_exit_code(
     assert (result.returncode, result.stdout) == (code, "")
     (line,) = [line for line in result.stderr.splitlines() if "controller.warm_up" not in line]  # said where it is slow
     assert line.startswith(message)
+
+
+def with_vllm(version: str, folder: Path) -> dict[str, str]:
+    """Return the environment of an installation with this vLLM; what is planted has metadata and no module."""
+    told = folder / f"vllm-{version}.dist-info" / "METADATA"
+    told.parent.mkdir()
+    told.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    return {"PYTHONPATH": str(folder)}
+
+
+@pytest.mark.parametrize("command", ["serve", "demo"])
+def test_a_vllm_that_faser_does_not_know_is_one_line_before_anything_is_started(
+    faser: Any, command: str, tmp_path: Path, sockets: Path
+) -> None:
+    output = tmp_path / "demo"
+    arguments = {"serve": ("embedded",), "demo": ("--output", str(output))}
+    cache = tmp_path / "cache"
+    result = faser(command, *arguments[command], FASER_CACHE=str(cache), **with_vllm("0.99.1", tmp_path))
+    assert (result.returncode, result.stdout) == (UnsupportedError.exit_code, "")
+    assert result.stderr == (
+        "faser: vLLM 0.99.1, which FASER does not know; expected vLLM 0.32 or 0.33; "
+        "install vLLM 0.32 or 0.33, or a FASER that knows this one\n"
+    )
+    assert list(sockets.iterdir()) == []
+    assert not output.exists()
+    assert not cache.exists()
+
+
+def test_serve_without_a_drafter_is_one_line_with_an_example(faser: Any, tmp_path: Path, sockets: Path) -> None:
+    result = faser("serve", "org/name", "--max-model-len", "2048", **with_vllm("0.32.0", tmp_path))
+    assert (result.returncode, result.stdout) == (EngineError.exit_code, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("faser: no drafter configured for org/name; expected vLLM's --speculative-config; add for")
+    assert list(sockets.iterdir()) == []
+
+
+def test_serve_on_a_port_in_use_is_one_line_before_anything_is_started(
+    faser: Any, tmp_path: Path, sockets: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        arguments = ("--host", "127.0.0.1", "--port", str(port), "-sc", "{}", "--dtype", "float32")
+        result = faser("serve", "org/name", *arguments, **with_vllm("0.32.0", tmp_path))
+    assert (result.returncode, result.stdout) == (EndpointError.exit_code, "")
+    assert result.stderr == (
+        f"faser: port {port} on 127.0.0.1: address already in use; expected a free port; "
+        "stop its owner or pass --port N\n"
+    )
+    assert list(sockets.iterdir()) == []
 
 
 @pytest.mark.parametrize("arguments", [("--nope",), ("frobnicate",), ("store", "export"), ("demo", "--duration", "x")])
