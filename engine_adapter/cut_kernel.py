@@ -5,7 +5,6 @@ Used by cut.py, which imports it late: vLLM's CPU worker must be built before nu
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +16,9 @@ else:
     try:
         from .compiled import compiled
     except ImportError as error:  # numba is missing or broken (benchmarks/gpu has none): the same loops as Python
-        logging.getLogger(f"vllm.{__name__}").warning("FASER cuts batches without compiled loops: %s", error)
+        from .operator_log import operator_log
+
+        operator_log(__name__).warning("FASER cuts batches without compiled loops: %s", error)
 
         def compiled(function):
             """Leave a function as it is."""

@@ -7,7 +7,6 @@ what happens to the process.
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import time
@@ -18,10 +17,11 @@ from typing import Final
 import numpy as np
 
 from .mailbox import NO_STATES, READY, Ask, Job, Mailbox, MailboxError, Reply, StateRows, Tokens, fitting
+from .operator_log import operator_log
 from .partition import PartitionError
 from .partition_cpu import CpuPartition
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below "vllm", whose handler shows the operator INFO lines too
+logger = operator_log(__name__)
 
 FIRST_PAUSE_S: Final = 1.0  # before a dead drafter is started again; doubled by each death without an answer between
 LONGEST_PAUSE_S: Final = 60.0

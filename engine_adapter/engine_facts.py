@@ -5,7 +5,6 @@ Called by the scheduler mixin at engine start. Reads public configuration only a
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import socket
@@ -15,6 +14,7 @@ from .. import __version__
 from .drafter_choice import chosen_drafter
 from .exits import ExitFacts, usable_exits
 from .limits_v2 import captured_lengths
+from .operator_log import operator_log
 from .protocol import MAX_DRAFT_LENGTH, Hello
 from .settings import Settings
 from .versions import vllm_version
@@ -22,7 +22,7 @@ from .versions import vllm_version
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below "vllm", whose handler shows the operator INFO lines too
+logger = operator_log(__name__)
 
 
 def refusal(config: VllmConfig) -> str | None:

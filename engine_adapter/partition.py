@@ -7,13 +7,14 @@ partition_cuda.py (streams, green contexts); what runs above must not know which
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
-logger = logging.getLogger(f"vllm.{__name__}")
+from .operator_log import operator_log
+
+logger = operator_log(__name__)
 
 Phase = Literal["draft", "verify"]
 PHASES: Final[tuple[Phase, ...]] = ("draft", "verify")

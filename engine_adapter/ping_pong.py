@@ -7,20 +7,20 @@ never runs beside a drafter's process, writes otherwise.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .drafter_choice import chosen_drafter
 from .gate import Gate
 from .groups import Groups, Pace, Turn
+from .operator_log import operator_log
 from .settings import ALWAYS, NEVER, Settings
 from .steps import StepReport
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below "vllm", whose handler shows the operator INFO lines too
+logger = operator_log(__name__)
 
 
 def chosen_groups(settings: Settings, config: VllmConfig) -> PingPong | None:

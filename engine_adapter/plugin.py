@@ -6,9 +6,9 @@ raise: vLLM guards the loading of a plugin, not the call.
 
 from __future__ import annotations
 
-import logging
+from .operator_log import operator_log
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below "vllm", whose handler shows the operator INFO lines too
+logger = operator_log(__name__)
 
 
 def register() -> None:

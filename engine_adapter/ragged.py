@@ -7,7 +7,6 @@ to length afterwards.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from .candidates import CandidateBook
 from .catch_up import CatchUp, FirstRows
 from .confidence import ConfidenceBook, top_probability
 from .draft_batch import DraftBatch, draft_metadata, index_of, narrow_metadata, narrow_sampling, shape_metadata
+from .operator_log import operator_log
 from .patches.v1 import (
     DrafterHooks,
     UndraftedStep,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from .protocol import StopRule
 
-logger = logging.getLogger(__name__)
+logger = operator_log(__name__)
 
 MODEL_METHODS: Final = frozenset({"draft_model", "eagle", "eagle3"})
 # Optional per-request fields of vLLM's attention metadata that a cut batch does not carry on.

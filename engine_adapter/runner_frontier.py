@@ -8,7 +8,6 @@ drafter, which catches up when it is asked again. Without a process this does no
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .drafter_choice import chosen_drafter, drafter_cores, states_of_target
 from .drafter_process import DrafterProcess, Wish
 from .mailbox import NO_STATES, StateRows
+from .operator_log import operator_log
 from .patches.v1 import shared_cache, target_rows
 from .remote_drafting import RemoteDrafting
 from .settings import load_settings
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .protocol import StopRule
     from .steps import StepOrder, StepReport
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below "vllm", whose handler shows the operator INFO lines too
+logger = operator_log(__name__)
 
 
 class FrontierRunner:

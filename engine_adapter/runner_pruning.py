@@ -6,19 +6,19 @@ or where they cannot be used, it does nothing and says once why.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 from .exit_heads import load_heads
 from .exits import pruning_refusal
 from .gate import Gate
+from .operator_log import operator_log
 from .patches.pruning import PruningHooks, attention_refusal
 from .pruning import Notes, Pruning
 from .settings import AUTO, load_settings
 from .steps import StepReport
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below "vllm", whose handler shows the operator INFO lines too
+logger = operator_log(__name__)
 
 
 class PruningRunner(PruningHooks):

@@ -6,13 +6,13 @@ ModelRunnerOutput.faser. It calls vLLM exactly once per phase, whatever happens 
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from .catch_up import CacheShape, CatchUp, Limits
+from .operator_log import operator_log
 from .patches.v1 import RunnerHooks, inner_output, shared_cache, undrafted_step
 from .phases import DevicePhases, HostPhases, Phases
 from .ragged import RaggedModelDrafter, adopt
@@ -24,7 +24,7 @@ from .steps import StepOrder, StepReport
 if TYPE_CHECKING:
     from vllm.v1.outputs import DraftTokenIds
 
-logger = logging.getLogger(__name__)
+logger = operator_log(__name__)
 
 REPORT_LIMIT = 1  # log lines per failing hook; further failures are only counted
 

@@ -7,13 +7,13 @@ must never wait for the device and never raise; LIMITS_V2 says what V2 cannot do
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from .limits_v2 import DraftingFacts, limits_for
+from .operator_log import operator_log
 from .patches.v2 import (
     RunnerV2Hooks,
     around_propose,
@@ -25,7 +25,7 @@ from .patches.v2 import (
 )
 from .steps import StepOrder, StepReport
 
-logger = logging.getLogger(__name__)
+logger = operator_log(__name__)
 
 REPORT_LIMIT = 1  # log lines per failing hook; further failures are only counted
 

@@ -6,7 +6,6 @@ attributes named in `LiveRequest`. Never waits: what cannot be sent is dropped a
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Final, Protocol
 import msgspec
 
 from .lease import Lease
+from .operator_log import operator_log
 from .protocol import (
     MAX_DRAFT_LENGTH,
     MAX_REQUESTS,
@@ -34,7 +34,7 @@ from .protocol import (
 from .recording import Entry, LiveRequest, RecordBuilder, StepTrace
 from .steps import StepOrder, StepReport
 
-logger = logging.getLogger(__name__)
+logger = operator_log(__name__)
 
 _NO_REPORT = StepReport()
 # Behind a step the engine's thread is in Python for a millisecond or two, and waits while the link's thread is.

@@ -5,7 +5,6 @@ Nothing here decides anything. Imports of vLLM are lazy.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -14,8 +13,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..cut import Cut
-
-logger = logging.getLogger(f"vllm.{__name__}")  # below "vllm", whose handler shows the operator INFO lines too
 
 # --- pruned verification (pruning.py) ---
 

@@ -6,17 +6,18 @@ drafter keeps to itself. Nothing here decides anything. Imports of vLLM are lazy
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ..operator_log import operator_log
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below "vllm", whose handler shows the operator INFO lines too
+logger = operator_log(__name__)
 
 
 class RunnerHooks:
