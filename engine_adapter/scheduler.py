@@ -6,9 +6,9 @@ records and never raises into vLLM: after any failure of ours the engine runs on
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
+from copy import copy
 from functools import update_wrapper
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
@@ -16,6 +16,7 @@ from .engine_facts import describe_engine, refusal
 from .keys import engine_keys
 from .lease import Lease
 from .link import EngineLink
+from .operator_log import operator_log
 from .patches.scheduler import SchedulerHooks
 from .ping_pong import PingPong, chosen_groups
 from .settings import SettingError, ensure_private_folder, load_settings
@@ -30,37 +31,54 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
     from vllm.v1.request import Request
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below "vllm", whose handler shows the operator INFO lines too
+logger = operator_log(__name__)
 P = ParamSpec("P")
 
 
 def FaserScheduler(vllm_config: VllmConfig, **arguments: Any) -> Any:
     """Return vLLM's own scheduler for this configuration, steered by FASER where that is possible."""
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    is_async = bool(vllm_config.scheduler_config.async_scheduling)
-    base = AsyncScheduler if is_async else Scheduler
-    reason = unsupported_reason(vllm_version()) or refusal(vllm_config)
+    base = vllms_own(vllm_config.scheduler_config)
+    reason = _off_reason(vllm_config)
     if reason is not None:
         logger.warning("FASER is off: %s", reason)
         return base(vllm_config=vllm_config, **arguments)
+    is_async = bool(vllm_config.scheduler_config.async_scheduling)
     scheduler = steered(base, is_async)(vllm_config=vllm_config, **arguments)
     try:
-        scheduler.steering = start_steering(vllm_config, scheduler)
-        if scheduler.steering is not None:
-            scheduler.ping_pong = chosen_groups(load_settings(), vllm_config)
-    except (SettingError, OSError, ValueError) as error:
-        logger.warning("FASER is off: %s", error)
+        start_steering(vllm_config, scheduler)
+    except Exception as error:
+        logger.warning("FASER is off: %s", in_one_line(error))
     return scheduler
 
 
-def start_steering(vllm_config: VllmConfig, scheduler: Any) -> Steering | None:
-    """Connect to the sidecar and say hello; None if switched off by FASER_ENABLED=0."""
+def vllms_own(scheduler_config: Any) -> type[Any]:
+    """Return the scheduler that vLLM takes without FASER, by its own word: an unknown version may keep it elsewhere."""
+    plain = copy(scheduler_config)
+    plain.scheduler_cls = None
+    chosen: type[Any] = plain.get_scheduler_cls()
+    return chosen
+
+
+def _off_reason(config: VllmConfig) -> str | None:
+    """Return why this engine cannot be steered, None if it can; of an unknown vLLM nothing else is looked at."""
+    try:
+        return unsupported_reason(vllm_version()) or refusal(config)
+    except Exception as error:
+        return in_one_line(error)
+
+
+def in_one_line(error: Exception) -> str:
+    """Return what an error says; one that is none of FASER's own says of which kind it is, too."""
+    said = " ".join(str(error).split())
+    return said if isinstance(error, SettingError) else f"{type(error).__name__}: {said}"
+
+
+def start_steering(vllm_config: VllmConfig, scheduler: Any) -> None:
+    """Connect to the sidecar, say hello and steer, unless switched off by FASER_ENABLED=0."""
     settings = load_settings()
     if not settings.is_enabled:
         logger.info("FASER is off: FASER_ENABLED=0")
-        return None
+        return
     hello = describe_engine(vllm_config, settings)
     default = Default(settings.default_length, frontier=settings.frontier)
     if scheduler.dynamic_sd_lookup is not None:
@@ -71,13 +89,12 @@ def start_steering(vllm_config: VllmConfig, scheduler: Any) -> Steering | None:
         scheduler.dynamic_sd_lookup = [default.length] * (scheduler.max_num_running_reqs + 1)
     if settings.endpoint.startswith("ipc://"):
         ensure_private_folder(_folder_of(settings.endpoint))
-    keys = engine_keys(settings)
-    link = EngineLink(settings.endpoint, hello.boot_id, keys)
+    keys, groups = engine_keys(settings), chosen_groups(settings, vllm_config)
     lease = Lease(hello.boot_id, hello.k_max, settings.lease_steps, settings.lease_ms / 1000, hello.exit_layers)
-    steering = Steering(hello, link, lease, default)
+    steering = Steering(hello, EngineLink(settings.endpoint, hello.boot_id, keys), lease, default)
     steering.introduce()
+    scheduler.steering, scheduler.ping_pong = steering, groups
     logger.info("FASER %s steers this engine over %s", hello.adapter_version, settings.endpoint)
-    return steering
 
 
 def _folder_of(endpoint: str) -> Path:

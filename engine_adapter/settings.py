@@ -92,10 +92,10 @@ def core_numbers(text: str) -> list[int]:
     found: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.partition("-")
-        cores = range(int(first), int(last if dash else first) + 1)
-        if not 0 < len(cores) <= MAX_CORES or cores[0] < 0:
+        low, high = int(first), int(last if dash else first)
+        if not 0 <= low <= high < low + MAX_CORES:
             raise ValueError(text)
-        found.update(cores)
+        found.update(range(low, high + 1))
     return sorted(found)
 
 
@@ -119,7 +119,19 @@ def _endpoint(name: str, text: str) -> str:
         )
     if not text.startswith(("ipc://", "tcp://", "inproc://")):
         raise SettingError(f"{name}={text!r}: expected ipc://PATH or tcp://HOST:PORT")
+    if text.startswith("tcp://"):
+        _require_address(name, text)
     return text
+
+
+def _require_address(name: str, text: str) -> None:
+    """Raise SettingError unless an engine can connect to it: `*` is for those who listen."""
+    host, _, port = text.removeprefix("tcp://").rpartition(":")
+    is_port = port.isascii() and port.isdecimal() and len(port) < 6 and 0 < int(port) < 65536
+    if not is_port or host in ("", "*"):
+        raise SettingError(
+            f"{name}={text!r}: expected tcp://HOST:PORT with a port from 1 to 65535; correct or unset it"
+        )
 
 
 SETTINGS: Final = {

@@ -6,16 +6,16 @@ platform or with FASER_ENABLED=0 it is exactly vLLM's own class. Imported inside
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from .operator_log import operator_log
 from .patches.v1 import GpuWorkerHooks, mend_expand, substituted
 from .settings import SettingError, load_settings
 from .versions import unsupported_reason, vllm_version
 
-logger = logging.getLogger(f"vllm.{__name__}")  # below "vllm", whose handler shows the operator INFO lines too
+logger = operator_log(__name__)
 
 
 class CpuWorker:
@@ -79,16 +79,19 @@ def _harmlessly(what: str, action: Callable[[], object]) -> None:
 
 
 def _off_reason() -> str | None:
-    if reason := unsupported_reason(vllm_version()):
-        return reason
     try:
+        if reason := unsupported_reason(vllm_version()):
+            return reason
         return None if load_settings().is_enabled else "FASER_ENABLED=0"
     except SettingError as error:
         return str(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def worker_class() -> type:
     """Return the class that vLLM shall use for its workers in this process."""
+    reason = _off_reason()  # first: of a vLLM that FASER does not know only the class that is handed back is imported
     from vllm.platforms import current_platform
 
     base: type
@@ -97,12 +100,10 @@ def worker_class() -> type:
         from vllm.v1.worker.cpu_worker import CPUWorker
 
         base, mixin = CPUWorker, CpuWorker
-        reason = _off_reason()
     elif current_platform.is_cuda_alike():
         from vllm.v1.worker.gpu_worker import Worker
 
         base, mixin = Worker, GpuWorker
-        reason = _off_reason()
     else:
         from vllm.v1.worker.xpu_worker import XPUWorker
 

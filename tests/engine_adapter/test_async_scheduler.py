@@ -5,9 +5,12 @@ it and drafts as many tokens as it was asked for. Any slip in the arithmetic of 
 preemption changes some request's output, or trips an assertion of the device.
 """
 
+import io
 import itertools
 import json
+import logging
 import random
+import sys
 import warnings
 import zlib
 from collections import Counter, deque
@@ -17,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -376,7 +380,7 @@ def make_config(folder: Path, is_async: bool) -> Any:
 
 def make_engine(
     configs: dict[str, Any], mode: str, blocks: int = 200, seed: int = 0, default: int = 0,
-    endpoint: str = "inproc://faser",
+    endpoint: str = "inproc://faser", link: Any = Wire,
 ) -> Engine:  # fmt: skip
     """Return an engine whose scheduler came out of FASER's own factory."""
     import torch
@@ -393,7 +397,7 @@ def make_engine(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASER_ENDPOINT", endpoint)
         patch.setenv("FASER_DEFAULT_K", str(default))
-        patch.setattr(module, "EngineLink", Wire)
+        patch.setattr(module, "EngineLink", link)
         scheduler = module.FaserScheduler(
             vllm_config=config,
             kv_cache_config=cache,
@@ -441,6 +445,105 @@ def test_an_engine_that_cannot_be_steered_drafts_its_default_not_the_most(
     assert engine.scheduler.steering is None
     engine.add("a", prompt=5, max_tokens=60)
     assert engine._schedule().num_spec_tokens_to_schedule == default
+
+
+@pytest.fixture
+def vllm_log(configs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+    """Return what comes out of a handler under vLLM's own configuration of its logger."""
+    from vllm.logger import DEFAULT_LOGGING_CONFIG
+
+    logger, configured = logging.getLogger("vllm"), DEFAULT_LOGGING_CONFIG["loggers"]["vllm"]
+    written, level = io.StringIO(), logger.level
+    handler = logging.StreamHandler(written)
+    handler.setLevel(DEFAULT_LOGGING_CONFIG["handlers"]["vllm"]["level"])
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "propagate", configured["propagate"])
+    logger.setLevel(configured["level"])
+    yield written
+    logger.setLevel(level)
+
+
+def refuse_to_connect(*_: object) -> None:
+    raise zmq.ZMQError(22, "planted\nin two lines")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("endpoint", "link", "said"),
+    [
+        ("tcp://127.0.0.1:abc", Wire, "FASER_ENDPOINT='tcp://127.0.0.1:abc': expected tcp://HOST:PORT with a port"),
+        ("tcp://127.0.0.1:9", refuse_to_connect, "ZMQError: planted in two lines"),
+    ],
+)
+def test_an_endpoint_that_cannot_be_connected_to_is_one_line_and_vllm_goes_on(
+    configs: dict[str, Any], vllm_log: io.StringIO, mode: str, endpoint: str, link: Any, said: str
+) -> None:
+    engine = make_engine(configs, mode, endpoint=endpoint, link=link)
+    assert engine.scheduler.steering is None
+    (line,) = [line for line in vllm_log.getvalue().splitlines() if "FASER" in line]
+    assert f"FASER is off: {said}" in line
+    engine.add("a", prompt=5, max_tokens=20)
+    output = engine.scheduler.schedule()
+    assert output.num_scheduled_tokens == {"a": 5}
+    assert not hasattr(output, "faser")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_with_a_vllm_that_is_not_known_the_factory_returns_vllms_own_scheduler(
+    configs: dict[str, Any], vllm_log: io.StringIO, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    from faser.engine_adapter import scheduler as module
+
+    def look(config: Any) -> None:
+        raise AssertionError("an unknown vLLM's configuration was read")
+
+    monkeypatch.setattr(module, "vllm_version", lambda: "0.99.0")
+    monkeypatch.setattr(module, "refusal", look)
+    scheduler = make_engine(configs, mode).scheduler
+    assert type(scheduler).__name__ == ("AsyncScheduler" if mode.startswith("async") else "Scheduler")
+    assert type(scheduler).__module__.startswith("vllm.")
+    (line,) = [line for line in vllm_log.getvalue().splitlines() if "FASER" in line]
+    assert "FASER is off: vLLM 0.99.0 is not known to FASER" in line
+
+
+def test_a_vllm_that_keeps_its_schedulers_elsewhere_is_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from faser.engine_adapter import scheduler as module
+
+    class Elsewhere:
+        scheduler_cls: str | None = "faser.engine_adapter.scheduler.FaserScheduler"
+
+        def get_scheduler_cls(self) -> type:
+            assert self.scheduler_cls is None
+            return SimpleNamespace
+
+    for gone in ("scheduler", "async_scheduler"):  # an import of either fails
+        monkeypatch.setitem(sys.modules, f"vllm.v1.core.sched.{gone}", None)
+    monkeypatch.setattr(module, "vllm_version", lambda: "0.99.0")
+    config: Any = SimpleNamespace(scheduler_config=Elsewhere())
+    assert module.FaserScheduler(config, block_size=16) == SimpleNamespace(vllm_config=config, block_size=16)
+    assert config.scheduler_config.scheduler_cls is not None
+
+
+@pytest.mark.parametrize("said", ["0.99.0", None, RuntimeError("no metadata")])
+def test_the_plugin_says_one_line_about_a_vllm_it_does_not_know_and_never_raises(
+    configs: dict[str, Any], vllm_log: io.StringIO, monkeypatch: pytest.MonkeyPatch, said: Any
+) -> None:
+    from faser.engine_adapter import versions
+    from faser.engine_adapter.plugin import register
+
+    def version() -> str | None:
+        if isinstance(said, Exception):
+            raise said
+        found: str | None = said
+        return found
+
+    monkeypatch.setenv("FASER_ENDPOINT", "tcp://127.0.0.1:abc")
+    monkeypatch.setattr(versions, "vllm_version", lambda: "0.32.0")
+    register()
+    assert vllm_log.getvalue() == ""
+    monkeypatch.setattr(versions, "vllm_version", version)
+    register()
+    assert len([line for line in vllm_log.getvalue().splitlines() if "FASER" in line]) == 1
 
 
 def handle_of(engine: Engine, request_id: str) -> int:

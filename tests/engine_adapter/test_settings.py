@@ -34,9 +34,17 @@ def test_an_empty_environment_gives_the_documented_defaults() -> None:
         ("FASER_ENABLED", "yes"),
         ("FASER_CONFIDENCE", "true"),
         ("FASER_ENDPOINT", "udp://x"),
+        ("FASER_ENDPOINT", "tcp://127.0.0.1:abc"),
+        ("FASER_ENDPOINT", "tcp://127.0.0.1:0"),
+        ("FASER_ENDPOINT", "tcp://127.0.0.1:65536"),
+        ("FASER_ENDPOINT", "tcp://127.0.0.1"),
+        ("FASER_ENDPOINT", "tcp://:5555"),
+        ("FASER_ENDPOINT", "tcp://*:5555"),
         ("FASER_DRAFTER_CORES", "3-1"),
         ("FASER_DRAFTER_CORES", "1,,2"),
         ("FASER_DRAFTER_CORES", "-1"),
+        ("FASER_DRAFTER_CORES", "0-99999999999999999999"),
+        ("FASER_DRAFTER_CORES", "0-4096"),
         ("FASER_FRONTIER", "-1"),
         ("FASER_PING_PONG", "1"),
         ("FASER_ENDPOINT", "ipc://" + "x" * 200),
@@ -46,6 +54,11 @@ def test_a_bad_value_is_one_line_that_names_the_variable(name: str, text: str) -
     with pytest.raises(SettingError, match=name) as caught:
         load_settings({name: text})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:5555", "tcp://[::1]:65535", "tcp://sidecar.example:1"])
+def test_an_address_with_a_port_is_taken_as_it_is(address: str) -> None:
+    assert load_settings({"FASER_ENDPOINT": address}).endpoint == address
 
 
 def test_cores_are_named_by_numbers_and_ranges() -> None:

@@ -20,8 +20,15 @@ assert worker.worker_class() is CPUWorker
 os.environ["FASER_ENABLED"] = "maybe"
 assert worker.worker_class() is CPUWorker
 del os.environ["FASER_ENABLED"]
+os.environ["FASER_ENDPOINT"] = "tcp://127.0.0.1:abc"
+assert worker.worker_class() is CPUWorker
+del os.environ["FASER_ENDPOINT"]
 
 known, worker.vllm_version = worker.vllm_version, lambda: "0.99.0"
+assert worker.worker_class() is CPUWorker
+def unreadable():
+    raise RuntimeError("no metadata")
+worker.vllm_version = unreadable
 assert worker.worker_class() is CPUWorker
 worker.vllm_version = known
 
@@ -51,4 +58,6 @@ def test_the_worker_is_vllms_own_where_faser_is_off() -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     assert "as it should be" in done.stdout
     assert "FASER_ENABLED='maybe'" in done.stderr
+    assert "FASER_ENDPOINT='tcp://127.0.0.1:abc'" in done.stderr
+    assert "FASER is off in this worker: RuntimeError: no metadata" in done.stderr
     assert "vLLM 0.99.0 is not known to FASER" in done.stderr
