@@ -8,8 +8,8 @@ sent now is dropped and counted; the engine thread never touches the socket.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
+import struct
 import threading
 import time
 from collections import Counter, deque
@@ -19,9 +19,10 @@ from typing import Final
 import zmq
 
 from .keys import EngineKeys
+from .operator_log import operator_log
 from .protocol import FromController, FromEngine, ProtocolError, decode_from_controller, encode
 
-logger = logging.getLogger(__name__)
+logger = operator_log(__name__)
 
 # An action set for 4096 requests is about 45 KB; anything larger is not ours and libzmq drops the peer.
 MAX_INCOMING_BYTES: Final = 1 << 16
@@ -37,13 +38,20 @@ NOTICE_DEAD_HOSTS: Final = (
     (zmq.TCP_KEEPALIVE_CNT, 3),
     (zmq.TCP_MAXRT, 10_000),
 )
+# libzmq counts nothing that it drops. Over a frame above MAX_INCOMING_BYTES, or bytes that are no ZeroMQ, it gives the
+# connection up for good; after any other end it says at once that it will try again. Silence so long tells them apart.
+CUT_OFF: Final = "cut_off"
+TRIES_AGAIN_S: Final = 0.25
+MONITORED: Final = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_CONNECTED
+EVENT_HEAD: Final = struct.Struct("=Hi")  # of a monitor's message: number and value
 LINGER_MS: Final = 80  # at the end only: what was sent last, the goodbye, is still on its way to the socket
 
 
 class EngineLink:
     """A DEALER that connects to the sidecar's ROUTER and names itself by the engine's boot id.
 
-    `dropped` counts what could not be sent, `refused` what was received and was not a valid message, by reason.
+    `dropped` counts what could not be sent, `refused` what was received and was not a valid message, by reason; the
+    reason CUT_OFF is a connection that libzmq gave up over what came.
     """
 
     def __init__(self, endpoint: str, boot_id: str, keys: EngineKeys | None = None) -> None:
@@ -54,12 +62,19 @@ class EngineLink:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._rest_s = 0.0  # asked for by the newest message
         self._closing = False
+        self._endpoint = endpoint
+        self._cut_off_s: float | None = None  # when a lost connection that nobody tries again counts as cut off
         self._context = zmq.Context()
-        self._socket = self._connected(endpoint, boot_id, keys)
+        try:
+            self._socket = self._connected(boot_id, keys)
+        except Exception:
+            self._context.destroy(linger=0)
+            os.close(self._wake)
+            raise
         self._thread = threading.Thread(target=self._run, name="faser-link", daemon=True)
         self._thread.start()
 
-    def _connected(self, endpoint: str, boot_id: str, keys: EngineKeys | None) -> zmq.Socket[bytes]:
+    def _connected(self, boot_id: str, keys: EngineKeys | None) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, 0),
@@ -74,7 +89,8 @@ class EngineLink:
         socket.setsockopt(zmq.ROUTING_ID, boot_id.encode())
         if keys is not None:
             keys.apply(socket)
-        socket.connect(endpoint)
+        self._monitor = socket.get_monitor_socket(MONITORED)
+        socket.connect(self._endpoint)
         return socket
 
     def send(self, message: FromEngine) -> None:
@@ -118,8 +134,9 @@ class EngineLink:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
         while not self._closing:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(None if self._cut_off_s is None else round(1e3 * TRIES_AGAIN_S)))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
                 if self._rest_s and not self._closing:
@@ -127,9 +144,34 @@ class EngineLink:
             self._send_waiting()
             if self._socket in ready:
                 self._take_arrived()
+            if self._monitor in ready:
+                self._watch()
+            if self._cut_off_s is not None and time.monotonic() >= self._cut_off_s:
+                self._begin_anew()
         self._send_waiting()
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._socket.close(linger=LINGER_MS)
         self._context.term()
+
+    def _watch(self) -> None:
+        """Note from the newest event whether the connection was lost, and whether libzmq tries it again."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                head, _ = self._monitor.recv_multipart(zmq.NOBLOCK)
+                is_lost = EVENT_HEAD.unpack(head)[0] == zmq.EVENT_DISCONNECTED
+                self._cut_off_s = time.monotonic() + TRIES_AGAIN_S if is_lost else None
+
+    def _begin_anew(self) -> None:
+        """Connect again after libzmq gave up, and count it."""
+        self._cut_off_s = None
+        self._refuse(ProtocolError(CUT_OFF, f"a frame above {MAX_INCOMING_BYTES} bytes, or bytes that are no ZeroMQ"))
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.disconnect(self._endpoint)
+        try:
+            self._socket.connect(self._endpoint)
+        except zmq.ZMQError:
+            logger.exception("FASER could not connect to its sidecar again; the engine's default lengths hold")
 
     def _send_waiting(self) -> None:
         while self._outbox:

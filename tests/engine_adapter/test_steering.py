@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ import zmq
 
 from faser.engine_adapter import protocol as wire
 from faser.engine_adapter.lease import Lease
-from faser.engine_adapter.link import HIGH_WATER_MARK, EngineLink
+from faser.engine_adapter.link import CUT_OFF, HIGH_WATER_MARK, MAX_INCOMING_BYTES, TRIES_AGAIN_S, EngineLink
 from faser.engine_adapter.steering import CLIENT_LIMIT, LONG_STEP_S, REST_S, BatchOutcome, Default, Steering
 from faser.engine_adapter.steps import StepReport
 
@@ -334,6 +336,76 @@ def test_the_link_speaks_to_a_real_socket_both_ways(endpoint: str) -> None:
         assert arrived == [wire.HelloRequest(4)]
         assert link.refused == {"malformed": 1}
         link.close()
+
+
+def check_both_ways(router: zmq.Socket[bytes], link: EngineLink, epoch: int) -> bytes:
+    """Let a message pass each way, of which the engine's may be dropped at first; return the engine's identity."""
+
+    def is_heard() -> bool:
+        link.send(wire.Goodbye("boot"))
+        return bool(router.poll(50))
+
+    wait_for(is_heard)
+    identity, _ = router.recv_multipart()
+    router.send_multipart([identity, bytes(wire.encode(wire.HelloRequest(epoch)))])
+    arrived: list[wire.FromController] = []
+    wait_for(lambda: arrived.extend(link.receive()) or arrived)
+    assert arrived == [wire.HelloRequest(epoch)]
+    return identity
+
+
+def test_a_frame_above_the_limit_is_counted_and_the_link_works_again(endpoint: str) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # as the sidecar does
+        router.bind(endpoint)
+        link = EngineLink(endpoint, "boot")
+        for count in (1, 2, 3):
+            identity = check_both_ways(router, link, count)
+            router.send_multipart([identity, bytes(MAX_INCOMING_BYTES + 1)])
+            wait_for(lambda count=count: link.refused[CUT_OFF] == count)
+        identity = check_both_ways(router, link, 4)
+        router.send_multipart([identity, bytes(MAX_INCOMING_BYTES)])  # is let in, and is no message
+        wait_for(lambda: link.refused == {CUT_OFF: 3, "malformed": 1})
+        check_both_ways(router, link, 5)
+        link.close()
+
+
+def test_a_sidecar_that_goes_and_comes_back_is_no_frame_that_was_cut_off(endpoint: str) -> None:
+    link = EngineLink(endpoint, "boot")
+    with zmq.Context() as context:
+        for epoch in (1, 2, 3):
+            with context.socket(zmq.ROUTER) as router:
+                router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # as the sidecar does
+                router.bind(endpoint)
+                check_both_ways(router, link, epoch)
+            time.sleep(2 * TRIES_AGAIN_S)
+    assert not link.refused
+    link.close()
+
+
+def test_somebody_else_at_the_endpoint_is_counted_and_the_sidecar_is_found_afterwards() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        address = stranger.getsockname()
+        link = EngineLink(f"tcp://127.0.0.1:{address[1]}", "boot")
+        connection, _ = stranger.accept()
+        with connection:
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64))
+            wait_for(lambda: link.refused[CUT_OFF] == 1)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # as the sidecar does
+        router.bind(f"tcp://127.0.0.1:{address[1]}")
+        check_both_ways(router, link, 1)
+        link.close()
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:abc", "udp://x"])
+def test_an_endpoint_that_is_none_leaves_no_thread_and_no_descriptor(endpoint: str) -> None:
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(zmq.ZMQError):
+            EngineLink(endpoint, "boot")
+    assert threading.active_count() == threads
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
 
 
 def test_without_a_sidecar_sending_never_waits_and_drops_are_counted(endpoint: str) -> None:
