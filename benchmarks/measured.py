@@ -1,8 +1,9 @@
-"""The README's costs in one file: `python benchmarks/measured.py`, some five minutes on an idle machine.
+"""The README's costs in one file: `python benchmarks/measured.py`, some ten minutes on an idle machine.
 
 Runs the benchmarks of the adapter, the decision, the round trip, the store, the simulator and the fleet, those that
-vary most twice, and keeps what they print in benchmarks/results/measured.json; `python docs/figures.py` then writes the
-README's lines. docs/simulator.md's speed: `--only simulator --times 5 --out benchmarks/results/simulator_speed.json`.
+vary most several times, and keeps what they print in benchmarks/results/measured.json; `python docs/figures.py` then
+writes the README's lines. docs/simulator.md's speed: `--only simulator --times 5 --out
+benchmarks/results/simulator_speed.json`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import msgspec
 from faser.controller.bench_machine import commit, machine_facts, versions
 
 FOLDER: Final = Path(__file__).resolve().parent
-RUNS: Final = {"adapter": 2, "decide": 1, "round_trip": 2, "store": 1, "simulator": 2, "fleet": 1}
+RUNS: Final = {"adapter": 3, "decide": 1, "round_trip": 5, "store": 1, "simulator": 2, "fleet": 1}
 MODULES: Final = {"simulator": "faser.env.bench"}  # the others are files of this folder
 OPTIONS: Final = {"store": ("--seconds", "10"), "fleet": ("--engines", "8", "16", "24", "32", "40", "48")}
 

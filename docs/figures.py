@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -163,7 +164,7 @@ def adapter_row(caches: str, beginning: str) -> str:
     cells, bounds = [], []
     for requests in (1, 8, 64, 256):
         rows = [row for run in runs for row in run if (row["requests"], row["caches"]) == (requests, caches)]
-        cells.append(_span([row["p50_us"] for row in rows]))
+        cells.append(_middle([row["p50_us"] for row in rows]))
         bounds.append(f"{rows[0]['bound_us']:.0f}")
     return f"{beginning} | {' / '.join(cells)} us | {' / '.join(bounds)} us | `benchmarks/adapter.py` |"
 
@@ -179,10 +180,37 @@ def round_trip_row(cores: str, pause_ms: float, beginning: str) -> str:
     """Return one of the README's lines on the way to the sidecar and back."""
     runs = read("measured.json")["round_trip"]
     rows = [row for run in runs for row in run if (row["cores"], row["pause_ms"]) == (cores, pause_ms)]
-    spans = [_span([row["p50_us"] for row in rows if row["requests"] == n]) for n in (64, 256)]
-    bare = _span([row["bare_us"] for row in rows])
+    spans = [_middle([row["p50_us"] for row in rows if row["requests"] == n]) for n in (64, 256)]
+    bare, p99 = _middle([row["bare_us"] for row in rows]), max(row["p99_us"] for row in rows if row["requests"] == 64)
     return (
-        f"{beginning} | {' / '.join(spans)} us; the bare socket {bare} us | 300 / 800 us | `benchmarks/round_trip.py` |"
+        f"{beginning} | {' / '.join(spans)} us; p99 at 64 at most {p99 / 1e3:.1f} ms; the bare socket {bare} us "
+        "| 300 / 800 us; 2 ms | `benchmarks/round_trip.py` |"
+    )
+
+
+def share_row() -> str:
+    """Return the README's line on the adapter in a real engine."""
+    share = read("readme.json")["demo"]["result"]["adapter_share"]
+    return f"| adapter's share of a step, in the demo | {share * 100:.2f} % | 1 % | `faser demo --json` |"
+
+
+def telemetry_size() -> str:
+    """Return the line on how much is recorded."""
+    (size,) = (row["telemetry_bytes"] for row in read("scale.json")["by_requests"] if row["requests"] == 64)
+    hour_mb = size * 100 * 3600 / 1e6
+    return (
+        f"Size: about {size / 1e3:.1f} kB per step of 64 requests, {hour_mb:.0f} MB per hour at 100 steps/s. "
+        "Beyond `store.max_mb` (4 GiB unless set) or"
+    )
+
+
+def engines_to_a_core() -> str:
+    """Return the line on how many engines a core serves."""
+    runs = read("measured.json")["fleet"][0]["runs"]
+    most = max(int(run["engines"]) for run in runs if run["keeps_up"])
+    return (
+        f"cores that sleep. One core answered {most} engines of 64 requests in time, 50 steps/s each; plan with a half "
+        "of that (README, *Measured*)."
     )
 
 
@@ -205,9 +233,9 @@ def fleet_row() -> str:
     )
 
 
-def _span(values: list[float]) -> str:
-    low, high = f"{min(values):.0f}", f"{max(values):.0f}"
-    return low if low == high else f"{low} to {high}"
+def _middle(values: list[float]) -> str:
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:.0f} ({low:.0f} to {high:.0f})"
 
 
 BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
@@ -243,16 +271,16 @@ BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
 }
 ADAPTER = {
     "back to back": (
-        "| adapter on the engine thread, a core of its own, 1 / 8 / 64 / 256 requests, p50, two runs, back to back"
+        "| adapter on the engine thread, a core of its own, 1 / 8 / 64 / 256 requests, p50, median of the runs, "
+        "back to back"
     ),
     "after a pause": "| the same after a pause of 1 ms, in which the core sleeps",
     "flushed": "| the same with flushed caches",
 }
 ROUND_TRIP = {
-    (
-        "own",
-        0.0,
-    ): "| decision round trip, 64 / 256 requests, p50, two runs, back to back, each process on a core of its own",
+    ("own", 0.0): (
+        "| decision round trip, 64 / 256 requests, p50, median of the runs, back to back, each process on its own core"
+    ),
     ("own", 5.0): "| the same with a step every 5 ms",
     ("any", 0.0): "| back to back again, wherever the system puts the processes",
     ("any", 5.0): "| wherever it puts them, with a step every 5 ms",
@@ -260,6 +288,8 @@ ROUND_TRIP = {
 LINES: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/bench.md", "One quick run on two shared cores,"): quick_run,
     ("README.md", "| the drafter's confidence on held-out prompts"): confidence_row,
+    ("README.md", "| adapter's share of a step, in the demo"): share_row,
+    ("docs/telemetry.md", "Size: about"): telemetry_size,
     ("README.md", "While the load swings from one request"): partial(reported, "swing_report", "sentence"),
     ("README.md", "| drafting ahead with an oracle"): partial(reported, "overlap_report", "drafting_ahead_row"),
 }
@@ -269,6 +299,7 @@ MEASURED: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "| policy alone, 64 / 256 requests"): decide_row,
     ("README.md", "| telemetry store"): store_row,
     ("README.md", "| engines on one sidecar core"): fleet_row,
+    ("docs/operations.md", "cores that sleep. One core answered"): engines_to_a_core,
     **{("README.md", line): partial(round_trip_row, *way, line) for way, line in ROUND_TRIP.items()},
 }
 
