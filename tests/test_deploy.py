@@ -69,7 +69,7 @@ def documents(name: str) -> list[Any]:
 
 
 def test_the_sidecar_is_native_probed_and_shares_the_socket_with_the_engine() -> None:
-    secret, deployment, service = documents("sidecar.yaml")
+    secret, deployment, clients, service = documents("sidecar.yaml")
     (monitor,) = documents("servicemonitor.yaml")
     pod = deployment["spec"]["template"]["spec"]
     (sidecar,), (engine,) = pod["initContainers"], pod["containers"]
@@ -86,8 +86,22 @@ def test_the_sidecar_is_native_probed_and_shares_the_socket_with_the_engine() ->
     credentials = monitor["spec"]["endpoints"][0]["authorization"]["credentials"]
     assert credentials["name"] == secret["metadata"]["name"]
     assert credentials["key"] in secret["stringData"]
+    assert clients["spec"]["ports"][0]["targetPort"] in {port["name"] for port in engine["ports"]}
     values = {e["name"]: e["value"] for e in sidecar["env"]}
     assert load(Path("/dev/null"), values).config.mode.default == "advisory"
+
+
+def test_the_engine_of_the_manifest_speculates_and_is_what_the_autoscaler_scales() -> None:
+    _, deployment, *_ = documents("sidecar.yaml")
+    (scaler,) = documents("autoscaler.yaml")
+    (engine,) = deployment["spec"]["template"]["spec"]["containers"]
+    given = dict(argument.lstrip("-").split("=", 1) for argument in engine["args"])
+    assert (given["scheduler-cls"], given["worker-cls"]) == (SCHEDULER_CLASS, WORKER_CLASS)
+    assert json.loads(given["speculative-config"])["num_speculative_tokens"] >= 1
+    assert engine["resources"]["limits"] == {"nvidia.com/gpu": 1}
+    target = scaler["spec"]["scaleTargetRef"]
+    assert (target["kind"], target["name"]) == (deployment["kind"], deployment["metadata"]["name"])
+    assert scaler["spec"]["maxReplicas"] >= 1000
 
 
 def test_the_unit_notifies_reloads_and_is_confined() -> None:
@@ -120,4 +134,5 @@ def test_the_ray_file_names_the_two_classes_and_no_other_way_of_switching_on() -
     (model,) = application["args"]["llm_configs"]
     assert model["engine_kwargs"]["scheduler_cls"] == SCHEDULER_CLASS
     assert model["engine_kwargs"]["worker_cls"] == WORKER_CLASS
+    assert model["engine_kwargs"]["speculative_config"]["num_speculative_tokens"] >= 1
     assert "data_parallel_size" not in model["engine_kwargs"]
