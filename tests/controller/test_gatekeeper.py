@@ -176,7 +176,7 @@ def test_a_daemon_off_the_host_needs_keys_and_steers_with_them(
 
 @pytest.mark.parametrize(
     ("endpoint", "is_refused"),
-    [("tcp://10.0.0.1:5", True), ("tcp://*:5", True), ("tcp://sidecar.example:5", True), ("tcp://[::]:5", True),
+    [("tcp://10.0.0.1:5", True), ("tcp://sidecar.example:5", True), ("tcp://[::]:5", True),
      ("tcp://127.0.0.1:5", False), ("tcp://[::1]:5", False), ("tcp://localhost:5", False), ("ipc:///x/y", False)],
 )  # fmt: skip
 def test_an_engine_does_not_connect_off_its_host_without_keys(endpoint: str, is_refused: bool) -> None:
