@@ -149,11 +149,12 @@ def _excess(records: list[wire.StepRecord]) -> int:
 def parameters() -> dict[str, Any]:
     """Return one SamplingParams per kind of request; every one decodes greedily."""
     from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     def greedy(**arguments: Any) -> Any:
         return SamplingParams(temperature=0.0, **arguments)
 
+    whole = RequestOutputKind.FINAL_ONLY  # else each of several samples is told by itself, and the last one is kept
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
@@ -165,8 +166,8 @@ def parameters() -> dict[str, Any]:
         "one": greedy(max_tokens=1),
         "two": greedy(max_tokens=2),
         "three": greedy(max_tokens=3, ignore_eos=True),
-        "stop": greedy(max_tokens=48, stop=[" the", "blue"]),
-        "many": SamplingParams(temperature=1.0, top_k=1, n=3, max_tokens=20, ignore_eos=True),
+        "stop": greedy(max_tokens=48, stop=["who was", "One day", "blue"]),  # of two tokens: a draft may have said more
+        "many": SamplingParams(temperature=1.0, top_k=1, n=3, max_tokens=20, ignore_eos=True, output_kind=whole),
         "logprobs": greedy(max_tokens=24, logprobs=2, ignore_eos=True),
         "penalty": greedy(max_tokens=32, presence_penalty=0.6, repetition_penalty=1.1, ignore_eos=True),
         "json": greedy(max_tokens=48, structured_outputs=StructuredOutputsParams(json=schema)),
