@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from .drafter_attention import shape_refusal
@@ -26,7 +28,7 @@ def chosen_drafter(cores: str, config: VllmConfig) -> tuple[list[str], str | Non
     """Return the command of the drafter's process, and why there is none; neither where none is asked for."""
     if not cores:
         return [], None
-    reason = _refusal(config)
+    reason = _refusal(config) or _cores_refusal(cores)
     drafting = config.speculative_config
     if reason is not None or drafting is None:
         return [], reason
@@ -50,6 +52,30 @@ def states_of_target(config: VllmConfig) -> tuple[int, str] | None:
 
 def _dtype(model: ModelConfig) -> str:
     return str(model.dtype).removeprefix("torch.")
+
+
+def _cores_refusal(text: str) -> str | None:
+    if text == ANYWHERE:
+        return None
+    missing = missing_cores(core_numbers(text))
+    if not missing:
+        return None
+    return (
+        f"cores {text} for the drafter, of which {', '.join(map(str, missing))} cannot be had here; "
+        f"this process runs on {', '.join(map(str, sorted(os.sched_getaffinity(0))))}"
+    )
+
+
+def missing_cores(cores: Sequence[int]) -> list[int]:
+    """Return which of these no process here can have: offline, or another container's. Tried on this thread alone."""
+    before, found = os.sched_getaffinity(0), set[int]()
+    try:
+        with suppress(OSError):  # none of them
+            os.sched_setaffinity(0, cores)
+            found = os.sched_getaffinity(0)
+    finally:
+        os.sched_setaffinity(0, before)
+    return sorted(set(cores) - found)
 
 
 def _refusal(config: VllmConfig) -> str | None:

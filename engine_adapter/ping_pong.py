@@ -51,6 +51,7 @@ class PingPong:
         self._latched: dict[str, int] = {}  # draft length of every request whose draft may still come
         self._decoding: frozenset[str] = frozenset()
         self._could_part = False
+        self._is_between = False  # the step that was dealt last begins or ends two groups
 
     def deal(self, running: Iterable[Any], next_step: int) -> None:
         """Keep those out of the next step whose turn it is not; requests in the middle of a prompt have none."""
@@ -59,14 +60,20 @@ class PingPong:
             for request in running
             if request.num_output_tokens and not request.is_prefill_chunk
         }
-        weights = {name: self._weight(name, request) for name, request in decoding.items()}
+        weights = {name: self._weight(name) for name in decoding}
         self._decoding = frozenset(weights)
+        was_apart = self._turn.is_apart
         self._turn = self._groups.turn(weights, self._is_wanted(weights))
+        # The first step of two groups verifies drafts for which the step before it waited; the one behind the last
+        # verifies a half, and waits for both halves' drafts. Neither tells what a step of its kind takes.
+        self._is_between = self._turn.is_apart != was_apart
         for name in self._turn.held:
             decoding[name].next_decode_eligible_step = next_step + 1
 
-    def _weight(self, name: str, request: Any) -> float:
-        return self.pace.weight(1 + len(request.spec_token_ids), self._latched.get(name, 0))
+    def _weight(self, name: str) -> float:
+        """Return a request's phase time by its draft length; a draft under way is not there yet, and weighs as much."""
+        length = self._latched.get(name, 0)
+        return self.pace.weight(1 + length, length)
 
     def _is_wanted(self, weights: Mapping[str, float]) -> bool:
         drafts = any(self._latched.get(name) for name in weights)
@@ -104,5 +111,5 @@ class PingPong:
         self.pace.note(report.verify_s, sum(scheduled.values()), report.draft_s, tokens)
         if not self._turn.is_apart and not self._turn.held:
             self.pace.note_whole(report.verify_s, report.draft_s)
-        if self._could_part:
+        if self._could_part and not self._is_between:
             self._gate.note(len(self._decoding), self._turn.is_apart, time_s, emitted)

@@ -28,7 +28,7 @@ def main() -> None:
         from checkout import make_importable
 
         make_importable()
-        os.environ["FASER_DEFAULT_LENGTH"] = str(task["length"])  # no sidecar: this length always holds
+        os.environ["FASER_DEFAULT_K"] = str(task["length"])  # no sidecar: this length always holds
         extra["scheduler_cls"] = "faser.engine_adapter.scheduler.FaserScheduler"
         extra["worker_cls"] = "faser.engine_adapter.worker.FaserWorker"
     from vllm import LLM, SamplingParams

@@ -47,6 +47,18 @@ def test_a_plain_draft_model_on_a_cpu_gets_its_process(config: Any, tmp_path: Pa
     assert command == [sys.executable, "-m", "faser.engine_adapter.drafter_llama", str(tmp_path), "bfloat16"]
 
 
+def test_cores_that_cannot_be_had_are_one_line_and_no_process(config: Any) -> None:
+    absent = max(MINE) + 500
+    assert chosen_drafter(str(MINE[-1]), config)[1] is None
+    for text in (str(absent), f"{MINE[-1]},{absent}"):
+        command, reason = chosen_drafter(text, config)
+        assert command == []
+        assert reason is not None
+        assert reason.startswith(f"cores {text} for the drafter, of which {absent} cannot be had here; this process")
+        assert "\n" not in reason
+    assert sorted(os.sched_getaffinity(0)) == MINE
+
+
 def test_an_eagle3_head_gets_its_process_and_the_targets_states(
     config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

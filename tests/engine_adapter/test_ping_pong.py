@@ -34,11 +34,19 @@ class Engine:
     groups: PingPong
     running: list[Request]
     step: int = 0
+    flying: list[Request] = field(default_factory=list)  # their drafts are under way
 
     def run(self, is_ready: bool = True, time_s: float = 1.0, verify_s: float = 1.0, draft_s: float = 1.0) -> set[str]:
         self.groups.deal(self.running, self.step + 1)
         self.step += 1
-        scheduled = {r.request_id: 4 for r in self.running if self.step >= r.next_decode_eligible_step}
+        ready = [r for r in self.running if self.step >= r.next_decode_eligible_step]
+        scheduled = {r.request_id: 1 + len(r.spec_token_ids) for r in ready}
+        come = self.flying if self.groups.is_apart or self.flying else []
+        self.flying = ready if self.groups.is_apart else []
+        for request in ready:  # as vLLM does: a draft is there until it is scheduled, and again when it has come
+            request.spec_token_ids = []
+        for request in come if self.groups.is_apart else [*come, *ready]:
+            request.spec_token_ids = [0] * LENGTH
         self.groups.latch(dict.fromkeys(scheduled, LENGTH))
         report = StepReport(verify_s=verify_s, draft_s=draft_s, is_drafter_ready=is_ready)
         self.groups.note(scheduled, len(scheduled), time_s, report)
@@ -61,6 +69,34 @@ def test_groups_take_turns_once_the_process_is_ready() -> None:
     assert not first & second
     assert third == first
     assert one.groups.is_apart
+
+
+@pytest.mark.parametrize("requests", [2, 4, 8, 16])
+def test_equal_requests_stay_in_two_equal_groups(requests: int) -> None:
+    """Also while the drafts of one of them are under way, and its requests have none."""
+    one = engine(names="abcdefghijklmnop"[:requests])
+    one.run()
+    one.groups.pace.note(verify_s=0.4, rows=80, draft_s=0.1, tokens=26)
+    parties = [frozenset(one.run()) for _ in range(12)]
+    assert set(parties[0::2]) == {parties[0]}
+    assert set(parties[1::2]) == {parties[1]}
+    assert len(parties[0]) == len(parties[1]) == requests // 2
+
+
+def test_steps_between_one_group_and_two_are_no_evidence() -> None:
+    """Half of the requests are verified in each of them, and in the last one all drafts are waited for."""
+    one, told = engine("auto"), list[tuple[bool, int]]()
+    inherited = one.groups._gate.note
+
+    def note(requests: int, has_used: bool, time_s: float, tokens: int) -> None:
+        told.append((has_used, tokens))
+        inherited(requests, has_used, time_s, tokens)
+
+    one.groups._gate.note = note  # type: ignore[method-assign]
+    for _ in range(EVIDENCE_STEPS):
+        one.run()
+    assert set(told) == {(False, 4), (True, 2)}
+    assert EVIDENCE_STEPS / 2 < len(told) < 0.9 * EVIDENCE_STEPS
 
 
 def test_a_process_that_takes_no_job_ends_the_groups_at_once() -> None:
