@@ -154,6 +154,26 @@ def test_bad_options_are_refused(
 
 @pytest.mark.engine
 @pytest.mark.slow
+def test_every_arm_of_the_part_with_vllm_drafts_what_it_says(
+    serve: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in (("VLLM_CPU_KVCACHE_SPACE", "1"), ("OMP_NUM_THREADS", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    target = serve.Shape("target", 4, 256, 4, 2, 64, 256, 96, False)
+    drafter = serve.Shape("drafter", 1, 128, 2, 1, 64, 128, 96, True)
+    paths = {role: serve._written(shape, tmp_path / role) for role, shape in (("target", target), ("drafter", drafter))}
+    task = paths | {"requests": 2, "length": 3, "tokens": 12, "accepted": None, "is_eager": True}
+    part = importlib.import_module("part_vllm")
+    found = {arm: part._run(task | {"arm": arm}, str(tmp_path)) for arm in part.ARMS}
+    assert all(each.get("tokens") == 24 for each in found.values()), found
+    assert found["none"]["draft_tokens"] == 0
+    assert found["faser"]["draft_tokens"] >= 0.8 * found["vllm"]["draft_tokens"] > 50
+
+
+@pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", ["none", "k1", "faser"])
 def test_the_engines_side_serves_every_load_on_a_cpu(
     serve: ModuleType, arm: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
