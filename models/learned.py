@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -53,8 +54,12 @@ class LearnedPolicy:
     @classmethod
     def parse(cls, text: str, capabilities: Capabilities) -> LearnedPolicy:
         """Load the released policy, or the one whose manifest learned:PATH names."""
-        path = Path(text).expanduser() if text else RELEASED
-        return cls(load_network(path), capabilities, f"learned:{text}" if text else "learned")
+        return cls(load_network(manifest_path(text)), capabilities, f"learned:{text}" if text else "learned")
+
+    @property
+    def handed_over(self) -> int:
+        """Return how many observations price decided on."""
+        return self.unreadable + self.strange
 
     def act(self, state: EngineState) -> Action:
         """Return the network's action, or price's."""
@@ -83,7 +88,7 @@ class LearnedPolicy:
         rounds = deepest(depth, k_max)
         default = _place(seen.acceptance, state.population.mean, np.float32(threshold), rounds, lengths)
         stop = None
-        if keep >= RULED_FROM and state.confidence.is_ready:
+        if keep >= RULED_FROM and state.confidence.is_ready and not state.capabilities.is_async:
             stop = state.confidence.rule(keep, np.full(k_max, go_on))
         reason = (
             f"{len(seen.handles)} running: learned, survival {threshold:.2f} in up to {rounds} rounds, "
@@ -106,10 +111,17 @@ class LearnedPolicy:
 
     def _handed_over(self, state: EngineState, why: str) -> Action:
         action = self._fallback.act(state)
-        reason = f"{why}: price decides; {action.reason}"
-        return Action(
-            action.lengths, action.default_length, action.price, prune=action.prune, stop=action.stop, reason=reason
-        )  # fmt: skip
+        return msgspec.structs.replace(action, reason=f"{why}: price decides; {action.reason}")
+
+
+def manifest_path(text: str) -> Path:
+    """Return the manifest that learned:TEXT names, the released one for none; raise PolicyError for no one's home."""
+    try:
+        return Path(text).expanduser() if text else RELEASED
+    except RuntimeError:
+        raise PolicyError(
+            f"policy 'learned:{text}': no such home; expected the path of a trained policy's manifest"
+        ) from None
 
 
 def outside_of(values: Array) -> Array:

@@ -96,6 +96,7 @@ def test_a_trained_policy_is_released_with_its_figures(tmp_path: Path) -> None:
     ("arguments", "fault"),
     [
         (("show", "nonsense"), "unknown policy"),
+        (("show", "learned:~nobody-at-all/policy.json"), "no such home"),
         (("show", "price", "--world", "atlantis"), "world 'atlantis'"),
         (("show", "price", "--loads", "0"), "loads '0'"),
         (("show", "price", "--loads", "1,x"), "loads '1,x'"),

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from faser.engine_adapter.protocol import Prune, RequestRow, StepRecord
+from faser.engine_adapter.protocol import Prune, RequestRow, StepRecord, StopRule
 from faser.env.action_vector import decode
 from faser.env.observation import GLOBAL_FEATURES, REQUEST_FEATURES, observe_vector
-from faser.env.spaces import Capabilities
+from faser.env.spaces import Action, Capabilities
 from faser.env.state import EngineState, observe
 from faser.models import learned
 from faser.models.learned import RELEASED, LearnedPolicy, outside_of
@@ -137,6 +137,42 @@ def test_a_world_unlike_training_goes_to_price_and_is_counted() -> None:
     policy = LearnedPolicy(narrow, CAPABILITIES)
     assert "unlike training: price decides" in policy.act(make_state(4)).reason
     assert policy.strange == 1
+
+
+def test_all_that_price_chose_survives_the_handing_over() -> None:
+    state = make_state(4)
+    stop = StopRule([1.0] * K_MAX, [0.0] * K_MAX, [0.5] * K_MAX, [0.5] * K_MAX)
+    whole = Action(np.array([1, 2, 3, 4]), 2, 0.25, split=1, frontier=3, prune=Prune(5, 0.5), stop=stop, reason="paid")
+
+    class Price:
+        def act(self, state: EngineState) -> Action:
+            return whole
+
+    policy = LearnedPolicy(make_network("price"), CAPABILITIES)
+    policy._fallback = Price()  # type: ignore[assignment]
+    state.load.kv_usage = float("nan")
+    action = policy.act(state)
+    assert action.reason == "the observation holds NaN: price decides; paid"
+    for name in ("lengths", "default_length", "price", "split", "frontier", "prune", "stop"):
+        assert getattr(action, name) is getattr(whole, name), name
+    state.load.kv_usage = 0.1
+    assert policy.act(state).split is None
+    assert policy.handed_over == 1
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_no_stop_rule_is_asked_for_where_the_engine_has_steps_in_flight(is_async: bool) -> None:
+    state, values = make_state(4), np.array([0.0, 1.0, 0.8, 0.2], np.float32)
+    state.confidence.is_ready = True
+    state.capabilities = replace(CAPABILITIES, is_async=is_async)
+    found = LearnedPolicy(make_network("price"), CAPABILITIES)._priced(state, values, observe_vector(state, 4))
+    assert (found.stop is None) == is_async
+    assert found.stop == decode(outside_of(values), state).stop
+
+
+def test_a_path_in_the_home_of_nobody_is_refused_in_one_line() -> None:
+    with pytest.raises(PolicyError, match=r"^policy 'learned:~nobody-at-all/x.json': no such home; expected [^\n]+$"):
+        make_policy("learned:~nobody-at-all/x.json", CAPABILITIES)
 
 
 def test_lengths_for_shorter_drafts_than_the_engines_are_refused() -> None:
