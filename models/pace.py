@@ -46,16 +46,17 @@ class Outlook:
     """What the next step would do for each class, by the lengths that are asked for.
 
     Under a stop rule drafts end before their length: what price expects of all of them together scales what each
-    request's own acceptance says.
+    request's own acceptance says. A probe, which may stand in the plan's place, has no rule. Costs are those of the
+    split that is planned for: ask within `EngineState.planning_for`.
     """
 
-    def __init__(self, pace: Pace, state: EngineState, decoding: Bools, plan: Plan) -> None:
+    def __init__(self, pace: Pace, state: EngineState, decoding: Bools, plan: Plan, *, is_ruled: bool) -> None:
         self._state, self._requests = state, int(np.count_nonzero(decoding))
         self.priority: Ints = state.requests.column("priority")[decoding]
         accepted = np.cumsum(np.cumprod(state.acceptance(decoding)[decoding], axis=1), axis=1)
         self._accepted = np.pad(accepted, ((0, 0), (1, 0)))  # (n, k_max + 1), tokens by length
         self._drafted = np.tile(np.arange(self._accepted.shape[1], dtype=np.float64), (self._requests, 1))
-        if plan.action.stop is not None and plan.drafted > 0.0:
+        if is_ruled and plan.drafted > 0.0:
             self._drafted[:, 1:] = 1.0 + self._accepted[:, :-1]  # a token is drafted behind those that were accepted
             self._drafted *= plan.drafted / self._drafted[:, plan.depth].sum()
             tokens = plan.rate * self._step_s(plan.drafted, plan.depth)
@@ -90,18 +91,25 @@ class PacedPolicy:
         action, decoding, plan = self._inner.act(state), state.decoding(), self._inner.plan
         if plan is None or not action.lengths[decoding].any():
             return action
-        outlook, lengths = Outlook(self._pace, state, decoding, plan), action.lengths[decoding]
-        late, who = outlook.lateness(lengths)
-        if who is None or late <= 1.0:
-            return action
-        kept = _cut(outlook, _stripped(outlook, lengths, who))
-        if np.array_equal(kept, lengths):
+        lengths = action.lengths[decoding]
+        with state.planning_for(state.cost_under(action.split or 0)):
+            outlook = Outlook(self._pace, state, decoding, plan, is_ruled=action.stop is not None)
+            kept, who = _within(outlook, lengths)
+        if who is None or np.array_equal(kept, lengths):
             return action
         whole = action.lengths.copy()
         whole[decoding] = kept
         reason = f"{action.reason}; drafts cut for the pace of priority {who}"
         default = min(action.default_length, int(kept.max(initial=0)))
         return msgspec.structs.replace(action, lengths=whole, default_length=default, reason=reason)
+
+
+def _within(outlook: Outlook, lengths: Ints) -> tuple[Ints, int | None]:
+    """Return lengths under which nobody is late, or the latest class least, and who was; None if nobody was."""
+    late, who = outlook.lateness(lengths)
+    if who is None or late <= 1.0:
+        return lengths, None
+    return _cut(outlook, _stripped(outlook, lengths, who)), who
 
 
 def _stripped(outlook: Outlook, lengths: Ints, who: int) -> Ints:

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
+import msgspec
 import numpy as np
 import pytest
 
-from faser.engine_adapter.protocol import RequestEvent, RequestRow, StepRecord
+from faser.engine_adapter.protocol import RequestEvent, RequestRow, StepRecord, StopRule
 from faser.env.acceptance import Ints
 from faser.env.requests import Bools
 from faser.env.spaces import Action, Capabilities
 from faser.env.state import EngineState, observe
-from faser.models.pace import _stripped
+from faser.models.pace import Pace, PacedPolicy, _stripped
 from faser.models.policy import Policy, PolicyError, make_policy
+from faser.models.price import Plan
 
 CAPABILITIES = Capabilities(k_max=4)
 REQUESTS = 8  # every other one is of the less urgent class 5
 
 
-def served(policies: dict[str, Policy], steps: int = 120) -> tuple[dict[str, Action], Bools]:
-    """Return what each policy asks for, and who is urgent, where drafts are good and a row costs a tenth of a step.
+def steps_of(steps: int = 120) -> Iterator[StepRecord]:
+    """Give steps of an engine where drafts are good and a row costs a tenth of a step.
 
     Every step verifies two to four tokens of each request, takes 10 ms and 1 ms per row, and drafting 1 ms per round.
     """
-    state, actions, everybody = EngineState(CAPABILITIES), dict[str, Action](), range(1, REQUESTS + 1)
+    everybody = range(1, REQUESTS + 1)
     arrivals = [RequestEvent("arrival", handle, 0.0, 40, f"r{handle}", 5 * (handle % 2)) for handle in everybody]
     for counter in range(1, steps + 1):
         length = 2 + counter % 3
@@ -32,11 +37,17 @@ def served(policies: dict[str, Policy], steps: int = 120) -> tuple[dict[str, Act
             for handle, taken in zip(everybody, accepted, strict=True)
         ]
         verify_s, draft_s = 10e-3 + 1e-3 * REQUESTS * (1 + length), 1e-3 * length
-        record = StepRecord(
+        yield StepRecord(
             "boot", counter, counter, 0.1 * counter, verify_s + draft_s, 0.0, verify_s, 0.0, draft_s, 0.0, 0.0,
             REQUESTS, 0, 0, REQUESTS, REQUESTS * length, 0.1, None, None, 1, counter, 0, 0,
             arrivals if counter == 1 else [], rows,
         )  # fmt: skip
+
+
+def served(policies: dict[str, Policy]) -> tuple[dict[str, Action], Bools]:
+    """Return what each policy asks for in such an engine, and who is urgent."""
+    state, actions = EngineState(CAPABILITIES), dict[str, Action]()
+    for record in steps_of():
         observe(state, record)
         actions = {name: policy.act(state) for name, policy in policies.items()}
     urgent: Bools = state.requests.column("priority") == 0
@@ -102,6 +113,52 @@ def test_drafts_are_taken_only_of_the_less_urgent_and_only_where_it_helps(
 ) -> None:
     """What its own drafts cost the late class is for the cut of everybody's longest ones to say."""
     assert _stripped(Imagined(gain, of), np.array([3, 3, 3, 3]), 0).tolist() == kept  # type: ignore[arg-type]
+
+
+class Fixed:
+    """In the place of price: an action, and the plan that is told of it."""
+
+    name = "fixed"
+
+    def __init__(self, action: Action, plan: Plan) -> None:
+        self.plan, self._action = plan, action
+
+    def act(self, state: EngineState) -> Action:
+        """Return the action."""
+        return self._action
+
+
+def kept(action: Action, plan: Plan, split_factor: float = 1.0) -> list[int]:
+    """Return the lengths that 11 ms per token leave class 0, where a split takes `split_factor` times as long."""
+    state = EngineState(replace(CAPABILITIES, splits=("unsplit", "1:1")))
+    for record in steps_of():
+        observe(state, record)
+    state.split_cost(1).verify_factor = split_factor
+    policy = PacedPolicy(Fixed(action, plan), Pace.parse("0:11"), "0:11")  # type: ignore[arg-type]
+    lengths = policy.act(state).lengths.tolist()
+    assert state.cost is state.unsplit_cost
+    return lengths
+
+
+LONGEST = Action(np.full(REQUESTS, 4), 4)  # 54 ms for some 4 tokens of each, unsplit
+
+
+def test_under_a_split_the_splits_own_costs_tell_who_is_late() -> None:
+    """Not those of the whole device."""
+    plan = Plan(LONGEST, 600.0, 4, 32.0)
+    assert kept(LONGEST, plan) != [4] * REQUESTS
+    under = msgspec.structs.replace(LONGEST, split=1)
+    assert kept(under, plan, split_factor=0.5) == [4] * REQUESTS
+    assert kept(under, plan, split_factor=1.5) != [4] * REQUESTS
+
+
+def test_a_probe_in_the_place_of_a_stop_rule_is_judged_as_what_it_drafts() -> None:
+    """The rule's drafts end early: 4 tokens in all, 26 ms, 3 tokens of each; the probe's do not."""
+    rule = StopRule([1.0] * 4, [0.0] * 4, [0.9] * 4, [0.9] * 4)
+    planned = msgspec.structs.replace(LONGEST, stop=rule)
+    plan = Plan(planned, 3 * REQUESTS / 26e-3, 4, 4.0)
+    assert kept(planned, plan) == [4] * REQUESTS
+    assert kept(LONGEST, plan) != [4] * REQUESTS
 
 
 @pytest.mark.parametrize("text", ["", "0", "0:", "0:0", "a:5", "0:5,0:6", "0:5;1:6", "0:-3", "0:nan"])
