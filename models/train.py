@@ -2,12 +2,11 @@
 
 `faser train --config models/weights/policy.recipe.toml`; called by controller/train.py. stable-baselines3 does the
 learning; time between decisions is unequal, so advantages are those of a semi-Markov process (env/reward.py).
-Checkpoints are tensors alone (no pickled code), for resuming; what is released is models/network.py's format.
+Checkpoints (models/checkpoint.py) are for resuming; what is released is models/network.py's format.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -19,11 +18,11 @@ import torch
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 
+from .checkpoint import Standing, load_checkpoint, save_checkpoint
 from .engine_batch import EngineBatch, SemiMarkovBuffer
 from .evaluate import Decide
 from .imitation import Progress, collect, imitate
 from .network import GLOBAL_INPUTS, OUTPUTS, Manifest, save_network
-from .policy import PolicyError
 from .torch_network import DeepSets, SetPolicy, to_network
 from .train_config import TrainConfig
 from .worlds import K_MAX
@@ -51,64 +50,48 @@ def judged(actor: DeepSets, config: TrainConfig) -> float:
 
 
 class _Judge(BaseCallback):
-    """Renews engines, judges now and then, keeps the best, writes checkpoints, stops early."""
+    """Renews engines, judges now and then, keeps the best, writes checkpoints, stops early.
 
-    def __init__(self, config: TrainConfig, batch: EngineBatch, folder: Path, progress: Progress | None) -> None:
+    A resumed run goes on from the standing that its checkpoint held: its best policy, and the patience that is left.
+    """
+
+    def __init__(
+        self, config: TrainConfig, batch: EngineBatch, folder: Path, progress: Progress | None, standing: Standing
+    ) -> None:
         super().__init__()
         self.config, self.batch, self.folder, self.tell = config, batch, folder, progress
-        self.best, self.best_state, self.since, self.rollouts = -math.inf, {}, 0, 0  # type: ignore[var-annotated]
-        self.history: list[float] = []
+        self.standing = standing
 
     def _on_training_start(self) -> None:
-        self.consider()
+        if not self.standing.history:
+            self.consider()
 
     def _on_rollout_start(self) -> None:
         self.model._last_obs = self.batch.renew()
 
     def _on_step(self) -> bool:
-        return self.since < self.config.patience
+        return self.standing.since < self.config.patience
 
     def _on_rollout_end(self) -> None:
-        self.rollouts += 1
+        self.standing.rollouts += 1
         if self.tell is not None:
             self.tell("training", min(self.num_timesteps, self.config.total_steps), self.config.total_steps)
-        if self.rollouts % self.config.judge_every == 0:
+        if self.standing.rollouts % self.config.judge_every == 0:
             self.consider()
 
     def consider(self) -> None:
         """Judge the actor as it is."""
-        policy = self.model.policy
+        policy, standing = self.model.policy, self.standing
         assert isinstance(policy, SetPolicy)
         score = judged(policy.actor, self.config)
-        self.history.append(score)
+        standing.steps = self.model.num_timesteps
+        standing.history.append(score)
         self.logger.record("judge/log_tokens_per_s", score)
-        self.since = 0 if score > self.best + 1e-4 else self.since + 1
-        if score > self.best:
-            self.best = score
-            self.best_state = {name: value.clone() for name, value in policy.actor.state_dict().items()}
-        save_checkpoint(self.model, self.folder, self.num_timesteps)  # type: ignore[arg-type]
-
-
-def save_checkpoint(model: PPO, folder: Path, steps: int) -> None:
-    """Write the state of training, tensors and numbers alone."""
-    path = folder / "checkpoint.pt"
-    state = {"policy": model.policy.state_dict(), "optimizer": model.policy.optimizer.state_dict(), "steps": steps}
-    torch.save(state, path.with_suffix(".part"))
-    path.with_suffix(".part").replace(path)
-
-
-def load_checkpoint(model: PPO, folder: Path) -> int:
-    """Go on from a checkpoint; return the steps it had made."""
-    try:
-        state = torch.load(folder / "checkpoint.pt", weights_only=True)
-        model.policy.load_state_dict(state["policy"])
-        model.policy.optimizer.load_state_dict(state["optimizer"])
-        return int(state["steps"])
-    except (OSError, KeyError, RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise PolicyError(
-            f"{folder / 'checkpoint.pt'}: {reason}; expected a checkpoint of this configuration"
-        ) from None
+        standing.since = 0 if score > standing.best + 1e-4 else standing.since + 1
+        if score > standing.best:
+            standing.best = score
+            standing.best_weights = {name: value.clone() for name, value in policy.actor.state_dict().items()}
+        save_checkpoint(self.folder, policy, standing, self.config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,35 +124,35 @@ def train(
     assert isinstance(model.rollout_buffer, SemiMarkovBuffer)
     assert isinstance(model.policy, SetPolicy)
     model.rollout_buffer.engines = batch
-    done = 0
+    standing = Standing()
     if resume:
-        done = load_checkpoint(model, folder)
+        standing = load_checkpoint(folder, model.policy, config)
     elif config.imitation_steps:
         lessons = collect(config, decide, progress)
         imitate(model.policy.actor, lessons, config, progress)
     low, high = _range(batch)
-    judge = _Judge(config, batch, folder, progress)
-    model.num_timesteps = done
-    if config.total_steps > done:
-        model.learn(config.total_steps - done, callback=judge, reset_num_timesteps=False, tb_log_name="ppo")
+    judge = _Judge(config, batch, folder, progress, standing)
+    model.num_timesteps = standing.steps
+    if (left := config.total_steps - standing.steps) > 0:
+        model.learn(left, callback=judge, reset_num_timesteps=False, tb_log_name="ppo")
     else:
         judge.init_callback(model)
         model.set_logger(_quiet())
-        judge.consider()
+        judge._on_training_start()
     actor = model.policy.actor
-    actor.load_state_dict(judge.best_state)
+    actor.load_state_dict(standing.best_weights)
     about: dict[str, object] = {
         "config": asdict(config),
         "commit": commit,
         "steps": model.num_timesteps,
         "seconds": round(time.monotonic() - started, 1),
-        "judgements": [round(score, 5) for score in judge.history],
+        "judgements": [round(score, 5) for score in standing.history],
     }
     manifest = Manifest(config.head, config.hidden, K_MAX, "", about, {}, low, high)
     save_network(to_network(actor, manifest), folder, "policy")
     batch.close()
     seconds = time.monotonic() - started
-    return Trained(folder / "policy.json", judge.history[0], judge.best, int(model.num_timesteps), seconds)
+    return Trained(folder / "policy.json", standing.history[0], standing.best, int(model.num_timesteps), seconds)
 
 
 def _quiet() -> Any:

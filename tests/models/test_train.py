@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 pytest.importorskip("stable_baselines3")
 
 import torch
+from safetensors.torch import save_file
 
 from faser.controller.cli import app
 from faser.controller.errors import FaserError
@@ -20,6 +22,8 @@ from faser.controller.evaluate import decided
 from faser.engine_adapter.protocol import StopRule
 from faser.env.action_vector import DEPTH, GO_ON, KEEP, THRESHOLD, lengths_for, meant
 from faser.env.spaces import Action, Capabilities
+from faser.models import train as training_run
+from faser.models.checkpoint import NAME, Standing, load_checkpoint, save_checkpoint
 from faser.models.engine_batch import EngineBatch, SemiMarkovBuffer
 from faser.models.imitation import collect, imitate, in_words
 from faser.models.network import Head, load_network
@@ -176,6 +180,98 @@ def test_a_run_leaves_a_policy_that_the_daemon_can_load_and_resumes_where_it_was
     assert again.steps == 320
     with pytest.raises(PolicyError, match="expected a checkpoint of this configuration"):
         train(replace(TINY, hidden=16), tmp_path, decided, resume=True)
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, *scores: float) -> None:
+    """Have judgements find these scores, one after the other."""
+    left = iter(scores)
+    monkeypatch.setattr(training_run, "judged", lambda actor, config: next(left))
+
+
+def test_a_resumed_run_keeps_the_best_policy_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, 5.0, 9.0)
+    best = load_network(train(TINY, tmp_path, decided).manifest)
+    scripted(monkeypatch, 0.5)
+    again = train(replace(TINY, total_steps=320), tmp_path, decided, resume=True)
+    network = load_network(again.manifest)
+    assert (again.first, again.best, again.steps) == (5.0, 9.0, 320)
+    assert network.manifest.training["judgements"] == [5.0, 9.0, 0.5]
+    assert all((network.tensors[name] == values).all() for name, values in best.tensors.items())
+
+
+def test_a_resumed_run_has_the_patience_that_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(TINY, patience=2, judge_every=1)
+    scripted(monkeypatch, 5.0, 6.0, 4.0, 4.0)
+    stopped = train(replace(config, total_steps=128), tmp_path, decided)
+    assert stopped.steps == 128
+    again = train(replace(config, total_steps=640), tmp_path, decided, resume=True)  # one more judgement is left
+    assert again.steps == 192 + config.engines
+    assert again.best == 6.0
+
+
+def test_a_run_that_is_complete_is_written_again_without_another_judgement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted(monkeypatch, 5.0, 9.0)
+    first = load_network(train(TINY, tmp_path, decided).manifest)
+    again = train(replace(TINY, total_steps=100), tmp_path, decided, resume=True)
+    assert load_network(again.manifest).manifest.sha256 == first.manifest.sha256
+
+
+def make_actor_critic() -> SetPolicy:
+    batch = EngineBatch(TINY, 0)
+    return SetPolicy(batch.observation_space, batch.action_space, lambda _: 1e-3, head="price", hidden=8, k_max=6)
+
+
+def test_a_checkpoint_gives_back_weights_moments_and_standing(tmp_path: Path) -> None:
+    policy, fresh = make_actor_critic(), make_actor_critic()
+    sum(each.square().sum() for each in policy.parameters()).backward()  # type: ignore[union-attr]
+    policy.optimizer.step()
+    best = {name: torch.randn_like(value) for name, value in policy.actor.state_dict().items()}
+    standing = Standing(640, 10, 3, 7.25, [5.0, 7.25, 7.0], best)
+    save_checkpoint(tmp_path, policy, standing, TINY)
+    found = load_checkpoint(tmp_path, fresh, replace(TINY, total_steps=10_000))
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+    weights = found.best_weights
+    assert asdict(replace(found, best_weights={})) == asdict(replace(standing, best_weights={}))
+    assert all(torch.equal(weights[name], value) for name, value in best.items())
+    for old, new in zip(policy.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(old, new)
+        for name, value in policy.optimizer.state[old].items():
+            assert torch.equal(fresh.optimizer.state[new][name], value), name
+
+
+@pytest.mark.parametrize(
+    ("harm", "hint"),
+    [
+        (lambda path: path.unlink(), "No such file"),
+        (lambda path: path.write_bytes(b"PK\x03\x04 a zip of pickled code"), "header"),
+        (lambda path: save_file({"policy.log_std": torch.zeros(4)}, path), "checkpoint version None"),
+    ],
+)
+def test_a_checkpoint_that_is_none_is_refused_in_one_line(
+    harm: Callable[[Path], object], hint: str, tmp_path: Path
+) -> None:
+    save_checkpoint(tmp_path, make_actor_critic(), Standing(), TINY)
+    harm(tmp_path / NAME)
+    with pytest.raises(PolicyError, match=r"^[^\n]+expected a checkpoint of this configuration$") as caught:
+        load_checkpoint(tmp_path, make_actor_critic(), TINY)
+    assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [
+        ({"seed": 4}, "the run began with seed 0, this configuration has seed 4"),
+        ({"learning_rate": 0.01, "worlds": 5}, "began with worlds 4, learning_rate 0.0003, this configuration has w"),
+        ({"hidden": 16}, "hidden 8"),
+    ],
+)
+def test_a_run_does_not_go_on_under_another_configuration(changes: dict[str, float], hint: str, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, make_actor_critic(), Standing(), TINY)
+    with pytest.raises(PolicyError, match=r"^[^\n]+expected a checkpoint of this configuration$") as caught:
+        train(replace(TINY, **changes), tmp_path, decided, resume=True)  # type: ignore[arg-type]
+    assert hint in str(caught.value)
 
 
 def test_a_share_of_the_training_engines_prunes(tmp_path: Path) -> None:
