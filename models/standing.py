@@ -29,6 +29,7 @@ class Interval:
 class Point:
     """One policy in one world at one load, beside its rivals."""
 
+    scores: tuple[float, ...]  # by seed
     score: Interval
     envelope: Interval  # ratio to the best rival, which is chosen on the other seeds
     best_rival: str  # over all seeds
@@ -74,6 +75,7 @@ def point(table: Table, policy: str, world: WorldSpec, load: int) -> Point:
     fixed_scores = scores[best_fixed, world.name, load]
     price = scores.get(("price", world.name, load), own)
     return Point(
+        own,
         interval(own),
         interval(envelope),
         max(rivals, key=lambda name: floor[name]),
@@ -120,6 +122,7 @@ def summary(table: Table) -> dict[str, object]:
         "policies": policies,
         "worlds": len(plan.worlds),
         "seeds": len(plan.seeds),
+        "seed_numbers": list(plan.seeds),  # in the order of the points' scores
         "tables": table.tables,
         "confidence_auc": {world.name: confidence_auc(world) for world in plan.worlds if world.has_confidence},
     }
@@ -157,7 +160,9 @@ def _world_rows(points: dict[tuple[str, int], Point], world: str) -> dict[str, o
             "envelope_ratio": each.envelope.mean,
             "envelope_ci": _bounds(each.envelope),
             "best_rival": each.best_rival,
+            "scores": list(each.scores),
             "over_best_fixed": each.over_best_fixed.mean,
+            "over_best_fixed_ci": _bounds(each.over_best_fixed),
             "over_price": each.over_price.mean,
             "gap_closed": gap_closed([each]),
         }

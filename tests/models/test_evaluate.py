@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -32,7 +33,7 @@ from faser.models.evaluate import (
 from faser.models.policy import make_policy
 from faser.models.simulated import SimulatedEngine
 from faser.models.standing import interval, point, summary
-from faser.models.worlds import K_MAX, LOADS, WorldSpec, confidence_auc, held_out, training
+from faser.models.worlds import K_MAX, LOADS, WorldSpec, acceptance, confidence_auc, held_out, training
 
 WORLDS = {world.name: world for world in held_out()}
 NGRAM = WORLDS["gpu-ngram"]
@@ -136,6 +137,18 @@ def test_the_worlds_with_confidence_have_the_sharpness_they_say() -> None:
     assert confidence_auc(WORLDS["gpu-8b-eagle"]) == pytest.approx(0.88, abs=0.01)
 
 
+def test_what_is_said_of_the_sharpness_is_what_it_is() -> None:
+    told = {name: re.findall(r"AUC about (\d\.\d+)", world.note) for name, world in WORLDS.items()}
+    assert sum(map(len, told.values())) == 2
+    for name, values in told.items():
+        assert all(float(value) == round(confidence_auc(WORLDS[name]), 2) for value in values), name
+    said = re.findall(r"(\d\.\d) (?:gives an AUC of about|one of) (\d\.\d+)", acceptance.__doc__ or "")
+    assert len(said) == 2
+    for spread, value in said:
+        profile = msgspec.structs.replace(NGRAM.profile, acceptance=acceptance(K_MAX, 0.5, float(spread), 0.15))
+        assert round(confidence_auc(replace(NGRAM, profile=profile)), 2) == float(value)
+
+
 # --- the summary, on figures made by hand ---
 
 
@@ -171,10 +184,20 @@ def test_the_gap_closed_counts_from_the_best_fixed_length_to_hindsight() -> None
     assert policies["price"]["gap_closed"] == pytest.approx(0.5)
     assert policies[ORACLES[0]]["gap_closed"] == pytest.approx(1.0)
     assert policies["price"]["over_price_ci"] == pytest.approx([1.0, 1.0])
+    row = policies["price"]["worlds"][NGRAM.name]["4"]
+    assert row["over_best_fixed_ci"] == pytest.approx([math.sqrt(2.0)] * 2)
     flat = make_table({"price": (1.0,) * 3, "smartspec": (1.0,) * 3, ORACLES[0]: (1.0,) * 3})
     policies = summary(flat)["policies"]
     assert isinstance(policies, dict)
     assert policies["price"]["gap_closed"] is None
+
+
+def test_each_seeds_score_and_the_interval_over_the_best_fixed_length_are_told() -> None:
+    result = summary(make_table({"price": (2.0, 3.0, 4.0), "smartspec": (1.0,) * 3, ORACLES[0]: (5.0,) * 3}))
+    row = result["policies"]["price"]["worlds"][NGRAM.name]["4"]  # type: ignore[index]
+    assert (row["scores"], result["seed_numbers"]) == ([2.0, 3.0, 4.0], [1, 2, 3])
+    half = interval([2.0, 3.0, 4.0]).half
+    assert (row["over_best_fixed"], row["over_best_fixed_ci"]) == (3.0, pytest.approx([3.0 - half, 3.0 + half]))
 
 
 def test_a_plan_gives_every_cell_and_the_same_figures_twice() -> None:
@@ -202,6 +225,8 @@ def test_the_command_ends_with_one_object_and_workers_change_nothing(tmp_path: o
     assert result == json.loads(together.stdout.splitlines()[-1])
     assert result["worlds"] == 1
     assert result["seeds"] == 2
+    assert result["commit"]
+    assert {"Python", "faser-vllm"} <= set(result["versions"])
     assert set(result["policies"]["price"]) >= {
         "goodput",
         "ci",
