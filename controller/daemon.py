@@ -153,7 +153,7 @@ class Daemon:
         self._board.set_default(config.mode.default)  # type: ignore[arg-type]
         self._router.limit(config.link.frames_per_s)
         for identity, session in self._sessions.items():
-            session.policy = prepared.policies.get(identity, session.policy)
+            session.follow(prepared.policies.get(identity, session.policy))
             session.governor.configure(LeaseTerms(config.lease.steps, config.lease.ms), config.mode, config.guard)
         if self._store is not None:
             self._store.retain(Retention.of(config.store))

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..engine_adapter.compiled import compiled
 from ..engine_adapter.protocol import MAX_REQUESTS, ActionSet, Mode, StepRecord
-from ..env.spaces import Action, Capabilities, Lengths, clamp, fit_rows
+from ..env.spaces import Action, Capabilities, Lengths, clamp, fit_rows, is_other
 from ..env.state import EngineState, look
 from ..models.policy import Policy
 
@@ -44,6 +44,7 @@ class Decision(msgspec.Struct, frozen=True):
     action_set: ActionSet
     action: Action  # after the guard
     reason: str
+    is_clamped: bool = False  # the policy asked for what the engine cannot run, or for other requests than there are
 
 
 def decide(
@@ -63,7 +64,9 @@ def decide(
     call.
     """
     look(state, record)
-    action = guard(policy.act(state), state)
+    asked = policy.act(state)
+    possible = _possible(asked, state)
+    action = _within_limits(possible, state)
     if amend is not None:
         action = amend(action, state)
     terms = lease.granted(state.capabilities)
@@ -86,17 +89,26 @@ def decide(
     )
     if terms.mode in ("active", "canary"):
         state.ask(sequence, action.stop)
-    return Decision(action_set, action, action.reason)
+    return Decision(action_set, action, action.reason, possible is not asked and is_other(asked, possible))
 
 
 def guard(action: Action, state: EngineState) -> Action:
     """Return an action that the engine can run; one that does not fit the live requests becomes the default."""
+    return _within_limits(_possible(action, state), state)
+
+
+def _possible(action: Action, state: EngineState) -> Action:
+    """Return an action of as many lengths as there are requests, each as the engine can have it."""
     size = np.size(action.lengths)
     if size != state.requests.size:
         default = state.capabilities.default_length
         reason = f"policy gave {size} lengths for {state.requests.size} requests: default length {default}"
         action = Action(np.full(state.requests.size, default, np.int64), default, reason=reason)
-    action = clamp(action, state.capabilities)
+    return clamp(action, state.capabilities)
+
+
+def _within_limits(action: Action, state: EngineState) -> Action:
+    """Return the action within what clients allow and one step can verify, which no policy has to know."""
     lengths, most = action.lengths, state.requests.column("most")
     if not _are_allowed(lengths, most):
         lengths = np.minimum(lengths, most)

@@ -45,7 +45,8 @@ class Session:
         self.pruning = PruningTotals()
         self.newest: StepRecord | None = None
         self.sequence = 0
-        self.decisions = self.sends_dropped = self.failures = self.late_records = 0
+        self.decisions = self.sends_dropped = self.failures = self.late_records = self.clamped = 0
+        self._handed_over = 0  # by policies before this one
         self.decision_s: deque[float] = deque(maxlen=DECISIONS_TIMED)
         self.reason = ""
         self.policy: policies.Policy | None = None
@@ -59,6 +60,12 @@ class Session:
         self._sent_s: deque[tuple[int, float]] = deque(maxlen=DECISIONS_TIMED)  # (sequence, when)
         # A process of another PID namespace cannot be watched: then only silence tells.
         self._is_pid_visible = hello.host == socket.gethostname() and _is_alive(hello.pid)
+
+    def follow(self, policy: policies.Policy | None) -> None:
+        """Let another policy decide from now on."""
+        if policy is not self.policy:
+            self._handed_over += policies.handed_over(self.policy)
+            self.policy = policy
 
     def admit(self, record: StepRecord, now_s: float) -> bool:
         """Take note of a record; False if it is not newer than the last one, and is to be dropped."""
@@ -100,6 +107,7 @@ class Session:
             return None
         self.sequence += 1
         self.decisions += 1
+        self.clamped += decision.is_clamped
         governor.succeed(governor.is_sending)
         self.decision_s.append(time.perf_counter() - started)
         self.reason = decision.reason
@@ -205,6 +213,8 @@ class Session:
             steering=self.governor.status(),
             last_step=_last_step(record) if record else None,
             pruning=self.pruning.status(),
+            clamped=self.clamped,
+            handed_over=self._handed_over + policies.handed_over(self.policy),
         )
 
     def _lease_age_s(self, now_s: float) -> float | None:

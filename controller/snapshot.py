@@ -101,6 +101,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     steering: SteeringStatus = SteeringStatus()
     last_step: LastStep | None = None
     pruning: PruningStatus = PruningStatus()
+    clamped: int = 0  # decisions in which the policy asked for what the engine cannot run
+    handed_over: int = 0  # observations that a learned policy left to price
 
 
 class LinkStatus(msgspec.Struct, frozen=True):

@@ -176,7 +176,8 @@ def engine_lines(engine: EngineStatus) -> list[tuple[str, str]]:
         (
             "decisions",
             f"{engine.decisions}, {engine.decision_us_p50:.0f} us p50, {engine.decision_us_p99:.0f} us p99, "
-            f"{engine.sends_dropped} not sent, {engine.failures} failed; adapter {engine.adapter_us:.0f} us/step",
+            f"{engine.sends_dropped} not sent, {engine.failures} failed, {engine.clamped} clamped, "
+            f"{engine.handed_over} handed to price; adapter {engine.adapter_us:.0f} us/step",
         ),
         ("mode", _mode_line(engine.steering)),
         ("reason", engine.reason or "-"),

@@ -76,29 +76,43 @@ class Action(msgspec.Struct, frozen=True):
 
 
 def clamp(action: Action, capabilities: Capabilities) -> Action:
-    """Return the nearest action that the engine can run; what cannot be had becomes "no opinion"."""
-    default = action.default_length
+    """Return the nearest action that the engine can run; what cannot be had becomes "no opinion".
+
+    An action with nothing to clamp is returned as it is, so that the usual one costs no copy.
+    """
+    k_max, default = capabilities.k_max, action.default_length
     if not isinstance(default, int):
-        default = int(clamp_lengths(np.array([default]), capabilities.k_max)[0])
-    return Action(
-        lengths=clamp_lengths(action.lengths, capabilities.k_max),
-        default_length=min(max(default, 0), capabilities.k_max),
-        price=_finite_or_none(action.price),
-        split=_index_or_none(action.split, len(capabilities.splits) - 1),
-        frontier=_index_or_none(action.frontier, capabilities.k_max),
-        prune=_prune_or_none(action.prune, capabilities.exit_layers),
-        stop=_stop_or_none(action.stop, capabilities),
-        reason=action.reason,
+        default = int(clamp_lengths(np.array([default]), k_max)[0])
+    default = min(max(default, 0), k_max)
+    lengths, price = clamp_lengths(action.lengths, k_max), _finite_or_none(action.price)
+    split = _index_or_none(action.split, len(capabilities.splits) - 1)
+    frontier = _index_or_none(action.frontier, k_max)
+    prune, stop = _prune_or_none(action.prune, capabilities.exit_layers), _stop_or_none(action.stop, capabilities)
+    if (
+        lengths is action.lengths and default is action.default_length and price is action.price
+        and split is action.split and frontier is action.frontier and prune is action.prune and stop is action.stop
+    ):  # fmt: skip
+        return action
+    return Action(lengths, default, price, split, frontier, prune, stop, action.reason)
+
+
+def is_other(asked: Action, given: Action) -> bool:
+    """Return whether an action means something else than another: 2 is 2.0, but 2.4 is not 2."""
+    is_same = np.array_equal(asked.lengths, given.lengths)
+    is_same &= np.array_equal(asked.default_length, given.default_length)
+    return not is_same or any(
+        getattr(asked, name) != getattr(given, name) for name in ("price", "split", "frontier", "prune", "stop")
     )
 
 
 def clamp_lengths(lengths: npt.ArrayLike | None, k_max: int) -> Lengths:
-    """Return whole draft lengths in 0..k_max; NaN, None and minus infinity become 0, infinity k_max."""
+    """Return whole draft lengths in 0..k_max; NaN, None and minus infinity become 0, infinity k_max.
+
+    An array of such lengths is returned as it is.
+    """
     raw = np.asarray([] if lengths is None else lengths)
-    if raw.dtype == np.int64 and raw.ndim == 1 and raw.flags.carray:
-        within = np.empty(len(raw), np.int64)
-        _clip(raw, k_max, within)
-        return within
+    if raw.dtype == np.int64 and raw.ndim == 1 and raw.flags.carray and _are_within(raw, k_max):
+        return raw
     if raw.dtype.kind not in "iub":
         raw = np.rint(np.nan_to_num(raw.astype(np.float64), nan=0.0, posinf=k_max, neginf=0.0))
     whole: Lengths = np.minimum(np.maximum(raw, 0), k_max).astype(np.int64, copy=False).reshape(-1)
@@ -156,9 +170,11 @@ def _stop_or_none(stop: StopRule | None, capabilities: Capabilities) -> StopRule
 
 
 @compiled
-def _clip(lengths: Lengths, k_max: int, within: Lengths) -> None:
+def _are_within(lengths: Lengths, k_max: int) -> bool:
+    are_within = True
     for i in range(len(lengths)):
-        within[i] = min(max(lengths[i], 0), k_max)
+        are_within &= lengths[i] >= 0 and lengths[i] <= k_max
+    return are_within
 
 
 @compiled

@@ -43,6 +43,11 @@ class Policy(Protocol):
         ...
 
 
+def handed_over(policy: Policy | None) -> int:
+    """Return how many observations a policy left to another one to decide on; most policies decide on all."""
+    return int(getattr(policy, "handed_over", 0))
+
+
 def make_policy(spec: str, capabilities: Capabilities) -> Policy:
     """Return the policy that `spec` names; raise PolicyError with the possible names otherwise."""
     # Imported here: each policy's module imports this one for the interface and the error.

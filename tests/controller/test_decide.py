@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from faser.controller.decide import LeaseTerms, decide
 from faser.engine_adapter.protocol import (
     ActionSet,
+    Prune,
     RequestEvent,
     RequestRow,
     StepRecord,
@@ -152,6 +153,33 @@ def test_an_answer_that_does_not_fit_the_requests_becomes_the_default() -> None:
     decision = decide(EngineState(capabilities), make_record(0, [row(1), row(2)]), Broken(), LeaseTerms(), 1, 0)
     assert decision.action.lengths.tolist() == [1, 1]
     assert "1 lengths for 2 requests" in decision.reason
+    assert decision.is_clamped
+
+
+@pytest.mark.parametrize(
+    ("action", "is_clamped"),
+    [
+        (Action(np.array([5, 0]), 5), False),
+        (Action(np.array([6, 0]), 5), True),
+        (Action(np.array([5, 0]), -1), True),
+        (Action(np.array([5, 0]), 5, prune=Prune(3, 0.5)), True),
+        (Action(np.zeros(0, np.int64), 5), True),
+    ],
+)
+def test_what_the_engine_cannot_run_is_told_and_what_it_merely_has_no_room_for_is_not(
+    action: Action, is_clamped: bool
+) -> None:
+    class Asking:
+        name = "asking"
+
+        def act(self, state: EngineState) -> Action:
+            return action
+
+    arrivals = [RequestEvent("arrival", 1, 0.0, 9, "a", 0, 1), RequestEvent("arrival", 2, 0.0, 9, "b")]
+    tight = Capabilities(k_max=5, max_batched_tokens=3)
+    decision = decide(EngineState(tight), make_record(0, [row(1), row(2)], arrivals), Asking(), LeaseTerms(), 1, 0)
+    assert decision.is_clamped == is_clamped
+    assert decision.action.lengths.sum() <= 1
 
 
 def test_a_long_queue_takes_no_drafts_from_who_is_in_the_batch() -> None:

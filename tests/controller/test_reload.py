@@ -57,6 +57,24 @@ def test_a_policy_that_one_engine_cannot_have_rejects_everything(
         prepare(config, dataclasses.replace(config, policy=PolicyConfig("guess")), daemon._sessions)
 
 
+def test_what_a_policy_handed_over_stays_counted_behind_its_successor(
+    start_daemon: Any, make_engine: Any, config: Config
+) -> None:
+    class Learned:
+        name, handed_over = "learned", 3
+
+    daemon: Daemon = start_daemon().daemon
+    engine = make_engine()
+    engine.hello()
+    engine.step()
+    engine.action()
+    (session,) = daemon._sessions.values()
+    session.policy = Learned()  # type: ignore[assignment]
+    daemon._put_in_force(prepare(config, dataclasses.replace(config, policy=PolicyConfig("off")), daemon._sessions))
+    assert session.policy.name == "off"
+    assert session.status(0.0).handed_over == 3
+
+
 def test_a_running_sidecar_takes_a_file_on_sighup_and_rejects_a_bad_one_whole(
     make_engine: Any, config: Config, tmp_path: Path, eventually: Any
 ) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from faser.engine_adapter.protocol import Hello, Prune, StopRule
-from faser.env.spaces import Action, Capabilities, clamp, clamp_lengths, fit_rows
+from faser.env.spaces import Action, Capabilities, clamp, clamp_lengths, fit_rows, is_other
 
 CAPABILITIES = Capabilities(k_max=5, splits=("unsplit", "half"), exit_layers=(10, 20), max_batched_tokens=64)
 
@@ -48,6 +48,37 @@ def test_lengths_become_whole_numbers_within_bounds(raw: list[float] | None, exp
 def test_what_cannot_be_had_becomes_no_opinion(field: str, value: object, expected: object) -> None:
     action = Action(**{"lengths": np.array([1]), "default_length": 0, field: value})  # type: ignore[arg-type]
     assert getattr(clamp(action, CAPABILITIES), field) == expected
+
+
+def test_an_action_with_nothing_to_clamp_stays_the_same_object() -> None:
+    stop = StopRule([0.5] * 5, [1.0] * 5, [0.5] * 5, [0.5] * 5)
+    action = Action(np.array([0, 5, 2]), 3, 0.5, split=1, frontier=3, prune=Prune(10, 0.5), stop=stop, reason="why")
+    assert clamp(action, CAPABILITIES) is action
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "is_clamped"),
+    [
+        ("lengths", np.array([2.0]), False),  # another type alone
+        ("lengths", np.array([2.4]), True),
+        ("lengths", np.array([6]), True),
+        ("lengths", np.array([-1]), True),
+        ("lengths", [2], False),
+        ("default_length", 6, True),
+        ("default_length", 2.0, False),
+        ("default_length", math.nan, True),
+        ("price", np.float64(0.5), False),
+        ("price", math.inf, True),
+        ("split", np.int64(1), False),
+        ("split", 2, True),
+        ("frontier", 6, True),
+        ("prune", Prune(11, 0.5), True),
+        ("stop", StopRule([0.5] * 5, [1.0] * 5, [0.5] * 5, [7.0] * 5), True),
+    ],
+)
+def test_what_was_clamped_is_told_from_what_only_changed_its_type(field: str, value: object, is_clamped: bool) -> None:
+    action = Action(**{"lengths": np.array([1]), "default_length": 0, field: value})  # type: ignore[arg-type]
+    assert is_other(action, clamp(action, CAPABILITIES)) == is_clamped
 
 
 def test_a_stop_rule_is_brought_into_bounds_or_dropped() -> None:
