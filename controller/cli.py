@@ -23,6 +23,7 @@ from .evaluate import register as register_evaluate
 from .exits import app as exits_app
 from .policy import app as policy_app
 from .simulation import register as register_simulation
+from .sweep import register as register_sweep
 from .train import register as register_train
 
 app = typer.Typer(
@@ -48,6 +49,7 @@ register_simulation(app)
 register_evaluate(app)
 register_bench(app)
 register_train(app)
+register_sweep(app)
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file; see `faser config`.")]
 Endpoint = Annotated[

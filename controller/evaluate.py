@@ -45,9 +45,8 @@ def pool(workers: int) -> Iterator[Executor | None]:
     if workers == 1:
         yield None
         return
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ.setdefault(name, "1")
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_end_with_parent) as executor:
+    one_thread()
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=end_with_parent) as executor:
         try:
             yield executor
         except BaseException:
@@ -55,7 +54,13 @@ def pool(workers: int) -> Iterator[Executor | None]:
             raise
 
 
-def _end_with_parent() -> None:
+def one_thread() -> None:
+    """Give each process that is started from now on one thread for its arithmetic."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
+
+
+def end_with_parent() -> None:
     """Leave no worker behind when the command is killed: a pool's workers wait for work forever."""
     parent = parent_process()
     assert parent is not None
