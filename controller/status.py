@@ -151,6 +151,13 @@ def engine_table(engine: EngineStatus) -> Table:
     return table
 
 
+def _goodput_line(engine: EngineStatus) -> str:
+    """Return the emitted tokens per second, rejected drafts left out, beside what no speculation would give."""
+    ratio = engine.steering.envelope_ratio
+    beside = "" if ratio is None else f", {ratio:.2f} times those of no speculation"
+    return f"{engine.tokens_per_s:.1f} tokens/s{beside}; {engine.steps_per_s:.1f} steps/s of {engine.step_ms:.1f} ms"
+
+
 def engine_lines(engine: EngineStatus) -> list[tuple[str, str]]:
     """Return one engine's figures as (name, text)."""
     age = "never heard" if engine.last_record_age_s is None else f"last record {engine.last_record_age_s:.1f} s ago"
@@ -164,7 +171,7 @@ def engine_lines(engine: EngineStatus) -> list[tuple[str, str]]:
         ),
         ("presence", f"{engine.presence}, {age}"),
         ("load", f"{engine.running} running, {engine.waiting} waiting, KV cache {engine.kv_usage:.0%}"),
-        ("rate", f"{engine.tokens_per_s:.1f} tokens/s, {engine.steps_per_s:.1f} steps/s of {engine.step_ms:.1f} ms"),
+        ("goodput", _goodput_line(engine)),
         ("lengths", f"mean {engine.mean_draft_length:.2f} of {engine.k_max}"),
         ("acceptance", f"{rate}, by position {positions}"),
         ("lease", f"{lease}, {engine.lease_share:.1%} of the last steps"),

@@ -92,3 +92,13 @@ def test_what_a_learned_policy_left_to_price_is_counted_also_when_another_policy
     session.follow(make_policy("off", session.state.capabilities))
     hear(kv_usage=math.nan)
     assert session.status(1.0).handed_over == 4
+
+
+def test_goodput_is_shown_beside_what_no_speculation_would_give(start: Callable[[str], Callable[..., Session]]) -> None:
+    hear = start("fixed:2")
+    session = hear()
+    status = session.status(1.0)
+    assert "times" not in dict(engine_lines(status))["goodput"]
+    known = msgspec.structs.replace(status.steering, envelope_ratio=1.234)
+    line = dict(engine_lines(msgspec.structs.replace(status, steering=known, tokens_per_s=98.76)))["goodput"]
+    assert line.startswith("98.8 tokens/s, 1.23 times those of no speculation; ")
