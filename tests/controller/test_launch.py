@@ -31,7 +31,8 @@ def test_faser_is_switched_on_by_two_flags() -> None:
 
 
 def test_without_faser_nothing_of_it_is_on_the_command_line() -> None:
-    assert "faser" not in " ".join(launch(has_faser=False, endpoint="ipc:///x").command())
+    _interpreter, *arguments = launch(has_faser=False, endpoint="ipc:///x").command()  # a checkout may be called faser
+    assert "faser" not in " ".join(arguments)
     assert "FASER_ENDPOINT" not in launch(has_faser=False, endpoint="ipc:///x").environment({})
 
 
