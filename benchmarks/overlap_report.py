@@ -14,6 +14,7 @@ from faser.controller.bench_ratio import LEAST_RATIO, envelope, wider_interval
 RESULT: Final = Path(__file__).parent / "results" / "overlap.json"
 PAIR_RESULT: Final = RESULT.with_name("overlap_pair.json")
 GATE_RESULT: Final = RESULT.with_name("overlap_gate.json")
+EVICT_RESULT: Final = RESULT.with_name("overlap_evict.json")
 FORCED: Final = ("in turn", "ahead", "groups")  # what the gates choose from
 
 
@@ -30,6 +31,20 @@ def spread(found: dict[str, float], digits: int) -> str:
 def hidden(found: dict[str, Any]) -> str:
     """Return the median share of drafting that was hidden; runs are compared, so it can come out above all of it."""
     return f"{min(found['hidden_share']['median'], 1.0) * 100:.0f} %"
+
+
+def evictions() -> str:
+    """Return the table of what leaving half of the batch out in turns costs vLLM's own book-keeping."""
+    found = json.loads(EVICT_RESULT.read_text())
+    rows = []
+    for requests, arms in found["by_requests"].items():
+        same, turns = arms["half in every step"], arms["halves in turns"]
+        kept = [f"{arm['schedule_ms']:.2f} / {arm['update_ms']:.2f}" for arm in (same, turns)]
+        more = sum(turns.values()) - sum(same.values())
+        rows.append([requests, *kept, f"{more:.2f}"])
+    told = f"{found['machine']['cpu']}, commit {found['commit']}; CPU time of a step, medians."
+    head = ["requests", "the same half in every step: schedule / batch, ms", "halves in turns", "more, ms"]
+    return "\n".join([told, "", *markdown(head, rows)])
 
 
 def drafting_ahead() -> str:

@@ -258,6 +258,7 @@ BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/drafter.md", "confidence saving"): confidence_saving,
     ("docs/bench.md", "clients"): clients,
     ("docs/overlap.md", "bounds"): partial(reported, "overlap_bounds", "documented"),
+    ("docs/overlap.md", "evictions"): partial(reported, "overlap_report", "evictions"),
     ("docs/overlap.md", "drafting ahead"): partial(reported, "overlap_report", "drafting_ahead"),
     ("docs/overlap.md", "ping-pong"): partial(reported, "overlap_report", "ping_pong"),
     ("docs/overlap.md", "the pair's rates"): partial(reported, "overlap_report", "pair_rates"),
