@@ -15,7 +15,6 @@ import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +25,7 @@ from rich.table import Table
 from ..env.ahead_fit import AheadSteps
 from ..env.engine_model import EngineProfile, shipped_profile
 from ..env.replay import replay
-from ..env.retrace import RecordedRequest
+from ..env.retrace import Decision, RecordedRequest
 from ..env.step_samples import StepSamples
 from .calibrate import load_profile_or_fail, require_fitting, require_same
 from .errors import ModelError, StoreError, UsageError
@@ -60,14 +59,6 @@ class Run:
     tpot_s: Floats
     e2e_s: Floats
     tokens_per_s: float
-
-
-class _Table(NamedTuple):
-    """A request's decisions as they are replayed, by tokens emitted, from 0 on."""
-
-    lengths: list[int]
-    looked: list[bool]  # exit heads looked at what was drafted then
-    confidences: list[tuple[float, ...]]
 
 
 def run_fidelity(options: FidelityOptions) -> int:
@@ -115,33 +106,28 @@ def compare(measured: Measured, profile: EngineProfile, options: FidelityOptions
 
 def recorded_requests(measured: Measured, waiting: Waiting) -> list[tuple[Life, RecordedRequest]]:
     """Return every whole request with what is replayed of it, by the clock that leaves noted waiting out."""
-    decisions: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    decisions: dict[tuple[int, int], list[Decision]] = {}
     emitted: dict[tuple[int, int], int] = {}
-    looked: dict[tuple[int, int], set[int]] = {}
-    confidences: dict[tuple[int, int], dict[int, tuple[float, ...]]] = {}
     for index, rows in enumerate(measured.rows):
         engine = int(measured.steps.engine[index])
         drawn, handed = measured.steps.drawn_tokens[index], sum([row.drafted for row in rows])
         has_dropped = not np.isnan(drawn) and drawn > handed
         for row in rows:
             key = (engine, row.handle)
-            if row.verified and not np.isnan(measured.steps.prune_layer[index]):
-                looked.setdefault(key, set()).add(emitted.get(key, 0))
-            if row.verified and row.confidences:
-                confidences.setdefault(key, {})[emitted.get(key, 0)] = tuple(row.confidences)
+            own = decisions.setdefault(key, [])
+            if row.verified and own and own[-1].emitted == emitted[key]:  # of the drafts that were decided there
+                is_looked_at = not np.isnan(measured.steps.prune_layer[index])
+                own[-1] = own[-1]._replace(is_looked_at=is_looked_at, confidences=tuple(row.confidences))
             emitted[key] = emitted.get(key, 0) + row.emitted
             if row.emitted:
                 extra = int(has_dropped and row.drafted < row.draft_limit)
-                decisions.setdefault(key, []).append((emitted[key], row.drafted, row.drafted + extra))
+                own.append(Decision(emitted[key], row.drafted, row.drafted + extra))
     found = []
     for life in _undisturbed(lives(measured.path), waiting):
         if life.output_tokens < 1 or life.prompt_tokens < 1:
             continue
         key = (life.engine, life.handle)
-        request = RecordedRequest(
-            life.arrival_s, life.prompt_tokens, life.output_tokens, tuple(decisions.get(key, ())),
-            frozenset(looked.get(key, ())), confidences.get(key, {}),
-        )  # fmt: skip
+        request = RecordedRequest(life.arrival_s, life.prompt_tokens, life.output_tokens, tuple(decisions.get(key, ())))
         found.append((life, request))
     return found
 
@@ -177,30 +163,20 @@ def replayed(
         acceptance was fitted to any
     """
     chance = np.random.default_rng(seed)
-    tables = [_by_emitted(request, chance) for request in requests]
+    decided = [request.replayed(chance) for request in requests]
     is_fitted = by_confidence and bool(profile.acceptance.auc)
     served = replay(
         [request.arrival_s for request in requests],
         [request.prompt_tokens for request in requests],
         [request.output_tokens for request in requests],
-        [table.lengths for table in tables],
+        [[each.handed for each in own] for own in decided],
         profile,
         seed=seed,
-        pruned=[table.looked for table in tables],
-        confidences=[table.confidences for table in tables] if is_fitted else None,
+        pruned=[[each.is_looked_at for each in own] for own in decided],
+        confidences=[[each.confidences for each in own] for own in decided] if is_fitted else None,
         goes_ahead=goes_ahead,
     )
     return Run(served.ttft_s, served.tpot_s, served.e2e_s, served.tokens_per_s)
-
-
-def _by_emitted(request: RecordedRequest, chance: np.random.Generator) -> _Table:
-    places = request.places(chance)
-    began = [request.decisions[place][0] for place in places]
-    return _Table(
-        [request.decisions[place][1] for place in places] or [0],
-        [emitted in request.looked for emitted in began] or [False],
-        [request.confidences.get(emitted, ()) for emitted in began] or [()],
-    )
 
 
 def _figures(arrival_s: Floats, first_s: Floats, end_s: Floats, tokens: Floats) -> Run:

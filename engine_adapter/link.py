@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import struct
 import threading
 import time
 from collections import Counter, deque
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from typing import Final
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from .keys import EngineKeys
 from .operator_log import operator_log
@@ -43,7 +43,6 @@ NOTICE_DEAD_HOSTS: Final = (
 CUT_OFF: Final = "cut_off"
 TRIES_AGAIN_S: Final = 0.25
 MONITORED: Final = zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_CONNECTED
-EVENT_HEAD: Final = struct.Struct("=Hi")  # of a monitor's message: number and value
 LINGER_MS: Final = 80  # at the end only: what was sent last, the goodbye, is still on its way to the socket
 
 
@@ -158,8 +157,8 @@ class EngineLink:
         """Note from the newest event whether the connection was lost, and whether libzmq tries it again."""
         with contextlib.suppress(zmq.Again):
             while True:
-                head, _ = self._monitor.recv_multipart(zmq.NOBLOCK)
-                is_lost = EVENT_HEAD.unpack(head)[0] == zmq.EVENT_DISCONNECTED
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+                is_lost = event["event"] == zmq.EVENT_DISCONNECTED
                 self._cut_off_s = time.monotonic() + TRIES_AGAIN_S if is_lost else None
 
     def _begin_anew(self) -> None:

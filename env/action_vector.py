@@ -1,6 +1,6 @@
 """A learned policy's action: a few numbers in -1..1 that say at what price requests draft. The one layout of it.
 
-Called by policies (`decode`) and, compiled, by the simulator (env/simulator_draft.py); a test holds the two together.
+Called by policies (`decode`) and, compiled, by the simulator (env/simulator_action.py); a test holds the two together.
 A price instead of a length per request keeps the action small, safe to clip and indifferent to the requests' order.
 """
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,50 +26,49 @@ STEP_LIMIT = 1_000_000
 NEIGHBOURS = 2  # decisions to either side that a replay may take between two
 
 
+class Decision(NamedTuple):
+    """One recorded draft of a request."""
+
+    emitted: int  # tokens of the answer when it was decided
+    handed: int  # draft tokens
+    drawn: int  # ... with the one that the drafter dropped
+    is_looked_at: bool = False  # by exit heads, while it was verified
+    confidences: tuple[float, ...] = ()  # the drafter's in what was handed over; empty: not known
+
+
+NOTHING: Final = Decision(0, 0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """What is replayed of one request. `decisions`: (tokens emitted when it was decided, tokens handed over, drawn)."""
+    """What is replayed of one request."""
 
     arrival_s: float
     prompt_tokens: int
     output_tokens: int
-    decisions: tuple[tuple[int, int, int], ...] = ()
-    looked: frozenset[int] = frozenset()  # tokens emitted when drafts were made that exit heads looked at later
-    confidences: dict[int, tuple[float, ...]] = field(default_factory=dict)  # of what was drafted at so many tokens
+    decisions: tuple[Decision, ...] = ()  # by tokens emitted
 
-    def decided(self, emitted: int) -> tuple[int, int]:
-        """Return (handed over, drawn) at so many tokens emitted: the last decision until then, else the first."""
-        if not self.decisions:
-            return 0, 0
-        _, handed, drawn = self.decisions[self._place(emitted)]
-        return handed, drawn
+    def decided(self, emitted: int) -> Decision:
+        """Return what was decided at so many tokens emitted: the last decision until then, else the first."""
+        return self.decisions[self._place(emitted)] if self.decisions else NOTHING
 
-    def is_looked_at(self, emitted: int) -> bool:
-        """Tell whether exit heads looked at what was drafted by that decision."""
-        return bool(self.decisions) and self.decisions[self._place(emitted)][0] in self.looked
-
-    def told(self, emitted: int) -> tuple[float, ...]:
-        """Return the drafter's confidences in what was drafted by that decision, () where they are not known."""
-        return self.confidences.get(self.decisions[self._place(emitted)][0], ()) if self.decisions else ()
-
-    def places(self, chance: np.random.Generator) -> list[int]:
-        """Return which decision a replay takes at each number of tokens emitted, from 0 on; [] without decisions.
+    def replayed(self, chance: np.random.Generator) -> list[Decision]:
+        """Return which decision a replay takes at each number of tokens emitted, from 0 on.
 
         Where one was made, that one. Between two it takes any of those around: the one before would be met the more
         often the more was accepted behind it, and what was accepted must not decide what is accepted again.
         """
-        if not self.decisions:
-            return []
-        before = [self._place(emitted) for emitted in range(self.output_tokens + 1)]
-        moves = chance.integers(-NEIGHBOURS, NEIGHBOURS + 1, len(before)).tolist()
-        last = len(self.decisions) - 1
-        return [
-            place if self.decisions[place][0] == emitted else min(max(place + move, 0), last)
-            for emitted, (place, move) in enumerate(zip(before, moves, strict=True))
-        ]
+        moves = chance.integers(-NEIGHBOURS, NEIGHBOURS + 1, self.output_tokens + 1).tolist()
+        return [self._around(emitted, move) for emitted, move in enumerate(moves)]
+
+    def _around(self, emitted: int, move: int) -> Decision:
+        own = self.decided(emitted)
+        if own is NOTHING or own.emitted == emitted:
+            return own
+        return self.decisions[min(max(self._place(emitted) + move, 0), len(self.decisions) - 1)]
 
     def _place(self, emitted: int) -> int:
-        return max(bisect_right(self.decisions, (emitted, 1 << 30, 1 << 30)) - 1, 0)
+        return max(bisect_right(self.decisions, emitted, key=attrgetter("emitted")) - 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,8 @@ class _Engine:
             live.draft = 0
             if not gained or live.emitted >= live.request.output_tokens - 1:
                 continue
-            handed, drawn = live.request.decided(live.emitted)
+            decision = live.request.decided(live.emitted)
+            drawn = decision.drawn
             if not drawn:
                 continue
             missed = max(before - live.held, 0) if self.profile.catch_up_tokens else 0
@@ -205,12 +207,12 @@ class _Engine:
             first += live.computed - before
             own_rows += live.computed - before
             live.held = live.computed
-            live.draft = handed
-            self._draw(live)
+            live.draft = decision.handed
+            self._draw(live, decision.confidences)
             drafting += 1
             rounds = max(rounds, drawn)
             drawn_rows += drawn
-            draft_attended += max(handed, 1) * live.computed
+            draft_attended += max(decision.handed, 1) * live.computed
         rows = decode + prompt_tokens
         return Work(
             requests=len(scheduled), decode_rows=decode, draft_tokens=drafts, prompts=prompts,
@@ -220,13 +222,13 @@ class _Engine:
             arrivals=arrivals,
         )  # fmt: skip
 
-    def _draw(self, live: _Live) -> None:
+    def _draw(self, live: _Live, told: tuple[float, ...]) -> None:
         _, _, quantiles, (share, carry, _) = self.tables
         live.logits = []
         for position in range(min(live.draft, self.profile.acceptance.k_max)):
             live.chain = next_chain(live.chain, float(self.chance.standard_normal()), carry)
             live.logits.append(confidence_logit(quantiles, position, live.level, live.chain, share))
-        if len(told := live.request.told(live.emitted)) >= len(live.logits):
+        if len(told) >= len(live.logits):
             live.logits = [logit(confidence) for confidence in told[: len(live.logits)]]
 
     def _accepted(self, live: _Live) -> int:

@@ -1,4 +1,4 @@
-"""Which lengths are in force, what the drafter proposes and what of it the target would accept; compiled.
+"""What the drafter proposes and what of it the target would accept; compiled.
 
 Called by env/simulator_step.py. The acceptance model is env/acceptance_model.py's, read from tables: one score per
 token, its rank is the drafter's confidence, and acceptance is a coin. A token's luck is keyed by request and place in
@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from .action_vector import AHEAD, DEPTH, GO_ON, KEEP, OVERLAP, OVERLAPS, PRUNE, RULED_FROM, THRESHOLD
+from .action_vector import AHEAD, KEEP, OVERLAP, OVERLAPS, PRUNE, RULED_FROM
 from .kernel import apart
+from .simulator_action import stranger_length
 from .simulator_schedule import GOLDEN, NORMAL_SHIFT, gaussian, mixed, uniform
 from .simulator_state import (
-    ACCEPTANCE,
     ACCEPTED,
     ALIVE,
     CELL,
@@ -36,13 +36,14 @@ from .simulator_state import (
     LENGTH,
     LEVEL,
     LIMIT,
+    LUCK,
     LUCKY,
-    MEAN,
-    PHASE,
+    NUMBER,
     PLACE,
     RESIDUAL,
-    RUNNING,
     SCHEDULED,
+    SCORE,
+    SURVIVAL,
     VERIFIED,
     WANT,
     Bytes,
@@ -53,7 +54,7 @@ from .simulator_state import (
     Singles,
     Words,
 )
-from .world import CELLS, NAMED, RECORDED, SIGMOID_CELLS, VALUES, Ints
+from .world import CELLS, RECORDED, SIGMOID_CELLS, VALUES, Ints
 
 _S8, _LOW_24, _FIRST_TOKEN = np.uint64(8), np.uint64(0xFFFFFF), np.uint64(16)
 _ONE, _HALF, _HALF_RANGE = np.float32(1.0), np.float32(0.5), np.float32(12.0)
@@ -61,59 +62,7 @@ _PER_LOGIT, _PER_SIGMA, _UNIT = np.float32(SIGMOID_CELLS / 24.0), np.float32(CEL
 _AHEAD_KEY = np.uint64(0xD1342543DE82EF95)
 # What drafting does, in `work`; see simulator_verify. The last: tokens that were drafted while the target verified.
 DRAFTING, ROUNDS, DRAWN, FIRST_ROWS, KEPT_ROWS, DRAFT_ATTENDED, AHEAD_TOKENS = range(7)
-# Rows of the kernel's scratch for first tokens, (TOKEN, slots): luck, score, number from a table, survival.
-LUCK, SCORE, NUMBER, SURVIVAL, TOKEN = range(5)
 KEEP_BAR, GO_ON_BAR, BARS = range(3)  # by position: survivals below which a draft ends before, or behind, a token
-
-
-@apart
-def take_action(
-    engine: Any, settings: Any, ints: Shorts, evidence: Singles, lengths: Bytes, vectors: Singles, rules: Singles,
-    raw: Singles, named: Bytes, notes: Shorts, token: Singles,
-) -> int:  # fmt: skip
-    """Put this decision on its way; return the place of the one that is in force now.
-
-    :param raw: (len(ACTION),) in -1..1, what is outside is clipped, NaN counts as -1
-    :param named: (slots,) draft lengths, read in the mode NAMED; -1: not named
-    :param notes: (NOTES, slots) scratch
-    :param token: (TOKEN, slots) scratch
-    """
-    place = engine.steps % len(lengths)
-    for c in range(len(raw)):  # as action_vector.meant does
-        within = min(raw[c] if raw[c] >= -_ONE else -_ONE, _ONE)
-        vectors[place, c] = within if c == PRUNE else (within + _ONE) * _HALF
-    vector = vectors[place]
-    if settings.mode == NAMED:
-        for i in range(ints.shape[1]):
-            lengths[place, i] = named[i] if ints[PHASE, i] == RUNNING else -1
-    elif settings.mode != RECORDED:
-        deepest = min(int(vector[DEPTH] * settings.positions + 0.5), settings.positions)
-        bar = vector[THRESHOLD]
-        survival, length, chosen = token[SURVIVAL], notes[LENGTH], lengths[place]
-        survival[:], length[:] = _ONE, 0
-        for j in range(deepest):
-            acceptance = evidence[ACCEPTANCE, j]
-            for i in range(len(survival)):
-                survival[i] *= acceptance[i]
-                length[i] += 1 if survival[i] >= bar else 0
-        for i in range(len(chosen)):
-            chosen[i] = length[i] if ints[PHASE, i] == RUNNING else -1
-    place = (engine.steps + 1) % len(lengths)
-    if settings.own_rules == 0:
-        for j in range(settings.positions):
-            rules[KEEP_FROM, j], rules[GO_ON_FROM, j] = vectors[place, KEEP], vectors[place, GO_ON]
-    return int(place)
-
-
-@apart
-def _stranger_length(settings: Any, population: Floats, vector: Singles) -> int:
-    """Return the draft length of requests that an action set does not name."""
-    deepest = min(int(vector[DEPTH] * settings.positions + 0.5), settings.positions)
-    survival, length = _ONE, 0
-    for j in range(deepest):
-        survival *= np.float32(population[MEAN, j])
-        length += 1 if survival >= vector[THRESHOLD] else 0
-    return length
 
 
 @apart
@@ -134,7 +83,7 @@ def draft(
     engine.prunes = 1 if vector[PRUNE] > 0.0 else 0
     goes_ahead = profile.ahead_verify > 0.0 and int(vector[OVERLAP] * OVERLAPS) >= AHEAD
     engine.frontier = settings.positions if goes_ahead else 0
-    _want(settings, ints, named, _stranger_length(settings, population, vector), offsets, decisions, notes)
+    _want(settings, ints, named, stranger_length(settings, population, vector), offsets, decisions, notes)
     _catch_up(engine, profile, ints, notes, work)
     _go_ahead(profile, ints, keys, goes_ahead, notes)
     _first_token(engine, profile, ints, traits, keys, chances, values, sigmoid, normal, notes, token)

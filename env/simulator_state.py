@@ -64,6 +64,8 @@ KEEP_FROM, GO_ON_FROM = range(2)  # State.rules, (engines, 2, positions) float32
 ORDER, NEEDED = range(2)
 ENDS, MADE = range(2)
 LENGTH, WANT, DRAWN_TOKENS, IS_AHEAD, CELL, ALIVE, PLACE, NOTES = range(8)
+# Rows of the kernel's scratch for first tokens, (TOKEN, slots): luck, score, number from a table, survival.
+LUCK, SCORE, NUMBER, SURVIVAL, TOKEN = range(5)
 GOES_ON = LENGTH  # once it is caught up
 
 _WHOLE = (

@@ -17,6 +17,7 @@ import numpy as np
 from .action_vector import OVERLAP, OVERLAPS, PING_PONG, SPLIT
 from .kernel import apart, borrowed, hold, row
 from .reward import reward
+from .simulator_action import take_action
 from .simulator_draft import (
     AHEAD_TOKENS,
     BARS,
@@ -26,9 +27,7 @@ from .simulator_draft import (
     FIRST_ROWS,
     KEPT_ROWS,
     ROUNDS,
-    TOKEN,
     draft,
-    take_action,
 )
 from .simulator_observe import SCRATCH, observe
 from .simulator_schedule import (
@@ -61,6 +60,7 @@ from .simulator_state import (
     RUNNING,
     SCHEDULED,
     SERVICE,
+    TOKEN,
     Column,
     Floats,
     Shorts,
@@ -332,9 +332,9 @@ def _entry(sources: str) -> Any:
 
 def _sources() -> str:
     folder = Path(__file__).parent
-    names = ("action_vector", "acceptance", "cost_table", "kernel", "observation", "reward", "simulator_draft",
-             "simulator_observe", "simulator_schedule", "simulator_state", "simulator_step", "simulator_verify",
-             "state", "step_basis", "step_octaves", "world")  # fmt: skip
+    names = ("action_vector", "acceptance", "cost_table", "kernel", "observation", "reward", "simulator_action",
+             "simulator_draft", "simulator_observe", "simulator_schedule", "simulator_state", "simulator_step",
+             "simulator_verify", "state", "step_basis", "step_octaves", "world")  # fmt: skip
     digest = hashlib.sha256()
     for path in (folder.parent / "engine_adapter" / "compiled.py", *(folder / f"{name}.py" for name in names)):
         digest.update(path.read_bytes())

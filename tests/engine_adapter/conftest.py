@@ -4,7 +4,9 @@ what a run with a drafter's process is given; `eagle_pair` makes a tiny target w
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -257,3 +259,19 @@ def _eagle_3(model: Any) -> dict[str, Any]:
     }
     norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "norm")
     return weights | {f"{name}.weight": torch.ones(HIDDEN) for name in norms}
+
+
+@pytest.fixture
+def vllm_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
+    """Return what comes out of a handler under vLLM's own configuration of its logger."""
+    from vllm.logger import DEFAULT_LOGGING_CONFIG
+
+    logger, configured = logging.getLogger("vllm"), DEFAULT_LOGGING_CONFIG["loggers"]["vllm"]
+    written, level = io.StringIO(), logger.level
+    handler = logging.StreamHandler(written)
+    handler.setLevel(DEFAULT_LOGGING_CONFIG["handlers"]["vllm"]["level"])
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "propagate", configured["propagate"])
+    logger.setLevel(configured["level"])
+    yield written
+    logger.setLevel(level)

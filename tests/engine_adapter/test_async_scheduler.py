@@ -8,7 +8,6 @@ preemption changes some request's output, or trips an assertion of the device.
 import io
 import itertools
 import json
-import logging
 import random
 import sys
 import warnings
@@ -445,22 +444,6 @@ def test_an_engine_that_cannot_be_steered_drafts_its_default_not_the_most(
     assert engine.scheduler.steering is None
     engine.add("a", prompt=5, max_tokens=60)
     assert engine._schedule().num_spec_tokens_to_schedule == default
-
-
-@pytest.fixture
-def vllm_log(configs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    """Return what comes out of a handler under vLLM's own configuration of its logger."""
-    from vllm.logger import DEFAULT_LOGGING_CONFIG
-
-    logger, configured = logging.getLogger("vllm"), DEFAULT_LOGGING_CONFIG["loggers"]["vllm"]
-    written, level = io.StringIO(), logger.level
-    handler = logging.StreamHandler(written)
-    handler.setLevel(DEFAULT_LOGGING_CONFIG["handlers"]["vllm"]["level"])
-    monkeypatch.setattr(logger, "handlers", [handler])
-    monkeypatch.setattr(logger, "propagate", configured["propagate"])
-    logger.setLevel(configured["level"])
-    yield written
-    logger.setLevel(level)
 
 
 def refuse_to_connect(*_: object) -> None:

@@ -68,6 +68,15 @@ def engine_arguments(drafter: Path, longest: int, **named: Any) -> dict[str, Any
     } | named
 
 
+def with_heads(
+    target: Path, arguments: dict[str, Any], batches: list[dict[str, Any]], layers: list[int], kind: str = "coin"
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what `engine` takes: an engine that is steered and has heads of this kind behind these layers."""
+    exits = {"layers": layers, "kind": kind}
+    asked = {"model": str(target), "is_steered": True, "engine": arguments, "batches": batches, "exits": exits}
+    return asked, {"FASER_EXIT_HEADS": kind}
+
+
 def test_greedy_outputs_stay_the_same_whatever_is_pruned(
     engine: Callable[..., Any], folders: tuple[Path, Path]
 ) -> None:
@@ -88,13 +97,7 @@ def test_greedy_outputs_stay_the_same_whatever_is_pruned(
     arguments = engine_arguments(
         drafter, LONGEST, max_model_len=384, max_num_seqs=12, max_num_batched_tokens=96, num_gpu_blocks_override=20
     )
-    seen = engine(
-        {
-            "model": str(target), "is_steered": True, "engine": arguments, "batches": batches,
-            "exits": {"layers": list(range(1, LAYERS)), "kind": "coin"},
-        },
-        {"FASER_EXIT_HEADS": "coins"},
-    )  # fmt: skip
+    seen = engine(*with_heads(target, arguments, batches, list(range(1, LAYERS))))
     reference, pruned, *broken, failed = [batch.tokens for batch in seen.batches]
     assert pruned == reference
     assert failed == reference
@@ -129,13 +132,7 @@ def test_greedy_outputs_of_other_models_stay_the_same(engine: Callable[..., Any]
     arguments = engine_arguments(
         drafter, LONGEST, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64, num_gpu_blocks_override=20
     )
-    seen = engine(
-        {
-            "model": str(target), "is_steered": True, "engine": arguments, "batches": batches,
-            "exits": {"layers": list(range(1, LAYERS)), "kind": "coin"},
-        },
-        {"FASER_EXIT_HEADS": "coins"},
-    )  # fmt: skip
+    seen = engine(*with_heads(target, arguments, batches, list(range(1, LAYERS))))
     reference, pruned, broken = [batch.tokens for batch in seen.batches]
     assert pruned == reference
     assert seen.is_pruning
@@ -190,13 +187,7 @@ def test_an_eagle_head_reads_true_states_whatever_was_cut(
     batches = [common, common | {"prune": prune}, common | {"prune": prune, "broken_cut": "auxiliary"}]
     arguments = engine_arguments(drafter, 4, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=96)
     arguments["speculative_config"]["method"] = "eagle3"
-    seen = engine(
-        {
-            "model": str(ensure_embedded_target()), "is_steered": True, "engine": arguments, "batches": batches,
-            "exits": {"layers": layers, "kind": "coin"},
-        },
-        {"FASER_EXIT_HEADS": "coins"},
-    )  # fmt: skip
+    seen = engine(*with_heads(ensure_embedded_target(), arguments, batches, layers))
     whole, cut, broken = seen.batches
     assert whole.tokens == cut.tokens == broken.tokens
     assert sum(gone > 0 for step in cut.steps for gone in step.pruned) > 50
@@ -276,13 +267,7 @@ def test_pruning_by_the_drawn_token_leaves_the_distribution_alone(
     ]
     arguments = engine_arguments(drafter, DRAFTED, max_model_len=64, max_num_seqs=250, max_num_batched_tokens=2048)
     arguments["speculative_config"]["draft_sample_method"] = sample_method
-    seen = engine(
-        {
-            "model": str(target), "is_steered": True, "engine": arguments, "batches": batches,
-            "exits": {"layers": [1, 3], "kind": "parity"},
-        },
-        {"FASER_EXIT_HEADS": "parity"},
-    )  # fmt: skip
+    seen = engine(*with_heads(target, arguments, batches, [1, 3], "parity"))
     assert seen.is_pruning
     # The gate hears of every step that could be pruned, and of nothing else.
     assert len(seen.gate) > 5  # most steps have prompts beside them

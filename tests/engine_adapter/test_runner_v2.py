@@ -6,7 +6,6 @@ sampler, drafter, streams and events are fakes. A timing event that is waited fo
 
 import contextlib
 import io
-import logging
 import pickle
 import warnings
 import weakref
@@ -83,22 +82,6 @@ def v2() -> Any:
         from vllm.v1.worker.gpu import model_runner
 
         return model_runner
-
-
-@pytest.fixture
-def vllm_log(v2: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    """Return what comes out of a handler under vLLM's own configuration of its logger."""
-    from vllm.logger import DEFAULT_LOGGING_CONFIG
-
-    logger, configured = logging.getLogger("vllm"), DEFAULT_LOGGING_CONFIG["loggers"]["vllm"]
-    written, level = io.StringIO(), logger.level
-    handler = logging.StreamHandler(written)
-    handler.setLevel(DEFAULT_LOGGING_CONFIG["handlers"]["vllm"]["level"])
-    monkeypatch.setattr(logger, "handlers", [handler])
-    monkeypatch.setattr(logger, "propagate", configured["propagate"])
-    logger.setLevel(configured["level"])
-    yield written
-    logger.setLevel(level)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from faser.env.engine_model import EngineProfile, Range, synthetic_profile
-from faser.env.retrace import RecordedRequest, retrace
+from faser.env.retrace import Decision, RecordedRequest, retrace
 from faser.env.step_basis import HOST_BASIS
 
 STEP_S, ROW_S, HOST_S = 5.886e-3, 21e-6, 1.207e-3
@@ -33,13 +33,13 @@ def test_a_prompt_beyond_the_budget_is_computed_in_chunks() -> None:
 
 def test_drafts_that_are_always_accepted_shorten_the_answer_by_their_length() -> None:
     sure = replace(quiet().acceptance, intercepts=(30.0,) * 4)
-    decided = (RecordedRequest(0.0, 10, 31, ((0, 4, 4),)),)
+    decided = (RecordedRequest(0.0, 10, 31, (Decision(0, 4, 4),)),)
     assert retrace(quiet(acceptance=sure), list(decided), seed=0).steps == 1 + 6
 
 
 def test_drafts_that_are_never_accepted_only_cost_time() -> None:
     never = replace(quiet().acceptance, intercepts=(-30.0,) * 4, slopes=(0.0,) * 4)
-    plain, drafting = RecordedRequest(0.0, 10, 20), RecordedRequest(0.0, 10, 20, ((0, 4, 4),))
+    plain, drafting = RecordedRequest(0.0, 10, 20), RecordedRequest(0.0, 10, 20, (Decision(0, 4, 4),))
     without, with_ = (retrace(quiet(acceptance=never), [one], seed=0) for one in (plain, drafting))
     assert with_.steps == without.steps == 20
     assert with_.end_s[0] > without.end_s[0]
@@ -48,7 +48,12 @@ def test_drafts_that_are_never_accepted_only_cost_time() -> None:
 def test_every_request_ends_once_and_in_time_order() -> None:
     chance = np.random.default_rng(0)
     requests = [
-        RecordedRequest(float(at), int(chance.integers(1, 300)), int(chance.integers(1, 60)), ((0, 3, 3), (20, 0, 0)))
+        RecordedRequest(
+            float(at),
+            int(chance.integers(1, 300)),
+            int(chance.integers(1, 60)),
+            (Decision(0, 3, 3), Decision(20, 0, 0)),
+        )
         for at in np.sort(chance.uniform(0, 2, 60))
     ]
     run = retrace(quiet(max_requests=8, token_budget=128), requests, seed=3)
@@ -59,7 +64,7 @@ def test_every_request_ends_once_and_in_time_order() -> None:
 
 
 def test_the_same_seed_gives_the_same_run_and_another_one_does_not() -> None:
-    requests = [RecordedRequest(0.1 * i, 50, 40, ((0, 3, 3),)) for i in range(5)]
+    requests = [RecordedRequest(0.1 * i, 50, 40, (Decision(0, 3, 3),)) for i in range(5)]
     first, again, other = (retrace(quiet(), requests, seed) for seed in (1, 1, 2))
     np.testing.assert_array_equal(first.end_s, again.end_s)
     assert (first.end_s != other.end_s).any()
@@ -72,7 +77,7 @@ def test_idle_time_is_no_pause_between_steps() -> None:
 
 
 def test_what_was_skipped_is_made_up_for_within_the_limit_of_a_step() -> None:
-    request = RecordedRequest(0.0, 100, 30, ((0, 0, 0), (10, 4, 4)))
+    request = RecordedRequest(0.0, 100, 30, (Decision(0, 0, 0), Decision(10, 4, 4)))
     sure = replace(quiet().acceptance, intercepts=(30.0,) * 4)
     limited = retrace(quiet(catch_up_tokens=40, acceptance=sure), [request], seed=0)
     free = retrace(quiet(catch_up_tokens=1000, acceptance=sure), [request], seed=0)
@@ -80,16 +85,16 @@ def test_what_was_skipped_is_made_up_for_within_the_limit_of_a_step() -> None:
 
 
 def test_a_decision_holds_until_the_next_one_and_before_the_first() -> None:
-    request = RecordedRequest(0.0, 1, 9, ((2, 1, 2), (5, 3, 3)))
-    assert [request.decided(emitted) for emitted in (0, 2, 4, 5, 9)] == [(1, 2), (1, 2), (1, 2), (3, 3), (3, 3)]
-    assert RecordedRequest(0.0, 1, 1).decided(5) == (0, 0)
+    request = RecordedRequest(0.0, 1, 9, (Decision(2, 1, 2), Decision(5, 3, 3)))
+    assert [request.decided(emitted)[1:3] for emitted in (0, 2, 4, 5, 9)] == [(1, 2), (1, 2), (1, 2), (3, 3), (3, 3)]
+    assert RecordedRequest(0.0, 1, 1).decided(5)[1:3] == (0, 0)
 
 
 def test_acceptances_follow_recorded_confidences_where_all_of_a_draft_are_known() -> None:
     fair = replace(quiet().acceptance, intercepts=(0.0,) * 4, slopes=(1.0,) * 4, hidden=0.0)
 
     def steps(confidences: tuple[float, ...], seed: int = 0) -> int:
-        request = RecordedRequest(0.0, 10, 41, ((0, 4, 4),), confidences={0: confidences})
+        request = RecordedRequest(0.0, 10, 41, (Decision(0, 4, 4, confidences=confidences),))
         return retrace(quiet(acceptance=fair), [request], seed).steps
 
     assert steps((1.0,) * 4) == 1 + 8
@@ -101,12 +106,14 @@ def test_acceptances_follow_recorded_confidences_where_all_of_a_draft_are_known(
 
 def test_between_two_decisions_a_replay_takes_any_around() -> None:
     """The one before alone would be met the more often, the more was accepted behind it."""
-    request = RecordedRequest(0.0, 1, 30, tuple((emitted, emitted, emitted) for emitted in (1, 2, 10, 11, 12, 13)))
-    drawn = np.array([request.places(np.random.default_rng(seed)) for seed in range(200)])
+    request = RecordedRequest(
+        0.0, 1, 30, tuple(Decision(at, place, place) for place, at in enumerate((1, 2, 10, 11, 12, 13)))
+    )
+    drawn = np.array([[each.handed for each in request.replayed(np.random.default_rng(seed))] for seed in range(200)])
     assert (drawn[:, [1, 2, 10, 11, 12, 13]] == np.arange(6)).all()
     assert set(drawn[:, 5]) == {0, 1, 2, 3}
     assert set(drawn[:, 20]) == {3, 4, 5}
-    assert RecordedRequest(0.0, 1, 1).places(np.random.default_rng(0)) == []
+    assert {each.handed for each in RecordedRequest(0.0, 1, 1).replayed(np.random.default_rng(0))} == {0}
 
 
 def test_steps_outside_the_profile_are_counted() -> None:
