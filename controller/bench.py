@@ -12,10 +12,12 @@ import math
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
@@ -33,7 +35,7 @@ from .bench_plan import (
     parse_loads,
     parse_rivals,
 )
-from .bench_result import Results, Settings, summary
+from .bench_result import Results, Settings, read_results, summary
 from .bench_run import Bench
 from .bench_server import ARGUMENTS, Bed
 from .bench_view import envelope_table, write_picture
@@ -81,6 +83,7 @@ class BenchOptions:
     threads: int | None = None
     max_tokens: int = 96
     note: str = ""
+    resume: Path | None = None
 
     def plan(self) -> Plan:
         """Return what is to be measured; raise UsageError for what cannot be."""
@@ -127,10 +130,12 @@ def run_bench(options: BenchOptions) -> int:
         check_policy(policy)
     console = Console(stderr=True, highlight=False)
     folder = (Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S")).absolute()
-    path = options.out or folder / "result.json"
-    if path.exists():
-        raise UsageError(f"--out {path} exists", "a new file")
+    path = options.resume or options.out or folder / "result.json"
     results = Results(machine_facts(), versions(), commit(), _settings(options, plan), note=options.note)
+    if options.resume is not None:
+        results = _resumed(options.resume, options.out, results, plan.rivals)
+    elif path.exists():
+        raise UsageError(f"--out {path} exists", "a new file, or --resume to go on with it")
     with socket_folder("bench") as sockets:
         bed = Bed(ensure_embedded_pair(), sockets, folder, options.policy, results.settings.threads)
         code, failure = _measure(plan, results, path, bed, console)
@@ -138,6 +143,21 @@ def run_bench(options: BenchOptions) -> int:
     if failure is not None:
         raise failure
     return code
+
+
+def _resumed(path: Path, out: Path | None, fresh: Results, rivals: Sequence[str]) -> Results:
+    """Return what a file holds, to go on with; raise UsageError where what comes could not be compared with it."""
+    if out is not None:
+        raise UsageError(f"--out {out} beside --resume", "one of them: a resumed run goes on in its own file")
+    try:
+        found = read_results(path)
+    except OSError as error:
+        raise UsageError(f"--resume {path}: {error.strerror}", "the results of an earlier run") from None
+    except msgspec.DecodeError as error:
+        raise UsageError(f"--resume {path}: {error}", "the results of an earlier run") from None
+    if difference := found.unlike(fresh):
+        raise UsageError(f"--resume {path}: {difference}", "a run on the same machine with the same settings")
+    return found.continued(fresh, rivals)
 
 
 def _measure(plan: Plan, results: Results, path: Path, bed: Bed, console: Console) -> tuple[int, FaserError | None]:

@@ -33,6 +33,9 @@ def bench(
         str, typer.Option(help="Prompts: all, chat, code, maths, summarisation, tools; a+b mixes, a,b measures each.")
     ] = "all",
     out: Annotated[Path | None, typer.Option(help="The new results file; default: a folder in runs.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the results file of an earlier run: more rounds, loads or rivals.")
+    ] = None,
     picture: Annotated[Path | None, typer.Option(help="The picture, .svg or .png; default: beside it.")] = None,
     policy: Annotated[str, typer.Option(help="FASER's policy.")] = "price",
     seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and arrivals.")] = 0,
@@ -63,7 +66,7 @@ def bench(
         quick=quick, json=json, loads=loads, rivals=rivals, pairs=pairs, traces=tuple(trace or ()), kinds=kinds,
         out=out, picture=picture, policy=policy, seed=seed, minutes=minutes, turn_s=turn_seconds,
         trace_s=trace_seconds, peak_rps=peak_rps, warp=warp, swell=swell, threads=threads, max_tokens=max_tokens,
-        note=note,
+        note=note, resume=resume,
     )  # fmt: skip
     raise typer.Exit(run_bench(options))
 

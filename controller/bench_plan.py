@@ -23,9 +23,11 @@ SUFFIX: Final = "suffix"
 PAPERS: Final = ("adaspec", "smartspec", "gplcb")
 # Arms with FASER's plugin and a sidecar of their own under another policy than FASER's.
 POLICIES: Final = (*PAPERS, "goodput", "ema", "bandit", "price:history", "learned")
+# FASER with mechanisms that it leaves off by default; no rivals, so the envelope does not know them.
+VARIANTS: Final = ("faser+pruning", "faser+overlap", "faser+both")
 MAX_LENGTH: Final = 8
 LENGTHS: Final = tuple(f"k{length}" for length in range(1, MAX_LENGTH + 1))
-ARMS: Final = (NONE, *LENGTHS, TABLE, NGRAM, SUFFIX, *POLICIES, OURS)
+ARMS: Final = (NONE, *LENGTHS, TABLE, NGRAM, SUFFIX, *POLICIES, *VARIANTS, OURS)
 QUICK_LOADS: Final = (1, 8, 32)
 QUICK_RIVALS: Final = (NONE, "k1", "k3", TABLE)
 FULL_LOADS: Final = (1, 2, 4, 8, 16, 32, 64)
@@ -126,14 +128,15 @@ def groups(arms: Sequence[str], reference: str, capacity: int) -> list[tuple[str
 
 def contenders(rates: Mapping[str, Floats], arms: Sequence[str]) -> tuple[str, ...]:
     """Return ourselves, no speculation and the rivals near the best: those still measured when a ratio is blunt."""
-    if OURS not in rates or not (rivals := [arm for arm in arms if arm != OURS and arm in rates]):
+    rivals = [arm for arm in arms if arm not in (OURS, *VARIANTS) and arm in rates]
+    if OURS not in rates or not rivals:
         return tuple(arms)
     level = {}
     for arm in rivals:
         logs = np.log(rates[arm]) - np.log(rates[OURS])
         level[arm] = float(np.nanmean(logs)) if (~np.isnan(logs)).any() else -np.inf
     least = max(level.values()) + float(np.log(NEAR))
-    return tuple(arm for arm in arms if arm in (OURS, NONE) or level.get(arm, -np.inf) >= least)
+    return tuple(arm for arm in arms if arm in (OURS, NONE, *VARIANTS) or level.get(arm, -np.inf) >= least)
 
 
 @dataclass(slots=True)

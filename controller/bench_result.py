@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from .bench_machine import Machine
-from .bench_plan import ARMS, NONE
+from .bench_plan import ARMS, NONE, VARIANTS
 from .bench_ratio import OURS, Envelope, Floats, cleanest, paired_ratio, wider_interval
 from .bench_table import described
 from .loadstats import Quantiles
@@ -22,7 +22,12 @@ from .loadstats import Quantiles
 FORMAT: Final = 1
 SWEEP: Final = "sweep"
 MAIN: Final = "main"
-NAMES: Final = {NONE: "no speculation", "table": "best table", OURS: "FASER"}
+COMPARED: Final = (  # settings that must be the same where turns of two runs stand in one file
+    "target", "drafter_sha256", "policy", "k_max", "threads", "max_tokens", "max_prompt_tokens", "arguments",
+)  # fmt: skip
+NAMES: Final = {NONE: "no speculation", "table": "best table", OURS: "FASER"} | {
+    arm: arm.replace("faser+", "FASER + ") for arm in VARIANTS
+}  # fmt: skip
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -67,6 +72,7 @@ class Turn(msgspec.Struct, frozen=True):
     mean_tpot_ms: float | None = None  # of replays
     good_share: float | None = None  # of a replay's requests, within the objective
     slices: int = 1  # in which it was served, in turn with the other arms
+    unverified_tokens: int = 0  # drawn, and not handed to verification
 
 
 class Spans(msgspec.Struct, frozen=True):
@@ -111,6 +117,27 @@ class Results(msgspec.Struct):
     latencies: list[Latency] = []
     wall_s: float = 0.0
 
+    def unlike(self, other: Results) -> str:
+        """Return what keeps the turns of two runs from being compared, as seen here; empty if nothing does."""
+        for name in COMPARED:
+            ours, theirs = (getattr(each.settings, name) for each in (self, other))
+            if ours != theirs:
+                return f"{name} is {ours}, now {theirs}"
+        for name, ours, theirs in (
+            ("machine", self.machine.name, other.machine.name),
+            ("versions", self.versions, other.versions),
+        ):
+            if ours != theirs:
+                return f"{name} is {ours}, now {theirs}"
+        return ""
+
+    def continued(self, now: Results, rivals: Sequence[str]) -> Results:
+        """Return the run to be gone on with; of its rivals that failed, those asked for again may start now."""
+        commits = dict.fromkeys([*self.commit.split(", "), now.commit])
+        failed = {arm: reason for arm, reason in self.failed.items() if arm not in (*rivals, OURS)}
+        notes = dict.fromkeys(note for note in (self.note, now.note) if note)
+        return msgspec.structs.replace(self, commit=", ".join(commits), note="; ".join(notes), failed=failed)
+
     def load_points(self) -> list[tuple[int | str, str]]:
         """Return the load points measured: loads ascending, then traces, each with its mixes."""
         found = dict.fromkeys((turn.load, turn.kinds) for turn in self.turns if turn.phase == MAIN)
@@ -146,9 +173,14 @@ class Results(msgspec.Struct):
 def envelope_at(results: Results, load: int | str, kinds: str) -> Envelope:
     """Return the envelope ratio at a load point."""
     clean, whole = results.rates(load, kinds, is_clean=True), results.rates(load, kinds)
-    if OURS not in whole or len(whole) < 2:
+    if OURS not in whole or len(_rivals_in(whole)) < 2:
         return Envelope(paired_ratio(np.array([])), ())
-    return cleanest(clean, whole, wider_interval)
+    return cleanest(_rivals_in(clean), _rivals_in(whole), wider_interval)
+
+
+def _rivals_in(rates: dict[str, Floats]) -> dict[str, Floats]:
+    """Return the rates of FASER and its rivals, without those of its own variants."""
+    return {arm: rate for arm, rate in rates.items() if arm not in VARIANTS}
 
 
 class Point(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -229,7 +261,7 @@ class Cost(msgspec.Struct, frozen=True):
 
     acceptance_rate: float | None  # of the draft tokens that were verified
     draft_length: float | None  # draft tokens verified per request and step
-    draft_waste: float | None  # draft tokens rejected per token emitted
+    draft_waste: float | None  # draft tokens rejected, or drawn and never verified, per token emitted
     cpu_ms_per_token: float | None
 
 
@@ -237,11 +269,12 @@ def cost_of(turns: Sequence[Turn]) -> Cost:
     """Return the cost of some turns of one arm."""
     tokens, drafts = sum(turn.tokens for turn in turns), sum(turn.draft_tokens for turn in turns)
     accepted = sum(turn.accepted_tokens for turn in turns)
+    unverified = sum(turn.unverified_tokens for turn in turns)
     own = tokens - accepted  # tokens that no draft gave: one per request and step
     return Cost(
         accepted / drafts if drafts else None,
         drafts / own if own > 0 else None,
-        (drafts - accepted) / tokens if tokens else None,
+        (drafts - accepted + unverified) / tokens if tokens else None,
         1e3 * sum(turn.cpu_s for turn in turns) / tokens if tokens else None,
     )
 

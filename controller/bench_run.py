@@ -62,7 +62,7 @@ class Bench:
         """Measure everything; end every server, whatever happens."""
         self._seen = (time.monotonic(), self._own_s())
         try:
-            if TABLE in self.plan.rivals:
+            if TABLE in self.plan.rivals and not self.results.table:
                 await self._sweep()
             for group in groups(self.plan.arms, OURS, self._capacity()):
                 names = await self._arrange(group)
@@ -74,7 +74,7 @@ class Bench:
                     for each in self.plan.replays:
                         await self._replayed(each, mix, names)
         finally:
-            self.results.wall_s = time.monotonic() - self.begin_s
+            self.results.wall_s += time.monotonic() - self.begin_s
             self._write()
             await self._end(tuple(self.arms))
 
@@ -352,8 +352,11 @@ class Bench:
         kept.extend(times)
         spans = [Spans.of(values) for values in (kept.ttft_ms, kept.tpot_ms, kept.e2e_ms)]
         latency = Latency(load, kinds, name, len(kept.tpot_ms), *spans)
-        others = [each for each in self.results.latencies if (each.load, each.kinds, each.arm) != (load, kinds, name)]
-        self.results.latencies = [*others, latency]
+        place = (load, kinds, name)
+        others = [each for each in self.results.latencies if (each.load, each.kinds, each.arm) != place]
+        before = [each for each in self.results.latencies if (each.load, each.kinds, each.arm) == place]
+        # Of a run that was gone on with, the larger part: quantiles cannot be joined.
+        self.results.latencies = [*others, max([*before, latency], key=lambda each: each.requests)]
 
     def _step(self, what: str, weight: float) -> None:
         self._done += weight

@@ -7,6 +7,7 @@ learn; paused alone its worker keeps half a core busy for some seconds.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import os
@@ -19,11 +20,13 @@ from typing import Final, Self
 
 import aiohttp
 
+from ..models.embedded import EMBEDDED_K_MAX
 from ..models.precision import number_bytes
-from .bench_plan import LENGTHS, NGRAM, NONE, POLICIES, SUFFIX, TABLE
+from .bench_machine import ROOT
+from .bench_plan import LENGTHS, NGRAM, NONE, POLICIES, SUFFIX, TABLE, VARIANTS
 from .bench_ratio import OURS
 from .bench_table import Table, longest
-from .config import Config, Value
+from .config import Config, LinkConfig, Value
 from .config import load as load_config
 from .engine import RunningEngine
 from .errors import EndpointError, EngineError, FaserError
@@ -46,14 +49,19 @@ _ENVIRONMENT: Final = {
     "VLLM_SERVER_DEV_MODE": "1",  # /pause and /resume
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",  # a frozen server must not find its clients too quiet
 }
+# Each under its own gate in the engine, which measures whether it pays.
+_PRUNING: Final = {"FASER_EXIT_HEADS": str(ROOT / "models" / "weights" / "exits.safetensors")}
+_OVERLAP: Final = {"FASER_DRAFTER_CORES": "all", "FASER_FRONTIER": str(EMBEDDED_K_MAX), "FASER_PING_PONG": "auto"}
+_VARIANT_ENVIRONMENT: Final = dict(zip(VARIANTS, (_PRUNING, _OVERLAP, _PRUNING | _OVERLAP), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """vLLM's counters since its start."""
+    """vLLM's counters since its start, and our sidecar's."""
 
     draft_tokens: int
     accepted_tokens: int
+    unverified_tokens: int = 0  # drawn, and not handed to verification
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +79,12 @@ class Bed:
         flags: dict[str, Value | None] = {
             "link.endpoint": f"ipc://{self.sockets / f'{name}.sock'}",
             "link.status_endpoint": f"ipc://{self.sockets / f'{name}.status'}",
-            "policy.spec": self.policy if name == OURS else name,
+            "policy.spec": name if name in POLICIES else self.policy,
             "store.path": self.folder / f"{name}.sqlite",
             "mode.state": self.folder / f"{name}.modes.json",
             "lease.ms": LEASE_MS,
         }
-        if name != OURS:
+        if name in POLICIES:
             flags["guard.envelope_margin"] = 1.0
         return load_config(None, os.environ, flags).config
 
@@ -87,7 +95,7 @@ class Bed:
             threads=self.threads, kv_cache_gib=None, environment_extra=_ENVIRONMENT,
         )  # fmt: skip
         if is_steered(name):
-            environment = {**_ENVIRONMENT, "FASER_LEASE_MS": str(LEASE_MS)}
+            environment = {**_ENVIRONMENT, "FASER_LEASE_MS": str(LEASE_MS), **_VARIANT_ENVIRONMENT.get(name, {})}
             return dataclasses.replace(launch, environment_extra=environment)
         environment = {**_ENVIRONMENT, "VLLM_PLUGINS": "none"}
         speculative = self._speculative(name, table)
@@ -109,7 +117,7 @@ class Bed:
 
 def is_steered(name: str) -> bool:
     """Return whether an arm has a sidecar."""
-    return name == OURS or name in POLICIES
+    return name in (OURS, *POLICIES, *VARIANTS)
 
 
 def require_available(name: str) -> None:
@@ -126,6 +134,7 @@ class Arm:
     engine: RunningEngine
     stack: ExitStack  # ends both
     sidecar: ProcessTree | None = None
+    link: LinkConfig | None = None  # of the sidecar
     is_halted: bool = False
     _session: aiohttp.ClientSession | None = field(default=None, repr=False)
 
@@ -133,27 +142,28 @@ class Arm:
     def start(cls, name: str, bed: Bed, table: Table = ()) -> Self:
         """Start the server's processes; `wait_ready` says whether they live."""
         require_available(name)
-        stack, sidecar = ExitStack(), None
+        stack, sidecar, link = ExitStack(), None, None
         with deferred_interrupts():
             if is_steered(name):
                 config = bed.config(name)
+                link = config.link
                 sidecar = start_sidecar(config, bed.folder / f"{name}.sidecar.log")
                 if sidecar is None:
-                    raise EndpointError(f"a sidecar already runs at {config.link.endpoint}", "none", "stop it")
+                    raise EndpointError(f"a sidecar already runs at {link.endpoint}", "none", "stop it")
                 stack.enter_context(sidecar)
             try:
                 engine = stack.enter_context(RunningEngine(bed.launch(name, table), bed.folder / f"{name}.log"))
             except BaseException:
                 stack.close()
                 raise
-        return cls(name, engine, stack, sidecar)
+        return cls(name, engine, stack, sidecar, link)
 
     def wait_ready(self, bed: Bed) -> None:
         """Block until the server serves, for FASER until it and the sidecar have met; raise EngineError otherwise."""
         self.engine.wait_ready(READY_S)
-        if self.sidecar is None:
+        if (link := self.link) is None:
             return
-        link, end_s = bed.config(self.name).link, time.monotonic() + _INTRODUCTION_S
+        end_s = time.monotonic() + _INTRODUCTION_S
         while time.monotonic() < end_s:
             with contextlib.suppress(FaserError):
                 if ask(link, timeout_s=1.0).engines:
@@ -198,14 +208,23 @@ class Arm:
             self.is_halted = False
 
     async def drafting(self) -> Drafting:
-        """Return vLLM's counters."""
+        """Return the counters as they are now."""
         counts = {"draft_tokens": 0, "accepted_tokens": 0}
         async with self._open().get("/metrics") as reply:
             for line in (await reply.text()).splitlines():
                 for name in counts:
                     if line.startswith(f"vllm:spec_decode_num_{name}_total"):
                         counts[name] += int(float(line.rsplit(" ", 1)[1]))
-        return Drafting(**counts)
+        return Drafting(**counts, unverified_tokens=await self._unverified_tokens())
+
+    async def _unverified_tokens(self) -> int:
+        if self.link is None:
+            return 0
+        try:
+            snapshot = await asyncio.to_thread(ask, self.link)
+        except FaserError as error:
+            raise EngineError(f"{self.name}'s sidecar does not answer: {error}") from None
+        return sum(engine.unverified_tokens for engine in snapshot.engines)
 
     async def _post(self, path: str) -> None:
         async with self._open().post(path) as reply:

@@ -84,6 +84,9 @@ def as_turn(
         tokens_per_s=tokens_per_s, seconds=seconds, tokens=tokens, requests=requests, failed=failed,
         draft_tokens=sum(after.drafting.draft_tokens - before.drafting.draft_tokens for before, after in ends),
         accepted_tokens=sum(after.drafting.accepted_tokens - before.drafting.accepted_tokens for before, after in ends),
+        unverified_tokens=sum(
+            after.drafting.unverified_tokens - before.drafting.unverified_tokens for before, after in ends
+        ),
         cpu_s=sum(after.arm_s - before.arm_s for before, after in ends), other_cpu=noise.other_cpu,
         steal_share=noise.steal_share, load_average=average, disturbed=noise.reason(cores),
         at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), slices=len(slices),

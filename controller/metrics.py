@@ -173,6 +173,8 @@ METRICS: Final = (
            ENGINE, _each(lambda e: e.clamped)),
     Figure("faser_engine_handed_over_total", "counter", "Observations a learned policy left to price.", ENGINE,
            _each(lambda e: e.handed_over)),
+    Figure("faser_engine_unverified_tokens_total", "counter", "Draft tokens drawn and dropped unverified.", ENGINE,
+           _each(lambda e: e.unverified_tokens)),
     Figure("faser_engine_prune_steps_total", "counter", "Steps in which exit heads looked at the drafts.", ENGINE,
            _each(lambda e: e.pruning.steps)),
     Figure("faser_engine_pruned_rows_total", "counter", "Draft rows that left the target's forward pass.", ENGINE,

@@ -46,6 +46,7 @@ class Session:
         self.newest: StepRecord | None = None
         self.sequence = 0
         self.decisions = self.sends_dropped = self.failures = self.late_records = self.clamped = 0
+        self.unverified_tokens = 0  # drawn and dropped by a stop rule
         self._handed_over = 0  # by policies before this one
         self.decision_s: deque[float] = deque(maxlen=DECISIONS_TIMED)
         self.reason = ""
@@ -124,6 +125,8 @@ class Session:
         lesson = self.state.lesson
         if lesson is not None:
             self.window.add(lesson.record, lesson.rows, lesson.record.lease_epoch == self.epoch)
+            if (drawn := lesson.record.drawn_tokens) is not None:
+                self.unverified_tokens += max(drawn - int(lesson.rows.drafted.sum()), 0)
         learn(self.state)
 
     def measure(self, record: StepRecord) -> None:
@@ -215,6 +218,7 @@ class Session:
             pruning=self.pruning.status(),
             clamped=self.clamped,
             handed_over=self._handed_over + policies.handed_over(self.policy),
+            unverified_tokens=self.unverified_tokens,
         )
 
     def _lease_age_s(self, now_s: float) -> float | None:

@@ -103,6 +103,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     pruning: PruningStatus = PruningStatus()
     clamped: int = 0  # decisions in which the policy asked for what the engine cannot run
     handed_over: int = 0  # observations that a learned policy left to price
+    unverified_tokens: int = 0  # drawn, and by a stop rule not handed over for verification
 
 
 class LinkStatus(msgspec.Struct, frozen=True):

@@ -6,10 +6,13 @@ import json
 from collections.abc import Mapping
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
+from faser.controller import bench
 from faser.controller.bench import BenchOptions, show
 from faser.controller.bench_machine import Machine
 from faser.controller.bench_result import (
@@ -26,6 +29,7 @@ from faser.controller.bench_result import (
 )
 from faser.controller.bench_run import levels_at
 from faser.controller.bench_view import envelope_table, write_picture
+from faser.controller.errors import UsageError
 
 SETTINGS = Settings("target", "ab" * 32, "price", 4, 1, 1.5, 96, 300, 0, 3, ())
 
@@ -159,3 +163,62 @@ def test_table_and_picture_come_from_the_file_alone(tmp_path: Path) -> None:
     for name, magic in (("a.svg", b"<?xml"), ("a.png", b"\x89PNG")):
         write_picture(again, tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(magic)
+
+
+def test_variants_of_faser_are_shown_and_are_no_rivals() -> None:
+    rates = {1: {**TWO_LOADS[1], "faser+pruning": [90.0, 91.0, 89.0]}}
+    (point,) = points(results(rates))
+    assert point.best_rival == ["k3"]
+    assert point.envelope_ratio == pytest.approx(1.1, abs=1e-3)
+    assert point.rivals["faser+pruning"] == 90.0
+
+
+def test_tokens_drawn_and_never_verified_are_waste_too() -> None:
+    plain = turn(1, 0, "faser", 50.0)
+    assert cost_of([plain]).draft_waste == pytest.approx(0.25)
+    assert cost_of([msgspec.structs.replace(plain, unverified_tokens=100)]).draft_waste == pytest.approx(0.5)
+
+
+# --- going on with a file ---
+
+
+def test_a_run_goes_on_in_its_own_file_where_all_is_as_it_was() -> None:
+    before = results(TWO_LOADS)
+    before.failed = {"ngram": "out of memory", "suffix": "not available"}
+    now = msgspec.structs.replace(
+        results({}), commit="def", settings=msgspec.structs.replace(SETTINGS, pairs=9, seed=4)
+    )
+    assert before.unlike(now) == ""
+    found = before.continued(now, ("ngram", "k6"))
+    assert (found.commit, found.turns, found.table) == ("abc, def", before.turns, before.table)
+    assert found.failed == {"suffix": "not available"}
+    assert found.continued(now, ()).commit == "abc, def"
+
+
+@pytest.mark.parametrize(
+    ("change", "hint"),
+    [
+        ({"settings": msgspec.structs.replace(SETTINGS, threads=3)}, "threads is 1, now 3"),
+        ({"machine": Machine("another", 2, 23.5, "Linux")}, "machine is cpu, now another"),
+        ({"versions": {"vllm": "0.33"}}, "versions is"),
+    ],
+)
+def test_a_run_that_cannot_be_compared_is_named(change: dict[str, Any], hint: str, tmp_path: Path) -> None:
+    before = results(TWO_LOADS)
+    assert hint in before.unlike(msgspec.structs.replace(before, **change))
+
+
+@pytest.mark.parametrize(
+    ("content", "hint"),
+    [(None, "No such file"), ("{", "results of an earlier run"), ("", "threads is 1"), ("out", "one of them")],
+)
+def test_a_file_that_cannot_be_gone_on_with_is_refused(content: str | None, hint: str, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    if content == "{":
+        path.write_text(content)
+    elif content is not None:
+        write_results(results(TWO_LOADS), path)
+    fresh = msgspec.structs.replace(results({}), settings=msgspec.structs.replace(SETTINGS, threads=3))
+    with pytest.raises(UsageError, match=r"^[^\n]+$") as caught:
+        bench._resumed(path, path if content == "out" else None, fresh, ())
+    assert hint in str(caught.value)

@@ -102,3 +102,12 @@ def test_goodput_is_shown_beside_what_no_speculation_would_give(start: Callable[
     known = msgspec.structs.replace(status.steering, envelope_ratio=1.234)
     line = dict(engine_lines(msgspec.structs.replace(status, steering=known, tokens_per_s=98.76)))["goodput"]
     assert line.startswith("98.8 tokens/s, 1.23 times those of no speculation; ")
+
+
+def test_tokens_that_were_drawn_and_not_handed_over_are_counted(start: Callable[[str], Callable[..., Session]]) -> None:
+    hear = start("fixed:2")
+    handed = sum(row.drafted for row in hear().newest.rows)  # type: ignore[union-attr]
+    hear(drawn_tokens=handed + 5)
+    session = hear(drawn_tokens=None)
+    assert session.status(1.0).unverified_tokens == 5
+    assert b'faser_engine_unverified_tokens_total{engine="boot-1"} 5.0' in shown(session)[1]
