@@ -25,10 +25,9 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 from profile_plot import DEFAULT_OUTPUT, draw_surveys
 
-from faser.controller.bench_machine import commit, machine_facts, versions
+from faser.controller.bench_machine import provenance
 from faser.env.accept_traces import SHIPPED, shipped_accept_trace
 from faser.env.acceptance_fit import describe, fit_acceptance
 
@@ -84,7 +83,7 @@ def with_mechanism(options: argparse.Namespace, name: str) -> dict[str, Any]:
 
 def where_and_when() -> dict[str, Any]:
     """Return what the figures were made on."""
-    return {"machine": msgspec.to_builtins(machine_facts()), "versions": versions(), "commit": commit()}
+    return provenance()
 
 
 def without(options: argparse.Namespace) -> dict[str, Any]:

@@ -16,9 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
-from faser.controller.bench_machine import commit, machine_facts, versions
+from faser.controller.bench_machine import provenance
 
 FOLDER: Final = Path(__file__).resolve().parent
 RUNS: Final = {"adapter": 3, "decide": 1, "round_trip": 5, "store": 1, "simulator": 2, "fleet": 1}
@@ -57,8 +55,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FOLDER / "results" / "measured.json")
     options = parser.parse_args()
     found: dict[str, Any] = {
-        "machine": msgspec.to_builtins(machine_facts()), "versions": versions(), "commit": commit(),
-        "load_average": os.getloadavg()[0], "note": options.note,
+        **provenance(), "load_average": os.getloadavg()[0], "note": options.note,
     }  # fmt: skip
     for name in options.only or RUNS:
         print(f"measured: {name}", flush=True)

@@ -19,11 +19,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import overlap_groups
 from remote import Remote
 
-from faser.controller.bench_machine import commit, machine_facts, versions
+from faser.controller.bench_machine import provenance
 from faser.env.overlap import PhaseTimes, bound_reached, draft_ahead_bound, hidden_draft_share
 
 PROMPTS = (
@@ -123,8 +122,7 @@ def summary(benchmark: Benchmark, runs: dict[str, list[dict[str, Any]]]) -> dict
     bound = draft_ahead_bound(typical, hits / (hits + misses))
     gain = spread(gains)
     return {
-        "machine": msgspec.to_builtins(machine_facts()), "versions": versions(), "commit": commit(),
-        "length": options.length, "acceptance": options.acceptance, "cores": options.cores,
+        **provenance(), "length": options.length, "acceptance": options.acceptance, "cores": options.cores,
         "runs_per_arm": len(gains), "tokens_per_run": options.tokens,
         "verify_ms": 1e3 * typical.verify_s, "draft_ms": 1e3 * typical.draft_s, "pass_ms": 1e3 * benchmark.pass_s,
         "step_ms": {arm: spread([1e3 * value for value in steps[arm]]) for arm in ARMS},

@@ -19,10 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from remote import Remote, serve
 
-from faser.controller.bench_machine import commit, machine_facts, versions
+from faser.controller.bench_machine import provenance
 from faser.models.embedded import ensure_embedded_target
 
 TOKENS = 48  # per request
@@ -111,8 +110,7 @@ def main() -> None:
                 }
         finally:
             engine.end()
-    facts = {"machine": msgspec.to_builtins(machine_facts()), "versions": versions(), "commit": commit()}
-    text = json.dumps(facts | {"by_requests": found}, indent=1)
+    text = json.dumps(provenance() | {"by_requests": found}, indent=1)
     print(text)
     if options.json:
         options.json.write_text(text + "\n")

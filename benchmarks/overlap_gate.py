@@ -33,7 +33,7 @@ from overlap_pair import Engine, prompt_sets, read_pair_options, say, start
 from remote import serve
 from steady import Answers, Step, steady_rates
 
-from faser.controller.bench_machine import commit, machine_facts
+from faser.controller.bench_machine import commit, machine_facts, versions
 from faser.engine_adapter.gate import Gate
 from faser.engine_adapter.settings import ALWAYS, AUTO
 from faser.engine_adapter.steering import BatchOutcome, Steering
@@ -222,7 +222,7 @@ def main() -> None:
         parser.error("--quick is a dry run; name another file with --json")
     said = {
         "length": options.length, "tokens": options.tokens, "turns": turns, "dtype": options.dtype,
-        "machine": msgspec.to_builtins(machine_facts()),
+        "machine": msgspec.to_builtins(machine_facts()), "versions": versions(),
     }  # fmt: skip
     report = json.loads(options.json.read_text()) if options.json.is_file() else {}
     if report and report["settings"] != said:

@@ -23,7 +23,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from remote import Remote, serve
 
 from faser.engine_adapter.settings import ALWAYS, AUTO, NEVER
@@ -227,14 +226,13 @@ def read_options() -> argparse.Namespace:
 
 def main() -> None:
     """Measure and print."""
-    from faser.controller.bench_machine import commit, machine_facts, versions
+    from faser.controller.bench_machine import provenance
 
     options = read_options()
     loads: dict[str, Any] = {}
     report = {
-        "machine": msgspec.to_builtins(machine_facts()), "versions": versions(), "commit": commit(),
-        "length": options.length, "dtype": options.dtype, "cores": options.cores, "tokens": options.tokens,
-        "rounds": options.rounds, "loads": loads,
+        **provenance(), "length": options.length, "dtype": options.dtype, "cores": options.cores,
+        "tokens": options.tokens, "rounds": options.rounds, "loads": loads,
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="faser-") as folder:
         split = start(options, folder, is_split=True)

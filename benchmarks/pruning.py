@@ -25,7 +25,7 @@ from typing import Any, Final
 import msgspec
 from pruning_report import TABLE_RESULT, write_tables
 
-from faser.controller.bench_machine import machine_facts
+from faser.controller.bench_machine import machine_facts, versions
 from faser.controller.launch import openmp_library
 from faser.engine_adapter.decision import TokenHeads
 from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
@@ -295,7 +295,7 @@ def main() -> None:
     said = {
         "heads": Path(pair["heads"]).name, "layer": pair["layer"], "oracle_layer": given.oracle_layer,
         "threshold": pair["threshold"], "rounds": given.rounds, "tokens": ANSWER_TOKENS,
-        "machine": msgspec.to_builtins(machine_facts()),
+        "machine": msgspec.to_builtins(machine_facts()), "versions": versions(),
     }  # fmt: skip
     done, out = begun(given.out, said), given.out.absolute()
     wanted = [(int(batch), int(length)) for batch in given.batches.split(",") for length in given.lengths.split(",")]

@@ -26,7 +26,7 @@ from pruning import DOUBTS, Bench, begun, keep, measure, pair_options
 from pruning_report import GATE_RESULT, GRID, write_tables
 from steady import Answers, Step, steady_rates
 
-from faser.controller.bench_machine import commit, machine_facts
+from faser.controller.bench_machine import commit, machine_facts, versions
 from faser.engine_adapter.gate import Gate
 
 ARMS: Final = ("full", "confidence", "gate")
@@ -174,7 +174,7 @@ def main() -> None:
     said = {
         "heads": Path(pair["heads"]).name, "layer": pair["layer"], "threshold": pair["threshold"],
         "turns": given.turns, "tokens": ANSWER_TOKENS, "slice_tokens": SLICE_TOKENS,
-        "machine": msgspec.to_builtins(machine_facts()),
+        "machine": msgspec.to_builtins(machine_facts()), "versions": versions(),
     }  # fmt: skip
     done, out = begun(given.out, said), given.out.absolute()
     wanted = [tuple(map(int, cell.split("x"))) for cell in given.cells.split(",")]

@@ -21,11 +21,10 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 from pruning_report import SHAPE_RESULT, write_tables
 
-from faser.controller.bench_machine import machine_facts
+from faser.controller.bench_machine import provenance
 from faser.controller.launch import openmp_library
 from faser.engine_adapter.decision import TokenHeads
 
@@ -250,7 +249,7 @@ def main() -> None:
         "layers": given.layers, "batches": [int(batch) for batch in given.batches.split(",")], "length": given.length,
         "steps": given.steps, "rejected": [float(share) for share in given.rejected.split(",")],
     }  # fmt: skip
-    result = {"options": dict(options), "machine": msgspec.to_builtins(machine_facts()), "rows": measure(options)}
+    result = {"options": dict(options), **provenance(), "rows": measure(options)}
     print(json.dumps(result["rows"], indent=1))
     if not given.dry_run:
         given.out.write_text(json.dumps(result, indent=1) + "\n")

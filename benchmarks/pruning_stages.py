@@ -19,11 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 from pruning_report import STAGES_RESULT, SUM, write_tables
 from pruning_shape import Arm, Bench, measure
 
-from faser.controller.bench_machine import machine_facts
+from faser.controller.bench_machine import provenance
 
 BATCH, LENGTH, LAYERS, REJECTED = 16, 7, 4, 0.6
 THIN: Final = 1024  # intermediate size
@@ -141,7 +140,7 @@ def main() -> None:
         "layers": LAYERS, "batches": [BATCH], "length": LENGTH, "steps": given.steps, "rejected": [REJECTED],
         "intermediate_size": THIN,
     }  # fmt: skip
-    result = {"options": dict(options), "machine": msgspec.to_builtins(machine_facts())}
+    result = {"options": dict(options), **provenance()}
     result |= measure(options, __file__)
     print(json.dumps(result, indent=1))
     if not given.dry_run:

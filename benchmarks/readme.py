@@ -15,9 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from faser.controller.bench_machine import commit, machine_facts
+from faser.controller.bench_machine import provenance
 
 RESULTS = Path(__file__).resolve().parent / "results" / "readme.json"
 COMMAND = ("faser", "demo", "--duration", "45", "--json")
@@ -96,7 +94,7 @@ def main() -> None:
     if given.what == "tests" and given.log is None:
         parser.error("tests: expected a file with what `make test` printed")
     told = run_demo(COMMAND) if given.what == "demo" else {"lines": told_tests(given.log.read_text(errors="replace"))}
-    told |= {"machine": msgspec.to_builtins(machine_facts()), "commit": commit()}
+    told |= provenance()
     kept = json.loads(given.out.read_text()) if given.out.exists() else {}
     given.out.write_text(json.dumps(kept | {given.what: told}, indent=1) + "\n")
 

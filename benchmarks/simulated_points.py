@@ -16,7 +16,7 @@ from typing import Any
 from rich.progress import Progress
 from scipy import stats
 
-from faser.controller.bench_machine import commit, versions
+from faser.controller.bench_machine import provenance
 from faser.models.worlds import WorldSpec
 
 Compare = Callable[[WorldSpec, int, range], dict[str, Any]]  # a world at a load, over seeds
@@ -45,5 +45,5 @@ def measure(
         for world, load in points:
             found.append(compare(world, load, range(seed, seed + options.seeds)))
             bar.advance(task)
-    kept = {"versions": versions(), "commit": commit(), "seeds": options.seeds, "points": found}
+    kept = {**provenance(), "seeds": options.seeds, "points": found}
     options.json.write_text(json.dumps(kept, indent=1) + "\n")

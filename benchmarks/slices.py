@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from faser.controller.bench_machine import machine_facts
+from faser.controller.bench_machine import provenance
 from faser.controller.bench_ratio import paired_ratio
 
 RESULT: Final = Path(__file__).resolve().parent / "results" / "slices.json"
@@ -84,9 +84,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
-    machine = machine_facts()
-    facts = {name: getattr(machine, name) for name in ("cpu", "cores", "memory_gib", "system")}
-    found = {"machine": facts, **summary(measured_s(options.minutes))}
+    found = {**provenance(), **summary(measured_s(options.minutes))}
     options.out.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found))
 

@@ -24,13 +24,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import zmq
 from recorded_engine import RecordedEngine, Recording, record_steps
 from rich.progress import Progress
 from sidecar_process import start_sidecar
 
-from faser.controller.bench_machine import commit, machine_facts, versions
+from faser.controller.bench_machine import provenance
 from faser.controller.config import LinkConfig
 from faser.controller.errors import FaserError
 from faser.controller.snapshot import Snapshot
@@ -158,7 +157,7 @@ def soak(steps: int, engines: int, requests: int, folder: Path, out: Path | None
         watch, faults, done, unanswered = Watch(sidecar.pid), Faults(), 0, 0
         progress.update(task, description="soaking", total=steps)
         begun_s, look = time.monotonic(), max(steps // LOOKS, 1)
-        about = {"machine": msgspec.to_builtins(machine_facts()), "versions": versions(), "commit": commit()}
+        about = provenance()
         next_look, next_breath, waited_s, found = look, BREATH_STEPS, 0.0, dict[str, Any]()
         while done < steps and not unanswered:
             answered = fleet.play()

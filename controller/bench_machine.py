@@ -14,7 +14,7 @@ import subprocess
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -160,3 +160,8 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return name.stdout.strip() + ("+" if state.stdout.strip() else "")
+
+
+def provenance() -> dict[str, Any]:
+    """Return what every results file says of where it comes from: machine, versions, commit."""
+    return {"machine": msgspec.to_builtins(machine_facts()), "versions": versions(), "commit": commit()}

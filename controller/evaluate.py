@@ -109,7 +109,7 @@ def evaluate(
     from ..models.policy import make_policy
     from ..models.standing import summary
     from ..models.worlds import held_out
-    from .bench_machine import commit, versions
+    from .bench_machine import provenance
 
     known = {world.name: world for world in held_out()}
     named = [name for name in worlds.split(",") if name] or list(known)
@@ -134,7 +134,7 @@ def evaluate(
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar, pool(workers) as executor:
         task = bar.add_task("evaluating", total=None)
         table = run(plan, decided, executor, lambda done, total: bar.update(task, completed=done, total=total))
-    result = summary(table) | {"commit": commit(), "versions": versions()}
+    result = summary(table) | provenance()
     text = json_module.dumps(result, indent=None if json else 1)
     if output is not None:
         output.write_text(text + "\n")
