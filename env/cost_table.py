@@ -157,8 +157,14 @@ class CostTable:
 
     def draft_time_s(self, rows: npt.ArrayLike, rounds: npt.ArrayLike, drafted: npt.ArrayLike) -> Floats:
         """Return seconds of drafting after a step of `rows`, for `rounds` rounds over `drafted` tokens in all."""
+        draft_s = self.draft_alone_s(rows, rounds, drafted)
+        draft_s *= 1.0 - self._overlap_share
+        return draft_s
+
+    def draft_alone_s(self, rows: npt.ArrayLike, rounds: npt.ArrayLike, drafted: npt.ArrayLike) -> Floats:
+        """Return the same with what is done beside verification: what it takes, not what a step waits for."""
         draft_s = self._drafting.units(rows, rounds, drafted)
-        draft_s *= self.level_s * (1.0 - self._overlap_share)
+        draft_s *= self.level_s
         return draft_s
 
     def draft_prices_s(self) -> tuple[float, float]:

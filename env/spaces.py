@@ -39,6 +39,7 @@ class Capabilities:
     is_async: bool = False
     max_batched_tokens: int = 0
     kv_tokens: int = 0
+    frontier: int = 0  # most tokens that can be drafted ahead of a chunk
 
     @classmethod
     def from_hello(cls, hello: Hello) -> Capabilities:
@@ -59,6 +60,7 @@ class Capabilities:
             is_async=hello.is_async,
             max_batched_tokens=hello.max_batched_tokens,
             kv_tokens=hello.kv_tokens,
+            frontier=hello.frontier,
         )
 
 
@@ -69,7 +71,7 @@ class Action(msgspec.Struct, frozen=True):
     default_length: int  # draft tokens of requests that are not in `lengths`
     price: float | None = None  # seconds of step time one expected token must save
     split: int | None = None  # index into Capabilities.splits
-    frontier: int | None = None  # draft tokens handed over per chunk
+    frontier: int | None = None  # most draft tokens per request that are drafted ahead
     prune: Prune | None = None
     stop: StopRule | None = None  # ends drafts on confidence, within the lengths
     reason: str = ""
@@ -86,7 +88,7 @@ def clamp(action: Action, capabilities: Capabilities) -> Action:
     default = min(max(default, 0), k_max)
     lengths, price = clamp_lengths(action.lengths, k_max), _finite_or_none(action.price)
     split = _index_or_none(action.split, len(capabilities.splits) - 1)
-    frontier = _index_or_none(action.frontier, k_max)
+    frontier = _index_or_none(action.frontier, capabilities.frontier)
     prune, stop = _prune_or_none(action.prune, capabilities.exit_layers), _stop_or_none(action.stop, capabilities)
     if (
         lengths is action.lengths and default is action.default_length and price is action.price

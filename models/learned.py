@@ -1,7 +1,8 @@
 """The learned policy: observation in, the network's action out, within what the engine can run. No torch.
 
-Called once per record. It hands over to the price policy, and says so, where the observation is not a number or
-unlike everything it was trained in; both are counted.
+Called once per record. A network with the advice head speaks every 16 records, to the price policy, which plans. Where
+the observation is not a number or unlike everything it was trained in, price decides alone, and the reason says so;
+both are counted.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ..env.action_vector import RULED_FROM, deepest, outside
 from ..env.observation import Observation, Singles, observe_vector
 from ..env.spaces import Action, Capabilities, clamp
 from ..env.state import EngineState
+from .advice import NEUTRAL, SPAN_DECISIONS, Advice
 from .network import OUTPUTS, Network, load_network
 from .policy import PolicyError
 from .price import PricePolicy
@@ -29,11 +31,12 @@ RELEASED = Path(__file__).parent / "weights" / "policy.json"
 SLOTS = 256  # requests it looks at; others get the default length
 STRANGE_FEATURES = 3  # global features out of the range of training at once: not a world it knows
 MARGIN = 0.1  # of the range
+UNREADABLE = "the observation holds NaN"
 ONE, HALF = np.float32(1.0), np.float32(0.5)
 
 
 class LearnedPolicy:
-    """Greedy: the mean of the price head, or the likeliest length of each request."""
+    """Greedy: the mean of the price or the advice head, or the likeliest length of each request."""
 
     def __init__(self, network: Network, capabilities: Capabilities, name: str = "learned") -> None:
         manifest = network.manifest
@@ -50,6 +53,9 @@ class LearnedPolicy:
         self._low, self._high = low - slack, high + slack
         self.unreadable = 0  # observations with NaN
         self.strange = 0  # ... unlike training
+        self._until_advice = 0  # decisions
+        self._why = ""  # nobody advises price; empty: somebody does
+        self._preface = ""  # of reasons, meanwhile
 
     @classmethod
     def parse(cls, text: str, capabilities: Capabilities) -> LearnedPolicy:
@@ -65,19 +71,45 @@ class LearnedPolicy:
         """Return the network's action, or price's."""
         if state.capabilities.k_max == 0 or not state.requests.size:
             return self._fallback.act(state)
+        if self._network.manifest.head == "advice":
+            return self._advised(state)
         seen = observe_vector(state, min(state.requests.size, SLOTS))
         requests = seen.requests[: len(seen.handles)]
-        is_finite, unlike = _read(requests, seen.globals, self._low, self._high)
-        if not is_finite:
-            self.unreadable += 1
-            return self._handed_over(state, "the observation holds NaN")
-        if unlike >= STRANGE_FEATURES:
-            self.strange += 1
-            return self._handed_over(state, f"{unlike} features unlike training")
+        if why := self._judged(requests, seen.globals):
+            return self._handed_over(state, why)
         values = self._network.forward(requests, seen.globals)
         if self._network.manifest.head == "price":
             return self._priced(state, values, seen)
         return self._lengths(state, seen.handles, values)
+
+    def _judged(self, requests: Singles, overall: Singles) -> str:
+        """Return why price has to decide on this observation, and count it; nothing where the network can."""
+        is_finite, unlike = _read(requests, overall, self._low, self._high)
+        if not is_finite:
+            self.unreadable += 1
+            return UNREADABLE
+        if unlike >= STRANGE_FEATURES:
+            self.strange += 1
+            return f"{unlike} features unlike training"
+        return ""
+
+    def _advised(self, state: EngineState) -> Action:
+        """Return price's action under the advice in force; ask for new advice when its span is over."""
+        if self._until_advice == 0:
+            self._until_advice = SPAN_DECISIONS
+            seen = observe_vector(state, min(state.requests.size, SLOTS))
+            requests = seen.requests[: len(seen.handles)]
+            self._why = self._judged(requests, seen.globals)
+            advice = NEUTRAL if self._why else advice_of(self._network.forward(requests, seen.globals))
+            told = ", ".join(f"{name} {value:+.2f}" for name, value in advice.told())
+            self._preface = f"{self._why}: price decides; " if self._why else f"learned: {told}; "
+            self._fallback.follow(advice)
+        elif self._why:
+            self.unreadable += self._why == UNREADABLE
+            self.strange += self._why != UNREADABLE
+        self._until_advice -= 1
+        action = self._fallback.act(state)
+        return msgspec.structs.replace(action, reason=self._preface + action.reason)
 
     def _priced(self, state: EngineState, values: Array, seen: Observation) -> Action:
         """Return what env/action_vector.py's `decode` makes of these outputs (a test compares), without its clamps."""
@@ -122,6 +154,11 @@ def manifest_path(text: str) -> Path:
         raise PolicyError(
             f"policy 'learned:{text}': no such home; expected the path of a trained policy's manifest"
         ) from None
+
+
+def advice_of(values: Array) -> Advice:
+    """Return what the advice head's outputs, (len(ADVICE),), mean; beyond -1..1 they are clipped."""
+    return Advice(*np.minimum(np.maximum(values, -ONE), ONE).tolist())
 
 
 def outside_of(values: Array) -> Array:

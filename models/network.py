@@ -18,23 +18,30 @@ import numpy.typing as npt
 from ..engine_adapter.compiled import compiled
 from ..env.action_vector import ACTION
 from ..env.observation import GLOBAL_FEATURES, OBSERVATION_VERSION, REQUEST_FEATURES
+from .advice import ADVICE
 from .cache import sha256_of
 from .policy import PolicyError
 from .tensorfile import Entry, Tensor, read, write
 
 Singles: TypeAlias = npt.NDArray[np.float32]
-Head: TypeAlias = Literal["price", "lengths"]
+Head: TypeAlias = Literal["price", "lengths", "advice"]
 
 MANIFEST_VERSION: Final = 1
 OUTPUTS: Final = ("threshold", "depth", "keep", "go_on")  # components of the action that the price head gives
+HEADS: Final[tuple[Head, ...]] = ("price", "lengths", "advice")
 REQUEST_INPUTS, GLOBAL_INPUTS = len(REQUEST_FEATURES), len(GLOBAL_FEATURES)
 LAYERS: Final = ("encode_1", "encode_2", "trunk_1", "trunk_2", "head")
+
+
+def outputs_of(head: Head) -> tuple[str, ...]:
+    """Return what the outputs of a head that speaks for all requests at once are called."""
+    return ADVICE if head == "advice" else OUTPUTS
 
 
 def shapes(head: Head, hidden: int, k_max: int) -> dict[str, tuple[int, int]]:
     """Return (inputs, outputs) of each layer."""
     wide = 2 * hidden
-    last = (wide, len(OUTPUTS)) if head == "price" else (wide + hidden, k_max + 1)
+    last = (wide + hidden, k_max + 1) if head == "lengths" else (wide, len(outputs_of(head)))
     return {
         "encode_1": (REQUEST_INPUTS, hidden),
         "encode_2": (hidden, hidden),
@@ -50,7 +57,7 @@ class Manifest:
 
     head: Head
     hidden: int
-    k_max: int  # of the lengths head; the price head speaks in shares of any k_max
+    k_max: int  # of the lengths head; the others speak in shares of any k_max
     sha256: str
     training: dict[str, object]  # configuration, seed, steps, seconds, worlds, commit
     results: dict[str, object]  # on held-out worlds
@@ -65,7 +72,7 @@ class Manifest:
             "request_features": [feature.name for feature in REQUEST_FEATURES],
             "global_features": [feature.name for feature in GLOBAL_FEATURES],
             "action": [component.name for component in ACTION],
-            "outputs": list(OUTPUTS),
+            "outputs": list(outputs_of(self.head)),
             "normalisation": "none: the observation's layout bounds every feature",
             **{name: getattr(self, name) for name in self.__slots__},
         }
@@ -81,13 +88,13 @@ class Network:
         self._layers = [(tensors[f"{name}.weight"], tensors[f"{name}.bias"]) for name in LAYERS]
 
     def forward(self, requests: Singles, overall: Singles) -> Singles:
-        """Return the action, (len(OUTPUTS),), or logits of lengths, (n, k_max + 1), for n requests' features."""
+        """Return the outputs, (outputs,), or logits of lengths, (n, k_max + 1), for n requests' features."""
         (w1, b1), (w2, b2), (w3, b3), (w4, b4), (w5, b5) = self._layers
         encoded = _layer(_layer(requests, w1, b1), w2, b2)
         pooled = np.zeros(2 * w2.shape[1] + len(overall), np.float32)
         _pool(encoded, overall, pooled)
         trunk = _layer(_layer(pooled, w3, b3), w4, b4)
-        if self.manifest.head == "price":
+        if self.manifest.head != "lengths":
             return cast(Singles, np.dot(trunk, w5) + b5)
         wide = len(trunk)
         return cast(Singles, encoded @ w5[wide:] + (trunk @ w5[:wide] + b5))
@@ -166,25 +173,25 @@ def load_network(manifest_path: Path) -> Network:
 
 
 def _checked(fields: dict[str, object], path: Path) -> Manifest:
+    head, hidden, k_max, sha256 = (fields.get(name) for name in ("head", "hidden", "k_max", "sha256"))
+    if head not in HEADS:
+        raise PolicyError(f"{path}: head {str(head)[:60]}; expected one of {', '.join(HEADS)}")
     expected: dict[str, object] = {
         "manifest_version": MANIFEST_VERSION,
         "observation_version": OBSERVATION_VERSION,
         "request_features": [feature.name for feature in REQUEST_FEATURES],
         "global_features": [feature.name for feature in GLOBAL_FEATURES],
         "action": [component.name for component in ACTION],
-        "outputs": list(OUTPUTS),
+        "outputs": list(outputs_of(head)),
     }
     for name, value in expected.items():
         if fields.get(name) != value:
             raise PolicyError(
                 f"{path}: {name} is {str(fields.get(name))[:60]}, this version has {str(value)[:60]}; train again"
             )
-    head, hidden, k_max, sha256 = (fields.get(name) for name in ("head", "hidden", "k_max", "sha256"))
     low, high = fields.get("low"), fields.get("high")
-    if head not in ("price", "lengths") or not _is_size(hidden) or not _is_size(k_max) or not isinstance(sha256, str):
-        raise PolicyError(
-            f"{path}: head {head}, hidden {hidden}, k_max {k_max}; expected price or lengths, sizes 1..512"
-        )
+    if not _is_size(hidden) or not _is_size(k_max) or not isinstance(sha256, str):
+        raise PolicyError(f"{path}: hidden {hidden}, k_max {k_max}; expected sizes 1..512 and the weights' sha256")
     for values in (low, high):
         if not isinstance(values, list) or len(values) != GLOBAL_INPUTS or not all(map(_is_number, values)):
             raise PolicyError(f"{path}: low and high; expected {GLOBAL_INPUTS} finite numbers each")

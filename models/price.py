@@ -19,12 +19,14 @@ from ..engine_adapter.compiled import compiled
 from ..env.acceptance import Floats, Ints
 from ..env.confidence import Forecast
 from ..env.cost_table import CostTable
+from ..env.overlap import PhaseTimes, draft_ahead_bound
 from ..env.requests import Bools
 from ..env.spaces import Action, Capabilities
 from ..env.split_cost import IdealSplit, SplitCost
 from ..env.state import EngineState
+from .advice import NEUTRAL, Advice
 from .baselines import uniform
-from .probe import Chances, ProbeAccount
+from .probe import BUDGET_SHARE, Chances, ProbeAccount
 from .split_choice import Promises, SplitChoice
 from .step_grid import HYSTERESIS, PLANES, choose
 from .stopping import EDGE_LIST, NO_RULE, all_drafts, predict_stops, rule_of
@@ -33,6 +35,7 @@ BINS: Final = 48  # survival thresholds, log-spaced
 LOWEST_SURVIVAL: Final = 0.01
 SETTLE_DECISIONS = 3  # the whole grid is searched this often; between, requests are placed at the point in force
 SETTLED_DECISIONS = 12  # ... while search after search finds the same point
+AHEAD_GAIN = 0.01  # that drafting ahead must promise
 PAY_BACK_STEPS = 64.0  # what a drafter must make up for is paid once, and has to come in again within so many steps
 COMPARE_SEARCHES = 3  # confidence is weighed against history in one of so many
 SIMILAR_BATCH = 8  # ... while the batch has changed by less than one in so many requests
@@ -87,6 +90,12 @@ class PricePolicy:
         self._probes = ProbeAccount()
         self._can_split = len(capabilities.splits) > 1
         self._splits = SplitChoice(len(capabilities.splits))
+        self._advice = NEUTRAL
+
+    def follow(self, advice: Advice) -> None:
+        """Lean as advised from the next search on, until advised otherwise."""
+        self._advice = advice
+        self._probes.budget_share = BUDGET_SHARE * advice.probe_factor
 
     def act(self, state: EngineState) -> Action:
         """Return the lengths of the cell with the most tokens per second, now and then of a probe."""
@@ -159,7 +168,9 @@ class PricePolicy:
         if self._held is not None and self._next_search > 0 and is_similar:
             return self._follow(self._held, state, decoding)
         before = self._point.place
-        self._held = self._search(state, forecast, decoding, requests, split)
+        plan = self._search(state, forecast, decoding, requests, split)
+        action = msgspec.structs.replace(plan.action, frontier=_frontier(state, decoding, requests, plan))
+        self._held = msgspec.structs.replace(plan, action=action)
         self._held_for = requests, forecast, split
         is_settled = is_similar and self._point.place == before
         self._interval = min(2 * self._interval, SETTLED_DECISIONS) if is_settled else SETTLE_DECISIONS
@@ -188,7 +199,7 @@ class PricePolicy:
             way = self._by_confidence if point.is_stopping else self._by_history
             return way(state, decoding, requests)
         history, stops = (way(state, decoding, requests) for way in (self._by_history, self._by_confidence))
-        ahead = stops.rate / history.rate - 1.0
+        ahead = stops.rate / history.rate - 1.0 + self._advice.stop_lead
         point.is_stopping = ahead > (-HYSTERESIS if point.is_stopping else HYSTERESIS)
         return stops if point.is_stopping else history
 
@@ -196,7 +207,10 @@ class PricePolicy:
         forecast = state.confidence.forecast
         assert forecast is not None
         go_on, table, verify_s = predict_stops(state, forecast, requests, self._point.rate)
-        choice = choose(table, state, requests, _reading_s(state, decoding), self._point.stop_cell, verify_s)
+        choice = choose(
+            table, state, requests, _reading_s(state, decoding), self._point.stop_cell, verify_s,
+            self._advice.time_weight,
+        )  # fmt: skip
         keep, depth = self._point.stop_cell = (choice.threshold, choice.depth)
         kept = "all kept" if keep == NO_RULE else f"kept above {EDGE_LIST[keep]:.2f}"
         reason = (
@@ -213,7 +227,10 @@ class PricePolicy:
         acceptance = state.acceptance(decoding)
         table = np.zeros((PLANES, BINS + 1, self._k_max + 1))
         _tabulate(acceptance, decoding, state.population.delivery, requests, table)
-        choice = choose(table, state, requests, _reading_s(state, decoding), self._point.cell)
+        choice = choose(
+            table, state, requests, _reading_s(state, decoding), self._point.cell,
+            time_weight=self._advice.time_weight,
+        )  # fmt: skip
         self._point.cell = (choice.threshold, choice.depth)
         lengths, default = self._placed(acceptance, state, decoding)
         reason = (
@@ -240,6 +257,27 @@ def _size(requests: int) -> int:
 def _reading_s(state: EngineState, decoding: Bools) -> float:
     """Return what the drafter must read to draft for all, in seconds per step: what it missed, and new prompts."""
     return state.catch_up_s(decoding) / PAY_BACK_STEPS + state.keep_up_s()
+
+
+def _frontier(state: EngineState, decoding: Bools, requests: int, plan: Plan) -> int | None:
+    """Return how many tokens to draft ahead: all that can be, where that can pay; None where none can be.
+
+    What it can win at most (env/overlap.py) with the hit rate that history gives; whether it does win, the engine's own
+    gate measures.
+    """
+    most = state.capabilities.frontier
+    if most == 0:
+        return None
+    length = min(max(round(plan.drafted / requests), 1), plan.depth)  # of a chunk, about
+    if length == 0:
+        return 0
+    rows = requests + plan.drafted
+    acceptance = state.acceptance(decoding)[decoding]
+    hits = acceptance[:, :length].prod(axis=1) * acceptance[:, min(length, acceptance.shape[1] - 1)]
+    cost = state.unsplit_cost
+    draft_s = float(cost.draft_alone_s(rows, plan.depth, plan.drafted))
+    times = PhaseTimes(draft_s, float(cost.verify_time_s(rows)))
+    return most if draft_ahead_bound(times, float(hits.mean())) >= 1.0 + AHEAD_GAIN else 0
 
 
 @compiled

@@ -37,6 +37,7 @@ class ProbeAccount:
         self._credit_s = 0.0
         self._time_s: float | None = None
         self._next_record = SPACING_RECORDS
+        self.budget_share = BUDGET_SHARE
         self.probes = 0
 
     def choose(
@@ -82,7 +83,7 @@ class ProbeAccount:
         if self._time_s is None:
             self._credit_s = FIRST_CREDIT_STEPS * step_s
         else:
-            self._credit_s += BUDGET_SHARE * min(max(state.time_s - self._time_s, 0.0), 10.0 * step_s)
+            self._credit_s += self.budget_share * min(max(state.time_s - self._time_s, 0.0), 10.0 * step_s)
         self._credit_s = min(self._credit_s, CREDIT_CAP_STEPS * step_s)
         self._time_s = state.time_s
 

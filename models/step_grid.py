@@ -38,38 +38,42 @@ class Choice(NamedTuple):
 
 def choose(
     table: Floats, state: EngineState, requests: int, reading_s: float, cell: tuple[int, int],
-    verify_s: Floats | None = None,
+    verify_s: Floats | None = None, time_weight: float = 1.0,
 ) -> Choice:  # fmt: skip
     """Return the best cell, or the one in force if that is nearly as good.
 
     :param reading_s: what a step in which all draft is charged for what the drafter missed, and for new prompts
     :param cell: (threshold, deepest round) in force
     :param verify_s: seconds of everything but drafting and prompts per cell, where they are not those of its rows
+    :param time_weight: tokens / seconds^time_weight is what decides; 1: tokens per second
     """
     drafted, _, rows, rounds = table
     if verify_s is None:
         verify_s = state.cost.beside_prompts_s(rows, requests, state.prompts())
     draft_s = state.cost.draft_time_s(rows, rounds, drafted)
-    return Choice(*_best(table, verify_s, draft_s, reading_s, requests, *cell))
+    return Choice(*_best(table, verify_s, draft_s, reading_s, requests, time_weight, *cell))
 
 
 @compiled
 def _best(
-    table: Floats, verify_s: Floats, draft_s: Floats, reading_s: float, requests: int, threshold: int, depth: int
+    table: Floats, verify_s: Floats, draft_s: Floats, reading_s: float, requests: int, time_weight: float,
+    threshold: int, depth: int,
 ) -> tuple[int, int, float, float, float]:  # fmt: skip
-    best, best_threshold, best_depth, now, plain = -np.inf, 0, 0, 0.0, 0.0
+    most, best, best_threshold, best_depth = -np.inf, 0.0, 0, 0
+    held, now, plain = -np.inf, 0.0, 0.0
     for i in range(table.shape[1]):
         for j in range(table.shape[2]):
             step_s = verify_s[i, j] + draft_s[i, j]
             if j > 0:
                 step_s += reading_s * min(table[DRAFTED, i, 1] / requests, 1.0)
             rate = table[TOKENS, i, j] / step_s
+            worth = rate if time_weight == 1.0 else table[TOKENS, i, j] / step_s**time_weight
             if i == 0 and j == 0:
                 plain = rate
             if i == threshold and j == depth:
-                now = rate
-            if rate > best:
-                best, best_threshold, best_depth = rate, i, j
-    if now < best * (1.0 - HYSTERESIS):
+                held, now = worth, rate
+            if worth > most:
+                most, best, best_threshold, best_depth = worth, rate, i, j
+    if held < most * (1.0 - HYSTERESIS):
         now, threshold, depth = best, best_threshold, best_depth
     return threshold, depth, now, plain, table[DRAFTED, threshold, depth]

@@ -15,7 +15,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import Schedule
 from torch import nn
 
-from .network import LAYERS, OUTPUTS, Head, Manifest, Network, shapes
+from .network import LAYERS, Head, Manifest, Network, outputs_of, shapes
 
 FIRST_LOG_STD = -1.2
 
@@ -34,6 +34,10 @@ class DeepSets(nn.Module):
         nn.init.orthogonal_(self.layers["head"].weight, 1.0 if is_critic else 0.01)  # type: ignore[arg-type]
         nn.init.zeros_(self.layers["head"].bias)  # type: ignore[arg-type]
 
+    def silence(self) -> None:
+        """Have all outputs be 0, whatever goes in, until they are learnt."""
+        nn.init.zeros_(self.layers["head"].weight)  # type: ignore[arg-type]
+
     def forward(self, requests: torch.Tensor, overall: torch.Tensor) -> torch.Tensor:
         """Return (batch, outputs), or (batch, slots, k_max + 1), from (batch, slots, features), (batch, features)."""
         layers = self.layers
@@ -45,7 +49,7 @@ class DeepSets(nn.Module):
         most = torch.where(mask.sum(dim=1) > 0, most, torch.zeros_like(most))
         trunk = torch.cat([mean, most, overall], dim=-1)
         trunk = torch.tanh(layers["trunk_2"](torch.tanh(layers["trunk_1"](trunk))))
-        if self.is_critic or self.kind == "price":
+        if self.is_critic or self.kind != "lengths":
             result: torch.Tensor = layers["head"](trunk)
             return result
         spread = trunk.unsqueeze(1).expand(-1, encoded.shape[1], -1)
@@ -59,7 +63,7 @@ def live(requests: torch.Tensor) -> torch.Tensor:
 
 
 class SetPolicy(ActorCriticPolicy):
-    """Actor and critic of their own; Gaussian for the price head, one batched categorical for lengths."""
+    """Actor and critic of their own; one batched categorical for lengths, Gaussian for the other heads."""
 
     def __init__(
         self, observation_space: spaces.Space[Any], action_space: spaces.Space[Any], lr_schedule: Schedule,
@@ -71,7 +75,7 @@ class SetPolicy(ActorCriticPolicy):
     def _build(self, lr_schedule: Schedule) -> None:
         self.actor = DeepSets(self.head_kind, self.hidden, self.k_max)
         self.critic = DeepSets(self.head_kind, self.hidden, self.k_max, is_critic=True)
-        self.log_std = nn.Parameter(torch.full((len(OUTPUTS),), FIRST_LOG_STD))
+        self.log_std = nn.Parameter(torch.full((len(outputs_of(self.head_kind)),), FIRST_LOG_STD))
         make: Any = self.optimizer_class
         self.optimizer = make(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)
 
@@ -86,7 +90,7 @@ class SetPolicy(ActorCriticPolicy):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return values, log probabilities and entropy of these actions."""
         output = self.actor(obs["requests"], obs["globals"])
-        if self.head_kind == "price":
+        if self.head_kind != "lengths":
             entropy = (0.5 + 0.5 * math.log(2.0 * math.pi) + self.log_std).sum().expand(len(output))
         else:
             mask = live(obs["requests"])
@@ -104,7 +108,7 @@ class SetPolicy(ActorCriticPolicy):
         return self._chosen(self.actor(observation["requests"], observation["globals"]), deterministic)
 
     def _chosen(self, output: torch.Tensor, deterministic: bool) -> torch.Tensor:
-        if self.head_kind == "price":
+        if self.head_kind != "lengths":
             return output if deterministic else output + self.log_std.exp() * torch.randn_like(output)
         if deterministic:
             return output.argmax(dim=-1)
@@ -113,7 +117,7 @@ class SetPolicy(ActorCriticPolicy):
         return (output + noise).argmax(dim=-1)
 
     def _log_prob(self, obs: dict[str, torch.Tensor], output: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        if self.head_kind == "price":
+        if self.head_kind != "lengths":
             off = (actions - output) / self.log_std.exp()
             each: torch.Tensor = -0.5 * off.square() - self.log_std - 0.5 * math.log(2.0 * math.pi)
             return each.sum(dim=-1)

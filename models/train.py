@@ -1,4 +1,6 @@
-"""Training of the learned policy: imitate price, then PPO on many simulated engines at once, judged on unseen ones.
+"""Training of the learned policy: PPO on many simulated engines at once, judged on unseen ones.
+
+The advice head begins with none, the others imitate price first.
 
 `faser train --config models/weights/policy.recipe.toml`; called by controller/train.py. stable-baselines3 does the
 learning; time between decisions is unequal, so advantages are those of a semi-Markov process (env/reward.py).
@@ -7,17 +9,22 @@ Checkpoints (models/checkpoint.py) are for resuming; what is released is models/
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.vec_env import VecEnv
 
+from .advised import UNSEEN, advised_batch, judged_advice, looks
 from .checkpoint import Standing, load_checkpoint, save_checkpoint
 from .engine_batch import EngineBatch, SemiMarkovBuffer
 from .evaluate import Decide
@@ -27,7 +34,6 @@ from .torch_network import DeepSets, SetPolicy, to_network
 from .train_config import TrainConfig
 from .worlds import K_MAX
 
-UNSEEN: Final = 7_000_000  # added to the seed: worlds for early stopping, neither trained in nor held out for the table
 VALIDATION_ENGINES, VALIDATION_STEPS = 24, 250
 
 
@@ -49,6 +55,35 @@ def judged(actor: DeepSets, config: TrainConfig) -> float:
     return float(np.log(np.maximum(tokens, 1.0) / np.maximum(seconds, 1e-9)).mean())
 
 
+@dataclass(frozen=True, slots=True)
+class Grounds:
+    """Where a head is trained, how it is judged, and what it has seen there."""
+
+    batch: VecEnv
+    score: Callable[[DeepSets], float]  # higher is better, comparable within a run
+    bounds: Callable[[], tuple[tuple[float, ...], tuple[float, ...]]]  # of the global features
+    ppo: dict[str, Any]  # arguments of its own
+
+    @classmethod
+    def of(cls, config: TrainConfig, decide: Decide) -> Grounds:
+        """Start the engines."""
+        if config.head == "advice":
+            advised = advised_batch(config, decide)
+            return cls(
+                advised,
+                lambda actor: judged_advice(advised, to_network(actor, _manifest(config))),
+                partial(looks, advised),
+                {"gamma": math.exp(-config.discount), "gae_lambda": config.trace_decay},
+            )
+        batch = EngineBatch(config, config.seed)
+        return cls(
+            batch,
+            lambda actor: judged(actor, config),
+            partial(_range, batch),
+            {"rollout_buffer_class": SemiMarkovBuffer},
+        )
+
+
 class _Judge(BaseCallback):
     """Renews engines, judges now and then, keeps the best, writes checkpoints, stops early.
 
@@ -56,10 +91,10 @@ class _Judge(BaseCallback):
     """
 
     def __init__(
-        self, config: TrainConfig, batch: EngineBatch, folder: Path, progress: Progress | None, standing: Standing
+        self, config: TrainConfig, grounds: Grounds, folder: Path, progress: Progress | None, standing: Standing
     ) -> None:
         super().__init__()
-        self.config, self.batch, self.folder, self.tell = config, batch, folder, progress
+        self.config, self.grounds, self.folder, self.tell = config, grounds, folder, progress
         self.standing = standing
 
     def _on_training_start(self) -> None:
@@ -67,7 +102,8 @@ class _Judge(BaseCallback):
             self.consider()
 
     def _on_rollout_start(self) -> None:
-        self.model._last_obs = self.batch.renew()
+        if isinstance(self.grounds.batch, EngineBatch):
+            self.model._last_obs = self.grounds.batch.renew()
 
     def _on_step(self) -> bool:
         return self.standing.since < self.config.patience
@@ -83,7 +119,7 @@ class _Judge(BaseCallback):
         """Judge the actor as it is."""
         policy, standing = self.model.policy, self.standing
         assert isinstance(policy, SetPolicy)
-        score = judged(policy.actor, self.config)
+        score = self.grounds.score(policy.actor)
         standing.steps = self.model.num_timesteps
         standing.history.append(score)
         self.logger.record("judge/log_tokens_per_s", score)
@@ -114,24 +150,38 @@ def train(
     torch.set_num_threads(1)
     torch.manual_seed(config.seed)
     folder.mkdir(parents=True, exist_ok=True)
-    batch = EngineBatch(config, config.seed)
+    grounds = Grounds.of(config, decide)
+    try:
+        return _trained(config, grounds, folder, decide, started, resume, progress, commit)
+    finally:
+        with contextlib.suppress(BrokenPipeError, EOFError):  # a process ended before: that error is the one to tell
+            grounds.batch.close()
+
+
+def _trained(
+    config: TrainConfig, grounds: Grounds, folder: Path, decide: Decide, started: float, resume: bool,
+    progress: Progress | None, commit: str,
+) -> Trained:  # fmt: skip
     model = PPO(
-        SetPolicy, batch, n_steps=config.rollout_steps, batch_size=config.minibatch, n_epochs=config.epochs,
+        SetPolicy, grounds.batch, n_steps=config.rollout_steps, batch_size=config.minibatch, n_epochs=config.epochs,
         learning_rate=config.learning_rate, clip_range=config.clip, ent_coef=config.entropy, seed=config.seed,
-        rollout_buffer_class=SemiMarkovBuffer, device="cpu", tensorboard_log=str(folder / "tensorboard"),
-        policy_kwargs={"head": config.head, "hidden": config.hidden, "k_max": batch.k_max},
+        device="cpu", tensorboard_log=str(folder / "tensorboard"),
+        policy_kwargs={"head": config.head, "hidden": config.hidden, "k_max": K_MAX}, **grounds.ppo,
     )  # fmt: skip
-    assert isinstance(model.rollout_buffer, SemiMarkovBuffer)
     assert isinstance(model.policy, SetPolicy)
-    model.rollout_buffer.engines = batch
+    if isinstance(model.rollout_buffer, SemiMarkovBuffer):
+        assert isinstance(grounds.batch, EngineBatch)
+        model.rollout_buffer.engines = grounds.batch
     standing = Standing()
     if resume:
         standing = load_checkpoint(folder, model.policy, config)
+    elif config.head == "advice":
+        model.policy.actor.silence()
     elif config.imitation_steps:
         lessons = collect(config, decide, progress)
         imitate(model.policy.actor, lessons, config, progress)
-    low, high = _range(batch)
-    judge = _Judge(config, batch, folder, progress, standing)
+    low, high = grounds.bounds()
+    judge = _Judge(config, grounds, folder, progress, standing)
     model.num_timesteps = standing.steps
     if (left := config.total_steps - standing.steps) > 0:
         model.learn(left, callback=judge, reset_num_timesteps=False, tb_log_name="ppo")
@@ -148,11 +198,15 @@ def train(
         "seconds": round(time.monotonic() - started, 1),
         "judgements": [round(score, 5) for score in standing.history],
     }
-    manifest = Manifest(config.head, config.hidden, K_MAX, "", about, {}, low, high)
+    manifest = replace(_manifest(config), training=about, low=low, high=high)
     save_network(to_network(actor, manifest), folder, "policy")
-    batch.close()
     seconds = time.monotonic() - started
     return Trained(folder / "policy.json", standing.history[0], standing.best, int(model.num_timesteps), seconds)
+
+
+def _manifest(config: TrainConfig) -> Manifest:
+    """Return a manifest for which nothing is unlike training."""
+    return Manifest(config.head, config.hidden, K_MAX, "", {}, {}, (-9.0,) * GLOBAL_INPUTS, (9.0,) * GLOBAL_INPUTS)
 
 
 def _quiet() -> Any:

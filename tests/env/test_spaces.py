@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from faser.engine_adapter.protocol import Hello, Prune, StopRule
 from faser.env.spaces import Action, Capabilities, clamp, clamp_lengths, fit_rows, is_other
 
-CAPABILITIES = Capabilities(k_max=5, splits=("unsplit", "half"), exit_layers=(10, 20), max_batched_tokens=64)
+CAPABILITIES = Capabilities(
+    k_max=5, splits=("unsplit", "half"), exit_layers=(10, 20), max_batched_tokens=64, frontier=4
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -37,8 +39,8 @@ def test_lengths_become_whole_numbers_within_bounds(raw: list[float] | None, exp
         ("split", 1, 1),
         ("split", 2, None),
         ("split", -1, None),
-        ("frontier", 6, None),
-        ("frontier", 3, 3),
+        ("frontier", 5, None),
+        ("frontier", 4, 4),
         ("prune", Prune(10, 0.5), Prune(10, 0.5)),
         ("prune", Prune(11, 0.5), None),
         ("prune", Prune(10, math.nan), None),
@@ -71,7 +73,7 @@ def test_an_action_with_nothing_to_clamp_stays_the_same_object() -> None:
         ("price", math.inf, True),
         ("split", np.int64(1), False),
         ("split", 2, True),
-        ("frontier", 6, True),
+        ("frontier", 5, True),
         ("prune", Prune(11, 0.5), True),
         ("stop", StopRule([0.5] * 5, [1.0] * 5, [0.5] * 5, [7.0] * 5), True),
     ],

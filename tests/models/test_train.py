@@ -41,14 +41,14 @@ RECIPE = Path(__file__).parents[2] / "models" / "weights" / "policy.recipe.toml"
 
 
 def test_the_released_recipe_can_be_read() -> None:
-    assert load_config(RECIPE).head == "price"
+    assert load_config(RECIPE).head == "advice"
 
 
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
         ("heads = 'price'", "unknown key heads"),
-        ("head = 'magic'", "expected price or lengths"),
+        ("head = 'magic'", "expected one of price, lengths, advice"),
         ("engines = 0", "engines 0"),
         ("engines = 'four'", "engines is str"),
         ("learning_rate = nan", "learning_rate nan"),

@@ -1,0 +1,241 @@
+"""Advising the price policy, as a gymnasium environment: one step is a span of decisions under the same advice.
+
+Called by models/train.py for the head `advice`. Every episode has a twin: the same engine with the same requests and
+the same luck, under price without advice. What is earned is what was emitted more than by the twin in the same time,
+so that nothing is learnt from an easy engine or a lucky draft. Engines run through the decision core, as in a daemon.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from stable_baselines3.common.vec_env import SubprocVecEnv
+
+from ..engine_adapter.protocol import ActionSet
+from ..env.acceptance import Floats
+from ..env.observation import Observation, observe_vector
+from ..env.state import EngineState
+from .advice import ADVICE, SPAN_DECISIONS
+from .evaluate import DRIFT, FULL, Decide
+from .learned import LearnedPolicy, advice_of
+from .network import GLOBAL_INPUTS, REQUEST_INPUTS, Network, Singles
+from .policy import Policy
+from .price import PricePolicy
+from .simulated import SimulatedEngine
+from .train_config import TrainConfig
+from .worlds import WorldSpec, training
+
+UNSEEN: Final = 7_000_000  # added to the seed: engines for judging, neither trained in nor held out for the table
+TRAINED_SHARE, JUDGED_SHARE = 5 / 6, 1 / 4  # tasks of each process, of the worlds; met again, their twins are kept
+DRIFTING: Final = 0.2  # of the tasks, have a load that swings
+BLIND: Final = 0.2  # of the tasks, have a drafter without confidence
+FILL_STEPS: Final = 600  # a batch that is not full by then never will be
+SETTLE_STEPS: Final = 40  # of a drifting load, instead of filling
+TWIN_SHARE: Final = 1.5  # of an episode's decisions: a twin in no hurry makes fewer in the same time
+
+Observations = dict[str, Singles]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """One engine under one load."""
+
+    world: WorldSpec
+    load: int  # running requests, or DRIFT
+    seed: int
+
+    def engine(self, slots: int) -> SimulatedEngine:
+        """Return the engine at its beginning."""
+        scenario = self.world.drifting(slots) if self.load == DRIFT else self.world.closed(self.load)
+        return SimulatedEngine(scenario, self.seed, has_confidence=self.world.has_confidence)
+
+
+def tasks(config: TrainConfig, seed: int, count: int) -> list[Task]:
+    """Return random engines of the training worlds under random loads."""
+    random = np.random.default_rng([seed, 5])
+    profiles = training(config.worlds, seed, config.exits_share)
+    found = []
+    for _ in range(count):
+        profile = profiles[int(random.integers(len(profiles)))]
+        world = WorldSpec(profile.name, "training", profile, has_confidence=bool(random.random() >= BLIND))
+        load = min(int(2.0 ** random.uniform(0.0, math.log2(config.slots) + 0.5)), config.slots)
+        found.append(Task(world, DRIFT if random.random() < DRIFTING else load, int(random.integers(1 << 31))))
+    return found
+
+
+class Course:
+    """An engine that is served under a policy, and what it has emitted by when."""
+
+    def __init__(self, task: Task, slots: int, decide: Decide) -> None:
+        self.engine = task.engine(slots)
+        self.state = EngineState(self.engine.capabilities)
+        self._decide, self._is_drifting = decide, task.load == DRIFT
+        self._full = int(FULL * task.load)
+        self._actions: ActionSet | None = None
+        self.steps = 0
+        self.good = 0.0
+
+    @property
+    def amount(self) -> float:
+        """Tokens so far; where the load drifts those of requests within their objectives."""
+        return self.good if self._is_drifting else float(self.engine.simulator.state.engines["emitted"][0])
+
+    def step(self, policy: Policy) -> None:
+        """Make one engine step, and the decision for the next."""
+        record = self.engine.step(self._actions)
+        self.steps += 1
+        self.good += float(self.engine.simulator.state.terms[0, 0])
+        self._actions = self._decide(self.state, record, policy, self.steps)
+
+    def is_begun(self) -> bool:
+        """Return whether the batch is full."""
+        if self._is_drifting:
+            return self.steps >= SETTLE_STEPS
+        running = int(self.engine.simulator.state.engines["running"][0])
+        return running >= self._full or self.steps >= FILL_STEPS
+
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """What price without advice emits of a task by when: (steps,) each."""
+
+    seconds: Floats
+    amounts: Floats
+    rate: float  # per second, from where the batch is full
+
+    @classmethod
+    def of(cls, task: Task, config: TrainConfig, decide: Decide) -> Twin:
+        """Serve the task."""
+        course, spans = Course(task, config.slots, decide), config.spans
+        policy = PricePolicy(course.engine.capabilities)
+        found, begun, left = [(0.0, 0.0)], 0, int(TWIN_SHARE * spans * SPAN_DECISIONS)
+        while left:
+            course.step(policy)
+            found.append((course.engine.clock_s, course.amount))
+            begun = begun or (course.is_begun() and course.steps)
+            left -= begun > 0
+        seconds, amounts = np.array(found).T
+        span_s = max(float(seconds[-1] - seconds[begun]), 1e-9)
+        return cls(seconds, amounts, float(amounts[-1] - amounts[begun]) / span_s)
+
+    def by(self, seconds: float) -> float:
+        """Return the amount by a time; behind its end it goes on at its rate."""
+        beyond = max(seconds - float(self.seconds[-1]), 0.0)
+        return float(np.interp(seconds, self.seconds, self.amounts)) + beyond * self.rate
+
+
+def begin(course: Course, policy: Policy) -> None:
+    """Fill the batch."""
+    while not course.is_begun():
+        course.step(policy)
+
+
+class AdvisedServing(gymnasium.Env[Observations, Singles]):
+    """Engines of a list of tasks, one after the other; `judged` serves others under a network as the daemon would."""
+
+    metadata = {"render_modes": []}  # noqa: RUF012
+
+    def __init__(self, config: TrainConfig, number: int, decide: Decide) -> None:
+        self._config, self._slots, self._decide = config, config.slots, decide
+        seed = config.seed + 1000 * number
+        self._tasks = tasks(config, seed, math.ceil(TRAINED_SHARE * config.worlds))
+        self._judged = tasks(config, seed + UNSEEN, math.ceil(JUDGED_SHARE * config.worlds))
+        self._twins: dict[Task, Twin] = {}
+        self._random = np.random.default_rng([seed, 6])
+        bounded = {"requests": (config.slots, REQUEST_INPUTS), "globals": (GLOBAL_INPUTS,)}
+        space: Any = spaces.Dict({name: spaces.Box(-1.0, 1.0, shape) for name, shape in bounded.items()})
+        self.observation_space = space
+        self.action_space = spaces.Box(-1.0, 1.0, (len(ADVICE),))
+        self.render_mode = None
+
+    def _twin(self, task: Task) -> Twin:
+        if task not in self._twins:
+            self._twins[task] = Twin.of(task, self._config, self._decide)
+        return self._twins[task]
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observations, dict[str, Any]]:
+        """Begin with a full batch, filled by price without advice."""
+        super().reset(seed=seed)
+        task = self._tasks[int(self._random.integers(len(self._tasks)))]
+        self._yardstick = self._twin(task)
+        self._course = Course(task, self._slots, self._decide)
+        self._policy = PricePolicy(self._course.engine.capabilities)
+        begin(self._course, self._policy)
+        self._spans = 0
+        return self._seen(), {}
+
+    def step(self, action: Singles) -> tuple[Observations, float, bool, bool, dict[str, Any]]:
+        """Serve for a span under this advice; the reward is in spans' worth of the twin's tokens."""
+        course = self._course
+        before_s, before = course.engine.clock_s, course.amount
+        self._policy.follow(advice_of(np.asarray(action, np.float32)))
+        for _ in range(SPAN_DECISIONS):
+            course.step(self._policy)
+        after_s = course.engine.clock_s
+        emitted = course.amount - before
+        twins = self._yardstick.by(after_s) - self._yardstick.by(before_s)
+        worth = max(self._yardstick.rate * (after_s - before_s), 1e-9)
+        self._spans += 1
+        is_over = self._spans >= self._config.spans
+        return self._seen(), float(np.clip((emitted - twins) / worth, -2.0, 2.0)), False, is_over, {}
+
+    def _seen(self) -> Observations:
+        view = observe_vector(self._course.state, self._slots)
+        return {"requests": view.requests, "globals": view.globals}
+
+    def judged(self, network: Network) -> list[float]:
+        """Return, for each task that is judged, the log of what is emitted under the network over what the twin did."""
+        return [self._gain(task, network) for task in self._judged]
+
+    def _gain(self, task: Task, network: Network) -> float:
+        twin, course = self._twin(task), Course(task, self._slots, self._decide)
+        policy = LearnedPolicy(network, course.engine.capabilities)
+        begin(course, policy)
+        before_s, before = course.engine.clock_s, course.amount
+        for _ in range(self._config.spans * SPAN_DECISIONS):
+            course.step(policy)
+        after_s = course.engine.clock_s
+        twins = twin.by(after_s) - twin.by(before_s)
+        return math.log(max(course.amount - before, 1.0) / max(twins, 1.0))
+
+    def looks(self) -> tuple[Singles, Singles]:
+        """Return the least and greatest of each global feature under price, (features,) each, over the tasks."""
+        seen = np.stack([view.globals for task in self._tasks for view in self._looks_at(task)])
+        return seen.min(axis=0), seen.max(axis=0)
+
+    def _looks_at(self, task: Task) -> Iterator[Observation]:
+        course = Course(task, self._slots, self._decide)
+        policy = PricePolicy(course.engine.capabilities)
+        for _ in range(math.ceil(self._config.spans / 4) * SPAN_DECISIONS):
+            course.step(policy)
+            if course.steps % SPAN_DECISIONS == 0:
+                yield observe_vector(course.state, self._slots)
+
+
+def advised_batch(config: TrainConfig, decide: Decide) -> SubprocVecEnv:
+    """Return the environments, each in a process of its own with tasks of its own."""
+    makers: list[Callable[[], gymnasium.Env[Any, Any]]] = [
+        partial(AdvisedServing, config, number, decide) for number in range(config.engines)
+    ]
+    return SubprocVecEnv(makers, start_method="spawn")
+
+
+def judged_advice(batch: SubprocVecEnv, network: Network) -> float:
+    """Return the mean log of tokens over those of price without advice, on engines not trained in, greedily."""
+    gains: Sequence[list[float]] = batch.env_method("judged", network)
+    return float(np.mean([gain for own in gains for gain in own]))
+
+
+def looks(batch: SubprocVecEnv) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return what the global features span in training."""
+    lows, highs = zip(*batch.env_method("looks"), strict=True)
+    return tuple(map(float, np.min(lows, axis=0))), tuple(map(float, np.max(highs, axis=0)))
