@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+from fractions import Fraction
+from itertools import product
+from math import prod
 
 import pytest
 
@@ -110,3 +113,78 @@ def test_misses_that_cost_nothing_are_worth_any_hit() -> None:
     for _ in range(60):
         rate.note(False)
     assert rate.pays(serial_s=0.01, delay_s=0.0)
+
+
+# --- what is emitted, every way that a run can go, in exact fractions ---
+
+VOCABULARY, ANSWER, LENGTH = 3, 4, 2  # tokens, tokens emitted, tokens of a chunk
+Prefix = tuple[int, ...]
+Spread = dict[Prefix, Fraction]
+
+
+def chance(prefix: Prefix, token: int) -> Fraction:
+    """Return the target's probability of a token; every prefix has its own."""
+    weights = [
+        1 + (7 * sum((place + 2) * (each + 1) for place, each in enumerate(prefix)) + 5 * x) % 6 for x in range(3)
+    ]
+    return Fraction(weights[token], sum(weights))
+
+
+def drafted(prefix: Prefix, count: int) -> Prefix:
+    """Return what the drafter goes on with; it is often wrong."""
+    found = prefix
+    for _ in range(count):
+        found += ((sum(found) + len(found)) % VOCABULARY,)
+    return found[len(prefix) :]
+
+
+def verified(prefix: Prefix, chunk: Prefix, has_bonus: bool) -> Spread:
+    """Return every outcome of verifying drafts of one token each by the ordinary rejection rule."""
+    outcomes: Spread = {}
+    weight, at = Fraction(1), prefix
+    for token in chunk:
+        for other in range(VOCABULARY):  # rejected: from what is left of the target's distribution
+            if other != token:
+                outcomes[(*at[len(prefix) :], other)] = weight * chance(at, other)
+        weight *= chance(at, token)
+        at = (*at, token)
+    if not has_bonus:  # pruning ended the step with the chunk
+        return outcomes | {chunk: weight}
+    return outcomes | {(*chunk, bonus): weight * chance(at, bonus) for bonus in range(VOCABULARY)}
+
+
+def emitted(prefix: Prefix, chunk: Prefix, is_naive: bool = False) -> Spread:
+    """Return the distribution of answers under drafting ahead; naive: the guess is emitted, not the bonus sampled."""
+    if len(prefix) >= ANSWER:
+        return {prefix[:ANSWER]: Fraction(1)}
+    total: Spread = {}
+    frontiers = Frontiers()
+    for has_bonus in (True, False) if chunk else (True,):
+        for sampled, weight in verified(prefix, chunk, has_bonus).items():
+            ahead = drafted(prefix + chunk, 1 + LENGTH)
+            if is_naive and sampled[: len(chunk)] == chunk:
+                sampled = (*chunk, ahead[0])
+            frontiers.open("a", chunk)
+            frontiers.fill("a", Drafted(ahead))
+            found = frontiers.take("a", sampled, LENGTH)
+            now = prefix + sampled
+            following = drafted(now, LENGTH) if found is None else found.tokens
+            share = weight / 2 if chunk else weight  # pruned or not, a coin
+            for answer, each in emitted(now, following, is_naive).items():
+                total[answer] = total.get(answer, Fraction(0)) + share * each
+    assert frontiers.outcomes.hits > 0
+    return total
+
+
+def targets() -> Spread:
+    """Return the target's own distribution of answers."""
+    return {
+        answer: prod((chance(answer[:place], token) for place, token in enumerate(answer)), start=Fraction(1))
+        for answer in product(range(VOCABULARY), repeat=ANSWER)
+    }
+
+
+def test_answers_keep_the_targets_distribution_exactly_and_an_untested_guess_does_not() -> None:
+    first = drafted((), LENGTH)
+    assert emitted((), first) == targets()
+    assert emitted((), first, is_naive=True) != targets()
