@@ -103,9 +103,9 @@ def splits() -> Iterator[Row]:
     """Yield what choosing a split brings in the simulated engines that offer some."""
     points = read("splits.json")["points"]
     for world in dict.fromkeys(point["world"] for point in points):
-        own = [point for point in points if point["world"] == world]
-        ratios = [point["ratio"] for point in own if point["load"] != DRIFT]
-        (drift,) = (f"{p['ratio']:.3f} ± {p['half_width']:.3f}" for p in own if p["load"] == DRIFT)
+        own = {point["load"]: point["policies"]["price"] for point in points if point["world"] == world}
+        ratios = [found["ratio"] for load, found in own.items() if load != DRIFT]
+        drift = f"{own[DRIFT]['ratio']:.3f} ± {own[DRIFT]['half_width']:.3f}"
         yield "a split of the device, chosen", "unsplit", f"simulation, {world}, 1 to 128 requests", _range(ratios)
         yield "the same under a drifting load: goodput", "unsplit", f"simulation, {world}", drift
 

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+from faser.controller.bench_ratio import LEAST_RATIO
+
 RESULTS: Final = Path(__file__).resolve().parent / "results"
 SHOWN: Final = ("price", "learned")  # policies whose worlds are told one by one
 KNOWN: Final = {  # by what they know, most first
@@ -55,6 +57,31 @@ def policies_by_world() -> str:
     return "\n".join(lines)
 
 
+def policies_said() -> str:
+    """Return in words how `price` and `learned` stand."""
+    found = read("policies.json")["policies"]
+    price, learned = found["price"], found["learned"]
+    points = [(world, load, cell) for world, loads in price["worlds"].items() for load, cell in loads.items()]
+    world, load, least = min(points, key=lambda point: point[2]["envelope_ratio"])
+    half = (least["envelope_ci"][1] - least["envelope_ci"][0]) / 2
+    below = [point for point in points if point[2]["envelope_ratio"] < LEAST_RATIO]
+    drift = [cell["over_best_fixed"] for _, at, cell in points if at == "drift"]
+    low, high = learned["over_price_ci"]
+    perfect = found["informed:rounds"]["gap_closed"]
+    where = load if load == "drift" else f"{load} requests"
+    lines = [
+        f"- `price` is at {price['envelope_ratio_mean']:.3f} of the envelope on average, and below {LEAST_RATIO:g} at "
+        f"{len(below)} of {len(points)} points; the lowest is {least['envelope_ratio']:.3f} ± {half:.3f} "
+        f"({world}, {where}). It is {min(drift):.2f} to {max(drift):.2f} times the best fixed length of each world on "
+        "drifting loads.",
+        f"- It closes {price['gap_closed']:.0%} of the gap from the best fixed length to hindsight; a perfect "
+        f"confidence and true costs, with nothing to learn, close {perfect:.0%}.",
+        f"- `learned` emits {learned['over_price']:.4f} ({low:.4f} to {high:.4f}) times as much as `price`; its mean "
+        f"is {learned['envelope_ratio_mean']:.3f} of the envelope, its lowest {learned['envelope_ratio_min']:.3f}.",
+    ]
+    return "\n".join(lines)
+
+
 def policies_bounds() -> str:
     """Return how much of the gap to hindsight each stage of knowledge closes, by world."""
     result = read("policies.json")
@@ -77,13 +104,19 @@ def policies_bounds() -> str:
 def splits() -> str:
     """Return what choosing a split is worth, by world and load."""
     points = read("splits.json")["points"]
-    lines = ["| world | running requests | over unsplit alone | steps under a split |", "|---|---|---|---|"]
+    names = list(points[0]["policies"])
+    heads = [f"{name}: {what}" for name in names for what in ("over unsplit alone", "steps under a split")]
+    lines = [f"| world | running requests | {' | '.join(heads)} |", "|---" * (2 + len(heads)) + "|"]
     for point in points:
-        shares = [(name, share) for name, share in point["share_of_steps"].items() if name != "unsplit"]
-        told = ", ".join(f"{name}: {share:.1%}" for name, share in shares if share >= 0.001) or "none"
-        ratio = f"{point['ratio']:.3f} ± {point['half_width']:.3f}"
-        lines.append(f"| {point['world']} | {point['load'] or 'drift'} | {ratio} | {told} |")
+        cells = [cell for name in names for cell in _split_cells(point["policies"][name])]
+        lines.append(f"| {point['world']} | {point['load'] or 'drift'} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _split_cells(found: Any) -> tuple[str, str]:
+    shares = [(name, share) for name, share in found["share_of_steps"].items() if name != "unsplit"]
+    told = ", ".join(f"{name}: {share:.1%}" for name, share in shares if share >= 0.001) or "none"
+    return f"{found['ratio']:.3f} ± {found['half_width']:.3f}", told
 
 
 def objectives() -> str:

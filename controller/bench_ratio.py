@@ -95,6 +95,15 @@ def paired_ratio(logs: Floats, interval: Interval = student_interval) -> Ratio:
     return Ratio(math.exp(mean), math.exp(low), math.exp(high), len(logs))
 
 
+def chained(one: Ratio, other: Ratio) -> Ratio:
+    """Return the product of two ratios from different rounds: half-widths of the logarithms add as errors do."""
+    value = one.value * other.value
+    low, high = (
+        math.hypot(*(math.log(each.value / getattr(each, name)) for each in (one, other))) for name in ("low", "high")
+    )
+    return Ratio(value, value * math.exp(-low), value * math.exp(high), min(one.pairs, other.pairs))
+
+
 @dataclass(frozen=True, slots=True)
 class Envelope:
     """FASER against the best rival. `rivals` were chosen on the even and on the odd rounds."""

@@ -10,7 +10,9 @@ import pytest
 from faser.controller.bench_ratio import (
     Goodput,
     Objective,
+    Ratio,
     bootstrap_interval,
+    chained,
     cleanest,
     envelope,
     paired_ratio,
@@ -116,3 +118,10 @@ def test_goodput_counts_the_tokens_of_requests_within_five_and_two_times_the_unl
     assert goodput.tokens_per_s == pytest.approx((10 + 1) / 2.0)
     assert goodput.share == pytest.approx(2 / 5)
     assert goodput.mean_tpot_ms == pytest.approx((39.0 + 10.0 + 41.0) / 3)
+
+
+def test_ratios_of_other_rounds_are_chained_with_both_their_errors() -> None:
+    found = chained(Ratio(2.0, 1.8, 2.2, 5), Ratio(0.5, 0.45, 0.55, 3))
+    assert (found.value, found.pairs) == (1.0, 3)
+    assert found.low == pytest.approx(math.exp(-math.sqrt(2.0) * math.log(2.0 / 1.8)))
+    assert found.high == pytest.approx(math.exp(math.sqrt(2.0) * math.log(2.2 / 2.0)))

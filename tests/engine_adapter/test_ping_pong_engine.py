@@ -83,6 +83,18 @@ def test_aborts_in_mid_flight_leave_the_others_alone(done: dict[str, Any]) -> No
     assert done["aborts"].tokens == [tokens for index, tokens in enumerate(whole) if index not in ABORTED]
 
 
+def test_groups_that_aborts_left_uneven_are_dealt_anew(done: dict[str, Any]) -> None:
+    """Who changes groups sits out two steps of others in a row, once; everybody else one at a time."""
+    assert changes_of_group(done["aborts"]) >= 1
+
+
+def changes_of_group(run: Any) -> int:
+    """Count the times that a request was left out of two steps in a row, and was in the one behind them."""
+    handles = {handle for step in run.steps for handle in step.handles}
+    seen = {handle: [at for at, step in enumerate(run.steps) if handle in step.handles] for handle in handles}
+    return sum(later - earlier == 3 for places in seen.values() for earlier, later in pairwise(places))
+
+
 def test_grammars_cut_what_was_drafted_for_a_later_turn(done: dict[str, Any]) -> None:
     """Three in ten tokens are drafted at random, mostly against the grammar: the scheduler cuts there."""
     assert done["grammars"].tokens == done["no drafts, grammars"].tokens

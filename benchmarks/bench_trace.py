@@ -1,4 +1,4 @@
-"""The table of a replayed trace in docs/bench.md, made from the file of a run: `python benchmarks/trace.py`.
+"""The table of a replayed trace in docs/bench.md, made from the file of a run: `python benchmarks/bench_trace.py`.
 
 The run: `faser bench --trace azure-conv --swell --loads 1 --rivals none,k1,k3,table --pairs 3 --minutes 0
 --out benchmarks/results/bench_trace.json`. A rival's row compares FASER with it alone, round by round, so the best

@@ -15,7 +15,7 @@ SETTINGS = Settings("target", "ab" * 32, "price", 4, 1, 1.5, 96, 300, 0, 3, ())
 
 @pytest.fixture(scope="module")
 def trace(load_script: Callable[[str], ModuleType]) -> ModuleType:
-    return load_script("trace")
+    return load_script("bench_trace")
 
 
 def turn(arm: str, round_: int, rate: float, tpot_ms: float, good: float | None = 0.5, load: str = "azure") -> Turn:
