@@ -267,6 +267,8 @@ BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/simulator.md", "speed"): partial(reported, "measured", "speed"),
     ("docs/bench.md", "trace"): partial(reported, "bench_trace", "table"),
     ("docs/results.md", "ablation"): partial(reported, "ablation_report", "table"),
+    ("docs/results.md", "bench full"): partial(reported, "bench_full", "table"),
+    ("docs/results.md", "bench costs"): partial(reported, "bench_full", "costs"),
     ("docs/results.md", "swing"): partial(reported, "swing_report", "table"),
     ("docs/bench.md", "slices"): partial(reported, "slices", "table"),
     ("docs/policies.md", "policies"): partial(reported, "simulation_report", "policies_overall"),
@@ -342,6 +344,7 @@ SET: dict[str, tuple[str, ...]] = {
         "| sidecar killed, stopped", "| hostile frames", "| a frame above the engine's limit",
         "`make chaos` runs storms",
     ),
+    "docs/results.md": ("95 % intervals where there are two rounds",),
     "docs/scale.md": ("are measured. The third is **extrapolated**", "A pod of its own for every engine"),
     "docs/simulator.md": ("what was asked for) are one cell", "The bars are a median of 5 %"),
 }  # fmt: skip

@@ -1,15 +1,14 @@
 """Advising the price policy, as a gymnasium environment: one step is a span of decisions under the same advice.
 
-Called by models/train.py for the head `advice`. Every episode has a twin: the same engine with the same requests and
-the same luck, under price without advice. What is earned is what was emitted more than by the twin in the same time,
-so that nothing is learnt from an easy engine or a lucky draft. Engines run through the decision core, as in a daemon.
+Called by models/train.py for the head `advice`. Every episode has a twin (models/twin.py) under price without advice.
+What is earned is what was emitted more than by the twin in the same time, so that nothing is learnt from an easy engine
+or a lucky draft.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -18,123 +17,19 @@ import numpy as np
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import SubprocVecEnv
 
-from ..engine_adapter.protocol import ActionSet
-from ..env.acceptance import Floats
 from ..env.observation import Observation, observe_vector
-from ..env.state import EngineState
 from .advice import ADVICE, SPAN_DECISIONS
-from .evaluate import DRIFT, FULL, Decide
+from .evaluate import Decide
 from .learned import LearnedPolicy, advice_of
 from .network import GLOBAL_INPUTS, REQUEST_INPUTS, Network, Singles
-from .policy import Policy
 from .price import PricePolicy
-from .simulated import SimulatedEngine
 from .train_config import TrainConfig
-from .worlds import WorldSpec, training
+from .twin import Course, Task, Twin, begin, tasks
 
 UNSEEN: Final = 7_000_000  # added to the seed: engines for judging, neither trained in nor held out for the table
 TRAINED_SHARE, JUDGED_SHARE = 5 / 6, 1 / 4  # tasks of each process, of the worlds; met again, their twins are kept
-DRIFTING: Final = 0.2  # of the tasks, have a load that swings
-BLIND: Final = 0.2  # of the tasks, have a drafter without confidence
-FILL_STEPS: Final = 600  # a batch that is not full by then never will be
-SETTLE_STEPS: Final = 40  # of a drifting load, instead of filling
-TWIN_SHARE: Final = 1.5  # of an episode's decisions: a twin in no hurry makes fewer in the same time
 
 Observations = dict[str, Singles]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Task:
-    """One engine under one load."""
-
-    world: WorldSpec
-    load: int  # running requests, or DRIFT
-    seed: int
-
-    def engine(self, slots: int) -> SimulatedEngine:
-        """Return the engine at its beginning."""
-        scenario = self.world.drifting(slots) if self.load == DRIFT else self.world.closed(self.load)
-        return SimulatedEngine(scenario, self.seed, has_confidence=self.world.has_confidence)
-
-
-def tasks(config: TrainConfig, seed: int, count: int) -> list[Task]:
-    """Return random engines of the training worlds under random loads."""
-    random = np.random.default_rng([seed, 5])
-    profiles = training(config.worlds, seed, config.exits_share)
-    found = []
-    for _ in range(count):
-        profile = profiles[int(random.integers(len(profiles)))]
-        world = WorldSpec(profile.name, "training", profile, has_confidence=bool(random.random() >= BLIND))
-        load = min(int(2.0 ** random.uniform(0.0, math.log2(config.slots) + 0.5)), config.slots)
-        found.append(Task(world, DRIFT if random.random() < DRIFTING else load, int(random.integers(1 << 31))))
-    return found
-
-
-class Course:
-    """An engine that is served under a policy, and what it has emitted by when."""
-
-    def __init__(self, task: Task, slots: int, decide: Decide) -> None:
-        self.engine = task.engine(slots)
-        self.state = EngineState(self.engine.capabilities)
-        self._decide, self._is_drifting = decide, task.load == DRIFT
-        self._full = int(FULL * task.load)
-        self._actions: ActionSet | None = None
-        self.steps = 0
-        self.good = 0.0
-
-    @property
-    def amount(self) -> float:
-        """Tokens so far; where the load drifts those of requests within their objectives."""
-        return self.good if self._is_drifting else float(self.engine.simulator.state.engines["emitted"][0])
-
-    def step(self, policy: Policy) -> None:
-        """Make one engine step, and the decision for the next."""
-        record = self.engine.step(self._actions)
-        self.steps += 1
-        self.good += float(self.engine.simulator.state.terms[0, 0])
-        self._actions = self._decide(self.state, record, policy, self.steps)
-
-    def is_begun(self) -> bool:
-        """Return whether the batch is full."""
-        if self._is_drifting:
-            return self.steps >= SETTLE_STEPS
-        running = int(self.engine.simulator.state.engines["running"][0])
-        return running >= self._full or self.steps >= FILL_STEPS
-
-
-@dataclass(frozen=True, slots=True)
-class Twin:
-    """What price without advice emits of a task by when: (steps,) each."""
-
-    seconds: Floats
-    amounts: Floats
-    rate: float  # per second, from where the batch is full
-
-    @classmethod
-    def of(cls, task: Task, config: TrainConfig, decide: Decide) -> Twin:
-        """Serve the task."""
-        course, spans = Course(task, config.slots, decide), config.spans
-        policy = PricePolicy(course.engine.capabilities)
-        found, begun, left = [(0.0, 0.0)], 0, int(TWIN_SHARE * spans * SPAN_DECISIONS)
-        while left:
-            course.step(policy)
-            found.append((course.engine.clock_s, course.amount))
-            begun = begun or (course.is_begun() and course.steps)
-            left -= begun > 0
-        seconds, amounts = np.array(found).T
-        span_s = max(float(seconds[-1] - seconds[begun]), 1e-9)
-        return cls(seconds, amounts, float(amounts[-1] - amounts[begun]) / span_s)
-
-    def by(self, seconds: float) -> float:
-        """Return the amount by a time; behind its end it goes on at its rate."""
-        beyond = max(seconds - float(self.seconds[-1]), 0.0)
-        return float(np.interp(seconds, self.seconds, self.amounts)) + beyond * self.rate
-
-
-def begin(course: Course, policy: Policy) -> None:
-    """Fill the batch."""
-    while not course.is_begun():
-        course.step(policy)
 
 
 class AdvisedServing(gymnasium.Env[Observations, Singles]):

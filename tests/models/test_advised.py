@@ -17,7 +17,7 @@ from faser.env.observation import GLOBAL_FEATURES
 from faser.env.spaces import Capabilities
 from faser.env.state import EngineState
 from faser.models.advice import ADVICE, NEUTRAL, SPAN_DECISIONS, Advice
-from faser.models.advised import AdvisedServing, Course, Task, Twin, begin
+from faser.models.advised import AdvisedServing
 from faser.models.evaluate import DRIFT
 from faser.models.learned import LearnedPolicy, advice_of
 from faser.models.network import Manifest, Network, load_network, shapes
@@ -26,6 +26,7 @@ from faser.models.price import PricePolicy
 from faser.models.simulated import SimulatedEngine
 from faser.models.train import train
 from faser.models.train_config import TrainConfig
+from faser.models.twin import Course, Task, Twin, begin
 from faser.models.worlds import WorldSpec, held_out, side_by_side
 
 TINY = TrainConfig(
