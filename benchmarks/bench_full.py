@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Final
 
 from bench_trace import ratio
+from pruning_report import markdown
 
-from faser.controller.bench_plan import VARIANTS
+from faser.controller.bench_plan import is_rival
 from faser.controller.bench_ratio import OURS
 from faser.controller.bench_result import Point, Results, cost_of, name_of, points, read_results
 from faser.controller.bench_table import described
@@ -23,14 +24,14 @@ RESULT: Final = Path(__file__).resolve().parent / "results" / "bench_full.json"
 def table() -> str:
     """Return FASER over every rival at every load, and over the best of them."""
     results = read_results(RESULT)
-    arms = [arm for arm in results.arms() if arm not in (OURS, *VARIANTS)]
+    arms = [arm for arm in results.arms() if is_rival(arm)]
     names = ("requests", *map(name_of, arms), "over the best", "which", "pairs", "bar")
-    rows = [names, ("---",) * len(names)]
+    rows = []
     for point in (point for point in points(results) if isinstance(point.load, int)):
         rates = results.rates(point.load, point.kinds, is_clean=not point.uses_disturbed)
         cells = [ratio(rates[OURS], rates[arm]) if arm in rates else "" for arm in arms]
         rows.append((str(point.load), *cells, *_best(point)))
-    return "\n".join([*_said(results), "", *(f"| {' | '.join(row)} |" for row in rows)])
+    return "\n".join([*_said(results), "", *markdown(names, rows)])
 
 
 def _best(point: Point) -> tuple[str, str, str, str]:
@@ -56,7 +57,7 @@ def costs() -> str:
     """Return, for each load and arm, drafts, waste and CPU time."""
     results = read_results(RESULT)
     names = ("requests", "arm", "tokens/s, median", "draft tokens verified", "accepted", "waste", "CPU ms/token")
-    rows = [names, ("---",) * len(names)]
+    rows = []
     for point in (point for point in points(results) if isinstance(point.load, int)):
         for arm in results.arms():
             own = [turn for turn in results.turns_at(point.load, point.kinds) if turn.arm == arm]
@@ -72,7 +73,7 @@ def costs() -> str:
                     "" if cost.cpu_ms_per_token is None else f"{cost.cpu_ms_per_token:.1f}",
                 )
             )  # fmt: skip
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join(markdown(names, rows))
 
 
 if __name__ == "__main__":

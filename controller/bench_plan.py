@@ -126,9 +126,14 @@ def groups(arms: Sequence[str], reference: str, capacity: int) -> list[tuple[str
     return [(*others[first : first + size], reference) for first in range(0, max(len(others), 1), max(size, 1))]
 
 
+def is_rival(arm: str) -> bool:
+    """Return whether FASER is compared with an arm: neither itself nor one of its variants is."""
+    return arm != OURS and arm not in VARIANTS
+
+
 def contenders(rates: Mapping[str, Floats], arms: Sequence[str]) -> tuple[str, ...]:
     """Return ourselves, no speculation and the rivals near the best: those still measured when a ratio is blunt."""
-    rivals = [arm for arm in arms if arm not in (OURS, *VARIANTS) and arm in rates]
+    rivals = [arm for arm in arms if is_rival(arm) and arm in rates]
     if OURS not in rates or not rivals:
         return tuple(arms)
     level = {}
@@ -136,7 +141,7 @@ def contenders(rates: Mapping[str, Floats], arms: Sequence[str]) -> tuple[str, .
         logs = np.log(rates[arm]) - np.log(rates[OURS])
         level[arm] = float(np.nanmean(logs)) if (~np.isnan(logs)).any() else -np.inf
     least = max(level.values()) + float(np.log(NEAR))
-    return tuple(arm for arm in arms if arm in (OURS, NONE, *VARIANTS) or level.get(arm, -np.inf) >= least)
+    return tuple(arm for arm in arms if arm == NONE or not is_rival(arm) or level.get(arm, -np.inf) >= least)
 
 
 @dataclass(slots=True)

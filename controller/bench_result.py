@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from .bench_machine import Machine
-from .bench_plan import ARMS, NONE, VARIANTS
+from .bench_plan import ARMS, NONE, VARIANTS, is_rival
 from .bench_ratio import OURS, Envelope, Floats, cleanest, paired_ratio, wider_interval
 from .bench_table import described
 from .loadstats import Quantiles
@@ -119,17 +119,12 @@ class Results(msgspec.Struct):
 
     def unlike(self, other: Results) -> str:
         """Return what keeps the turns of two runs from being compared, as seen here; empty if nothing does."""
-        for name in COMPARED:
-            ours, theirs = (getattr(each.settings, name) for each in (self, other))
-            if ours != theirs:
-                return f"{name} is {ours}, now {theirs}"
-        for name, ours, theirs in (
-            ("machine", self.machine.name, other.machine.name),
-            ("versions", self.versions, other.versions),
-        ):
-            if ours != theirs:
-                return f"{name} is {ours}, now {theirs}"
-        return ""
+        was, now = (
+            {name: getattr(each.settings, name) for name in COMPARED}
+            | {"machine": each.machine.name, "versions": each.versions}
+            for each in (self, other)
+        )
+        return next((f"{name} is {was[name]}, now {now[name]}" for name in was if was[name] != now[name]), "")
 
     def continued(self, now: Results, rivals: Sequence[str]) -> Results:
         """Return the run to be gone on with; of its rivals that failed, those asked for again may start now."""
@@ -173,14 +168,10 @@ class Results(msgspec.Struct):
 def envelope_at(results: Results, load: int | str, kinds: str) -> Envelope:
     """Return the envelope ratio at a load point."""
     clean, whole = results.rates(load, kinds, is_clean=True), results.rates(load, kinds)
-    if OURS not in whole or len(_rivals_in(whole)) < 2:
+    clean, whole = ({arm: rates[arm] for arm in rates if arm == OURS or is_rival(arm)} for rates in (clean, whole))
+    if OURS not in whole or len(whole) < 2:
         return Envelope(paired_ratio(np.array([])), ())
-    return cleanest(_rivals_in(clean), _rivals_in(whole), wider_interval)
-
-
-def _rivals_in(rates: dict[str, Floats]) -> dict[str, Floats]:
-    """Return the rates of FASER and its rivals, without those of its own variants."""
-    return {arm: rate for arm, rate in rates.items() if arm not in VARIANTS}
+    return cleanest(clean, whole, wider_interval)
 
 
 class Point(msgspec.Struct, frozen=True, omit_defaults=True):

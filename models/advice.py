@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-ADVICE: Final = ("eagerness", "probing", "stopping")  # the outputs of the advice head, -1..1 each
+import numpy as np
+import numpy.typing as npt
+
 SPAN_DECISIONS: Final = 16  # advice is renewed this often: a search for a plan follows within as many
 LESS_TIME: Final = 0.2
 PROBE_FACTOR: Final = 8.0
@@ -16,15 +18,16 @@ STOP_LEAD: Final = 0.05
 
 
 class Advice(NamedTuple):
-    """Three leanings, each -1..1."""
+    """Three leanings, each -1..1, and an output of the advice head."""
 
     eagerness: float = 0.0  # above 0 longer drafts: a step's time counts for less beside its tokens
     probing: float = 0.0  # above 0 more of the time for lengths that are not known
     stopping: float = 0.0  # above 0 drafts end by confidence where by history promises a little more
 
-    def told(self) -> list[tuple[str, float]]:
-        """Return each leaning with its name."""
-        return list(zip(ADVICE, self, strict=True))
+    @classmethod
+    def of(cls, outputs: npt.NDArray[np.float32]) -> Advice:
+        """Return what the outputs of the advice head, (3,), mean; beyond -1..1 they are clipped."""
+        return cls(*np.minimum(np.maximum(outputs, np.float32(-1.0)), np.float32(1.0)).tolist())
 
     @property
     def time_weight(self) -> float:

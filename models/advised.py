@@ -18,18 +18,17 @@ from gymnasium import spaces
 from stable_baselines3.common.vec_env import SubprocVecEnv
 
 from ..env.observation import Observation, observe_vector
-from .advice import ADVICE, SPAN_DECISIONS
+from ..env.speculative_serving import Observations, observation_space
+from .advice import SPAN_DECISIONS, Advice
 from .evaluate import Decide
-from .learned import LearnedPolicy, advice_of
-from .network import GLOBAL_INPUTS, REQUEST_INPUTS, Network, Singles
+from .learned import LearnedPolicy
+from .network import Network, Singles
 from .price import PricePolicy
 from .train_config import TrainConfig
-from .twin import Course, Task, Twin, begin, tasks
+from .twin import Course, Task, Twin, tasks
 
 UNSEEN: Final = 7_000_000  # added to the seed: engines for judging, neither trained in nor held out for the table
 TRAINED_SHARE, JUDGED_SHARE = 5 / 6, 1 / 4  # tasks of each process, of the worlds; met again, their twins are kept
-
-Observations = dict[str, Singles]
 
 
 class AdvisedServing(gymnasium.Env[Observations, Singles]):
@@ -44,10 +43,9 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
         self._judged = tasks(config, seed + UNSEEN, math.ceil(JUDGED_SHARE * config.worlds))
         self._twins: dict[Task, Twin] = {}
         self._random = np.random.default_rng([seed, 6])
-        bounded = {"requests": (config.slots, REQUEST_INPUTS), "globals": (GLOBAL_INPUTS,)}
-        space: Any = spaces.Dict({name: spaces.Box(-1.0, 1.0, shape) for name, shape in bounded.items()})
+        space: Any = observation_space(config.slots)
         self.observation_space = space
-        self.action_space = spaces.Box(-1.0, 1.0, (len(ADVICE),))
+        self.action_space = spaces.Box(-1.0, 1.0, (len(Advice._fields),))
         self.render_mode = None
 
     def _twin(self, task: Task) -> Twin:
@@ -64,7 +62,7 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
         self._yardstick = self._twin(task)
         self._course = Course(task, self._slots, self._decide)
         self._policy = PricePolicy(self._course.engine.capabilities)
-        begin(self._course, self._policy)
+        self._course.begin(self._policy)
         self._spans = 0
         return self._seen(), {}
 
@@ -72,7 +70,7 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
         """Serve for a span under this advice; the reward is in spans' worth of the twin's tokens."""
         course = self._course
         before_s, before = course.engine.clock_s, course.amount
-        self._policy.follow(advice_of(np.asarray(action, np.float32)))
+        self._policy.follow(Advice.of(np.asarray(action, np.float32)))
         for _ in range(SPAN_DECISIONS):
             course.step(self._policy)
         after_s = course.engine.clock_s
@@ -94,7 +92,7 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
     def _gain(self, task: Task, network: Network) -> float:
         twin, course = self._twin(task), Course(task, self._slots, self._decide)
         policy = LearnedPolicy(network, course.engine.capabilities)
-        begin(course, policy)
+        course.begin(policy)
         before_s, before = course.engine.clock_s, course.amount
         for _ in range(self._config.spans * SPAN_DECISIONS):
             course.step(policy)

@@ -100,8 +100,8 @@ class LearnedPolicy:
             seen = observe_vector(state, min(state.requests.size, SLOTS))
             requests = seen.requests[: len(seen.handles)]
             self._why = self._judged(requests, seen.globals)
-            advice = NEUTRAL if self._why else advice_of(self._network.forward(requests, seen.globals))
-            told = ", ".join(f"{name} {value:+.2f}" for name, value in advice.told())
+            advice = NEUTRAL if self._why else Advice.of(self._network.forward(requests, seen.globals))
+            told = ", ".join(f"{name} {value:+.2f}" for name, value in advice._asdict().items())
             self._preface = f"{self._why}: price decides; " if self._why else f"learned: {told}; "
             self._fallback.follow(advice)
         elif self._why:
@@ -154,11 +154,6 @@ def manifest_path(text: str) -> Path:
         raise PolicyError(
             f"policy 'learned:{text}': no such home; expected the path of a trained policy's manifest"
         ) from None
-
-
-def advice_of(values: Array) -> Advice:
-    """Return what the advice head's outputs, (len(ADVICE),), mean; beyond -1..1 they are clipped."""
-    return Advice(*np.minimum(np.maximum(values, -ONE), ONE).tolist())
 
 
 def outside_of(values: Array) -> Array:

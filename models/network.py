@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ..engine_adapter.compiled import compiled
 from ..env.action_vector import ACTION
 from ..env.observation import GLOBAL_FEATURES, OBSERVATION_VERSION, REQUEST_FEATURES
-from .advice import ADVICE
+from .advice import Advice
 from .cache import sha256_of
 from .policy import PolicyError
 from .tensorfile import Entry, Tensor, read, write
@@ -35,7 +35,7 @@ LAYERS: Final = ("encode_1", "encode_2", "trunk_1", "trunk_2", "head")
 
 def outputs_of(head: Head) -> tuple[str, ...]:
     """Return what the outputs of a head that speaks for all requests at once are called."""
-    return ADVICE if head == "advice" else OUTPUTS
+    return Advice._fields if head == "advice" else OUTPUTS
 
 
 def shapes(head: Head, hidden: int, k_max: int) -> dict[str, tuple[int, int]]:

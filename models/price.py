@@ -168,9 +168,11 @@ class PricePolicy:
         if self._held is not None and self._next_search > 0 and is_similar:
             return self._follow(self._held, state, decoding)
         before = self._point.place
-        plan = self._search(state, forecast, decoding, requests, split)
-        action = msgspec.structs.replace(plan.action, frontier=_frontier(state, decoding, requests, plan))
-        self._held = msgspec.structs.replace(plan, action=action)
+        self._held = self._search(state, forecast, decoding, requests, split)
+        if state.capabilities.frontier:
+            frontier = _frontier(state, decoding, requests, self._held)
+            action = msgspec.structs.replace(self._held.action, frontier=frontier)
+            self._held = msgspec.structs.replace(self._held, action=action)
         self._held_for = requests, forecast, split
         is_settled = is_similar and self._point.place == before
         self._interval = min(2 * self._interval, SETTLED_DECISIONS) if is_settled else SETTLE_DECISIONS
@@ -259,15 +261,12 @@ def _reading_s(state: EngineState, decoding: Bools) -> float:
     return state.catch_up_s(decoding) / PAY_BACK_STEPS + state.keep_up_s()
 
 
-def _frontier(state: EngineState, decoding: Bools, requests: int, plan: Plan) -> int | None:
-    """Return how many tokens to draft ahead: all that can be, where that can pay; None where none can be.
+def _frontier(state: EngineState, decoding: Bools, requests: int, plan: Plan) -> int:
+    """Return how many tokens to draft ahead: all that can be where that can pay, else none.
 
     What it can win at most (env/overlap.py) with the hit rate that history gives; whether it does win, the engine's own
     gate measures.
     """
-    most = state.capabilities.frontier
-    if most == 0:
-        return None
     length = min(max(round(plan.drafted / requests), 1), plan.depth)  # of a chunk, about
     if length == 0:
         return 0
@@ -277,7 +276,7 @@ def _frontier(state: EngineState, decoding: Bools, requests: int, plan: Plan) ->
     cost = state.unsplit_cost
     draft_s = float(cost.draft_alone_s(rows, plan.depth, plan.drafted))
     times = PhaseTimes(draft_s, float(cost.verify_time_s(rows)))
-    return most if draft_ahead_bound(times, float(hits.mean())) >= 1.0 + AHEAD_GAIN else 0
+    return state.capabilities.frontier if draft_ahead_bound(times, float(hits.mean())) >= 1.0 + AHEAD_GAIN else 0
 
 
 @compiled

@@ -1,10 +1,9 @@
 """Training of the learned policy: PPO on many simulated engines at once, judged on unseen ones.
 
-The advice head begins with none, the others imitate price first.
-
 `faser train --config models/weights/policy.recipe.toml`; called by controller/train.py. stable-baselines3 does the
-learning; time between decisions is unequal, so advantages are those of a semi-Markov process (env/reward.py).
-Checkpoints (models/checkpoint.py) are for resuming; what is released is models/network.py's format.
+learning. The advice head begins with none (models/advised.py). The others imitate price first, and learn in the
+compiled simulator, where time between decisions is unequal: their advantages are those of a semi-Markov process
+(env/reward.py). Checkpoints (models/checkpoint.py) are for resuming; what is released is models/network.py's format.
 """
 
 from __future__ import annotations

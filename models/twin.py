@@ -80,6 +80,11 @@ class Course:
         self.good += float(self.engine.simulator.state.terms[0, 0])
         self._actions = self._decide(self.state, record, policy, self.steps)
 
+    def begin(self, policy: Policy) -> None:
+        """Fill the batch."""
+        while not self.is_begun():
+            self.step(policy)
+
     def is_begun(self) -> bool:
         """Return whether the batch is full."""
         if self._is_drifting:
@@ -115,9 +120,3 @@ class Twin:
         """Return the amount by a time; behind its end it goes on at its rate."""
         beyond = max(seconds - float(self.seconds[-1]), 0.0)
         return float(np.interp(seconds, self.seconds, self.amounts)) + beyond * self.rate
-
-
-def begin(course: Course, policy: Policy) -> None:
-    """Fill the batch."""
-    while not course.is_begun():
-        course.step(policy)

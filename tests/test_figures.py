@@ -93,7 +93,7 @@ def test_the_readmes_costs_are_written_from_all_runs(figures: ModuleType, monkey
         ]
         * 2,
     }
-    monkeypatch.setattr(figures, "read", lambda name: content)
+    monkeypatch.setattr(figures.page_lines, "read", lambda name: content)
     told = [make() for make in figures.MEASURED.values()]
     assert told[0].startswith(
         "| adapter on the engine thread, a core of its own, 1 / 8 / 64 / 256 requests, p50, median of the runs, back "

@@ -16,17 +16,17 @@ from faser.engine_adapter.protocol import ActionSet
 from faser.env.observation import GLOBAL_FEATURES
 from faser.env.spaces import Capabilities
 from faser.env.state import EngineState
-from faser.models.advice import ADVICE, NEUTRAL, SPAN_DECISIONS, Advice
+from faser.models.advice import NEUTRAL, SPAN_DECISIONS, Advice
 from faser.models.advised import AdvisedServing
 from faser.models.evaluate import DRIFT
-from faser.models.learned import LearnedPolicy, advice_of
+from faser.models.learned import LearnedPolicy
 from faser.models.network import Manifest, Network, load_network, shapes
 from faser.models.policy import Policy, make_policy
 from faser.models.price import PricePolicy
 from faser.models.simulated import SimulatedEngine
 from faser.models.train import train
 from faser.models.train_config import TrainConfig
-from faser.models.twin import Course, Task, Twin, begin
+from faser.models.twin import Course, Task, Twin
 from faser.models.worlds import WorldSpec, held_out, side_by_side
 
 TINY = TrainConfig(
@@ -89,7 +89,7 @@ def test_probing_and_stopping_lean_as_told() -> None:
     policy.follow(NEUTRAL)
     assert plenty == pytest.approx(8.0 * policy._probes.budget_share)
     assert Advice(stopping=1.0).stop_lead > 0.0 > Advice(stopping=-1.0).stop_lead
-    assert advice_of(np.array([5.0, -5.0, 0.25], np.float32)) == Advice(1.0, -1.0, 0.25)
+    assert Advice.of(np.array([5.0, -5.0, 0.25], np.float32)) == Advice(1.0, -1.0, 0.25)
 
 
 def test_an_engine_unlike_training_is_left_to_price_and_every_decision_counted() -> None:
@@ -122,7 +122,7 @@ def test_a_twin_knows_what_was_emitted_by_when(load: int) -> None:
     twin = Twin.of(task, TINY, decided)
     course = Course(task, TINY.slots, decided)
     policy = PricePolicy(course.engine.capabilities)
-    begin(course, policy)
+    course.begin(policy)
     for _ in range(TINY.spans * SPAN_DECISIONS):
         course.step(policy)
         assert twin.by(course.engine.clock_s) == pytest.approx(course.amount)
@@ -157,7 +157,7 @@ def test_a_run_begins_level_with_price_and_leaves_a_policy_that_the_daemon_can_l
     assert found.best >= found.first
     network = load_network(found.manifest)
     assert network.manifest.head == "advice"
-    assert network.tensors["head.bias"].shape == (len(ADVICE),)
+    assert network.tensors["head.bias"].shape == (len(Advice._fields),)
     assert make_policy(f"learned:{found.manifest}", Capabilities(k_max=3)).act(EngineState(Capabilities(k_max=3)))
     again = train(replace(TINY, total_steps=32), tmp_path, decided, resume=True)
     assert again.steps == 32
