@@ -21,6 +21,16 @@ from .loadstats import LoadSummary, RequestResult
 _PATH: Final = "/v1/chat/completions"
 _FAILURE_CHARACTERS: Final = 200
 _EVENT_LIMIT_BYTES: Final = 1 << 20
+IDLE_S: Final = 2.0
+
+
+def connector() -> aiohttp.TCPConnector:
+    """Return as many connections as are asked for; one that was idle for longer than IDLE_S is not used again.
+
+    vLLM closes those that were for 5 s (0.32 envs.py, VLLM_HTTP_TIMEOUT_KEEP_ALIVE), a busy server a little later: a
+    request sent just then would fail.
+    """
+    return aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +109,10 @@ class LoadGenerator:
 
     async def run(self, stop: asyncio.Event) -> LoadSummary:
         """Send all requests and wait for them; when `stop` is set, cancel what is in flight and return."""
-        connector = aiohttp.TCPConnector(limit=0, force_close=False)
         timeout = aiohttp.ClientTimeout(total=self.options.request_timeout_s)
         slots = asyncio.Semaphore(self.options.max_connections)
         cpu_s, self.started_s = time.thread_time(), self._clock()
-        async with aiohttp.ClientSession(self.options.base_url, connector=connector, timeout=timeout) as session:
+        async with aiohttp.ClientSession(self.options.base_url, connector=connector(), timeout=timeout) as session:
             tasks: list[asyncio.Task[None]] = []
             try:
                 await self._dispatch(session, slots, tasks, stop)

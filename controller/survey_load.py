@@ -19,6 +19,7 @@ import aiohttp
 
 from ..env.prompt import held_out_prompts
 from .errors import EngineError
+from .loadgen import connector
 
 _PATH: Final = "/v1/completions"
 _CHARACTERS_PER_TOKEN: Final = 4
@@ -82,9 +83,8 @@ class SurveyLoad:
     async def run(self, end_s: float, progress: Progress, visits: int | None = None) -> None:
         """Visit all stops again and again until the monotonic clock says `end_s`, or `visits` times."""
         begin_s = time.monotonic()
-        connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(
-            self._url, connector=connector, timeout=aiohttp.ClientTimeout(total=None)
+            self._url, connector=connector(), timeout=aiohttp.ClientTimeout(total=None)
         ) as session:
             visit = 0
             while visits is None or visit < visits:

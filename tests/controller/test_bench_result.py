@@ -28,7 +28,7 @@ from faser.controller.bench_result import (
     write_results,
 )
 from faser.controller.bench_run import levels_at
-from faser.controller.bench_view import envelope_table, write_picture
+from faser.controller.bench_view import _over, envelope_table, write_picture
 from faser.controller.errors import UsageError
 
 SETTINGS = Settings("target", "ab" * 32, "price", 4, 1, 1.5, 96, 300, 0, 3, ())
@@ -222,3 +222,12 @@ def test_a_file_that_cannot_be_gone_on_with_is_refused(content: str | None, hint
     with pytest.raises(UsageError, match=r"^[^\n]+$") as caught:
         bench._resumed(path, path if content == "out" else None, fresh, ())
     assert hint in str(caught.value)
+
+
+def test_groups_that_never_met_are_drawn_by_way_of_faser() -> None:
+    apart = results(
+        {1: {"none": [20.0, 20.0, 0.0, 0.0], "k3": [0.0, 0.0, 60.0, 60.0], "faser": [50.0, 50.0, 40.0, 40.0]}}
+    )
+    found = _over(apart, 1, "all", "k3", "none")
+    assert (found.value, found.pairs) == (pytest.approx(1.5 * 2.5), 2)
+    assert _over(apart, 1, "all", "faser", "none").value == pytest.approx(2.5)

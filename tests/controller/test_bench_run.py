@@ -7,7 +7,9 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,21 +19,22 @@ from aiohttp.test_utils import TestServer
 from faser.controller import bench_run, bench_server, bench_work
 from faser.controller.bench_clients import LEAST_TOKENS, Clients, Stopwatch, Times
 from faser.controller.bench_machine import Machine, Noise
-from faser.controller.bench_plan import POLICIES, Plan
+from faser.controller.bench_plan import POLICIES, VARIANTS, Plan
 from faser.controller.bench_ratio import Objective
-from faser.controller.bench_result import Results, Settings, read_results, summary
+from faser.controller.bench_result import Latency, Results, Settings, Spans, read_results, summary
 from faser.controller.bench_run import Bench
 from faser.controller.bench_server import Arm, Bed, Drafting
 from faser.controller.bench_table import Table
 from faser.controller.bench_turn import LEAST_STEPS
 from faser.controller.bench_work import Mix, Replay, closed_stream
-from faser.controller.errors import EngineError
+from faser.controller.errors import EndpointError, EngineError
 from faser.controller.serve import EmbeddedPair
 
 pytestmark = pytest.mark.alone
 
 FASER = [sys.executable, "-P", "-c", "from faser.controller.cli import main; main()"]
 MIX = Mix.parse("all")
+NO_SPANS = Spans(None, None, None)
 SETTINGS = Settings("target", "ab" * 32, "price", 4, 1, 1.5, 96, 300, 0, 3, ())
 
 
@@ -198,10 +201,10 @@ def test_a_failed_request_ends_the_turn_and_is_named() -> None:
 
 
 def measure(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arms: dict[str, FakeArm], noisy: int = 0
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arms: dict[str, FakeArm], noisy: int = 0, **before: Any
 ) -> Results:
-    """Run a benchmark on fake arms; the first `noisy` turns are disturbed."""
-    results = Results(Machine("cpu", 2, 23.5, "Linux"), {}, "abc", SETTINGS)
+    """Run a benchmark on fake arms; the first `noisy` turns are disturbed. `before`: what an earlier run left."""
+    results = Results(Machine("cpu", 2, 23.5, "Linux"), {}, "abc", SETTINGS, **before)
     reasons = iter(["0.50 cores used by others"] * noisy)
     monkeypatch.setattr(Noise, "reason", lambda self, cores: next(reasons, ""))
     monkeypatch.setattr(bench_run, "_CLOSE_S", 0.0)
@@ -309,6 +312,21 @@ def test_the_table_is_swept_before_and_its_server_started_with_it(
     assert {turn.arm for turn in results.turns if turn.phase == "main"} == {"none", "table", "faser"}
 
 
+def test_a_run_that_goes_on_keeps_its_table_and_the_larger_samples_of_latencies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = plan(rivals=("none", "table"), pairs=1)
+    with monkeypatch.context() as patched:
+        before = measure(wanted, tmp_path, patched, {}, table=((1, 64, 1),))
+    assert {turn.phase for turn in before.turns} == {"main"}
+    large, small = (Latency(2, "all", arm, n, NO_SPANS, NO_SPANS, NO_SPANS) for arm, n in (("none", 999), ("faser", 0)))
+    again = measure(wanted, tmp_path, monkeypatch, {}, table=before.table, turns=before.turns, latencies=[large, small])
+    assert [turn.round for turn in again.turns] == [0, 0, 0, 1, 1, 1]
+    kept = {latency.arm: latency for latency in again.latencies}
+    assert kept["none"] == large
+    assert kept["faser"].requests > 0
+
+
 def test_a_length_far_behind_is_not_swept_at_more_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arms = {"k1": FakeArm("k1", burst=8), "k2": FakeArm("k2")}
     wanted = plan(loads=(1, 3), rivals=("none", "table"), pairs=1, table_lengths=(0, 1, 2), sweep_rounds=1)
@@ -346,6 +364,50 @@ def test_a_replay_in_which_nobody_meets_an_objective_has_no_ratio(
     assert (point["envelope_ratio"], point["faser"], point["pairs"], point["verdict"]) == (None, None, 0, "open")
     assert [turn.rate for turn in results.turns] == [0.0, 0.0]
     assert all(turn.tokens_per_s > 0 for turn in results.turns)
+
+
+def test_variants_are_faser_with_what_their_names_say(tmp_path: Path) -> None:
+    bed = Bed(EmbeddedPair(tmp_path, tmp_path), tmp_path, tmp_path, "price", 1)
+    told = {name: bed.launch(name).environment_extra for name in VARIANTS}
+    assert {name: "FASER_EXIT_HEADS" in each for name, each in told.items()} == dict(
+        zip(VARIANTS, (1, 0, 1), strict=True)
+    )
+    assert {name: "FASER_FRONTIER" in each for name, each in told.items()} == dict(
+        zip(VARIANTS, (0, 1, 1), strict=True)
+    )
+    assert Path(told["faser+pruning"]["FASER_EXIT_HEADS"]).exists()
+    assert {bed.config(name).policy.spec for name in VARIANTS} == {"price"}
+    assert {bed.config(name).guard for name in VARIANTS} == {bed.config("faser").guard}
+
+
+def test_an_arms_counters_are_vllms_and_its_sidecars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def metrics(request: web.Request) -> web.Response:
+        return web.Response(
+            text="vllm:spec_decode_num_draft_tokens_total{} 9.0\nvllm:spec_decode_num_accepted_tokens_total{} 4\n"
+        )
+
+    async def counted(link: Any) -> Drafting:
+        app = web.Application()
+        app.router.add_get("/metrics", metrics)
+        async with TestServer(app) as running:
+            engine: Any = SimpleNamespace(launch=SimpleNamespace(url=str(running.make_url("/"))))
+            arm = Arm("faser", engine, ExitStack(), None, link)
+            try:
+                return await arm.drafting()
+            finally:
+                await arm.close()
+
+    engines = [SimpleNamespace(unverified_tokens=3), SimpleNamespace(unverified_tokens=4)]
+    monkeypatch.setattr(bench_server, "ask", lambda link: SimpleNamespace(engines=engines))
+    assert asyncio.run(counted(object())) == Drafting(9, 4, 7)
+    assert asyncio.run(counted(None)) == Drafting(9, 4, 0)
+
+    def silent(link: Any) -> None:
+        raise EndpointError("no sidecar answers", "one", "start it")
+
+    monkeypatch.setattr(bench_server, "ask", silent)
+    with pytest.raises(EngineError, match="faser's sidecar does not answer"):
+        asyncio.run(counted(object()))
 
 
 @pytest.mark.parametrize("name", ["faser", *POLICIES])

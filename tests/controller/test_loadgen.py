@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from faser.controller import loadgen
 from faser.controller.loadgen import LoadGenerator, LoadOptions
 from faser.controller.loadstats import LoadSummary, RequestResult
 from faser.env.workload import TimedRequest
@@ -129,6 +130,24 @@ def test_requests_leave_on_time_although_none_is_answered() -> None:
 
     summary, _ = load(handler, requests(*[0.005 * n for n in range(20)]))
     assert (summary.finished, summary.peak_in_flight) == (20, 20)
+
+
+def test_a_connection_that_a_server_is_about_to_close_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server ends a connection whose next request comes after its patience, as one does whose loop was busy."""
+    monkeypatch.setattr(loadgen, "IDLE_S", 0.1)
+    quiet_since: dict[object, float] = {}
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        now, line = asyncio.get_running_loop().time(), request.transport
+        assert line is not None
+        if now - quiet_since.get(line, now) > 0.2:
+            line.close()
+        response = await stream(request, [*GOOD, DONE])
+        quiet_since[line] = asyncio.get_running_loop().time()
+        return response
+
+    summary, _ = load(handler, requests(0.0, 0.4, 0.45))
+    assert (summary.finished, summary.failed) == (3, 0)
 
 
 def test_connections_stay_bounded_and_the_wait_is_counted() -> None:

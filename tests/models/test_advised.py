@@ -82,6 +82,18 @@ def test_eagerness_lengthens_drafts() -> None:
     assert lengths[0] < lengths[1] < lengths[2]
 
 
+def test_stopping_has_more_drafts_end_by_confidence() -> None:
+    world = held_out()[1]
+    capabilities = SimulatedEngine(world.closed(8), 5).capabilities
+    ruled = [
+        sum(
+            each.stop is not None for each in served(LearnedPolicy(make_network((0.0, 0.0, lead)), capabilities), world)
+        )
+        for lead in (-1.0, 1.0)
+    ]
+    assert ruled[0] < ruled[1]
+
+
 def test_probing_and_stopping_lean_as_told() -> None:
     policy = PricePolicy(Capabilities(k_max=6))
     policy.follow(Advice(probing=1.0))

@@ -14,6 +14,7 @@ from faser.models.simulated import SimulatedEngine
 from faser.models.worlds import WorldSpec, held_out, side_by_side
 
 HEAVY = side_by_side()[0]  # a drafter worth hiding, accepted often
+FREE = next(world for world in held_out() if world.name == "gpu-ngram")  # drafts at length, and nothing to hide
 WEAK = next(world for world in held_out() if world.name == "cpu-weak-drafter")
 
 
@@ -39,6 +40,13 @@ def test_as_far_as_it_can_where_it_may_pay(
     assert told.count(expected) >= 0.9 * len(told)  # a probe has no opinion
 
 
+def test_nothing_is_made_ahead_where_drafting_takes_no_time() -> None:
+    found = asked(FREE, 4, 6)
+    assert max(each.default_length for each in found) > 0
+    assert {each.frontier for each in found} <= {0, None}
+    assert 0 in {each.frontier for each in found}
+
+
 def test_time_that_is_hidden_already_still_counts() -> None:
     engine = SimulatedEngine(HEAVY.closed(8), 5)
     capabilities = replace(engine.capabilities, frontier=6, splits=("unsplit",))
@@ -46,6 +54,6 @@ def test_time_that_is_hidden_already_still_counts() -> None:
     actions: ActionSet | None = None
     for sequence in range(1, 300):
         actions = decided(state, engine.step(actions), policy, sequence)
-    state.unsplit_cost._overlap_share = 0.95
+    state.unsplit_cost._overlap_share = 0.999
     policy._next_search = 0  # type: ignore[attr-defined]
     assert policy.act(state).frontier == 6
