@@ -30,6 +30,19 @@ def test_every_link_to_a_file_leads_somewhere(page: Path) -> None:
     assert missing == []
 
 
+def anchors(page: Path) -> set[str]:
+    """Return what links into a page may name: its headings, as GitHub turns them into anchors."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_to_a_heading_leads_to_one(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text())
+    missing = [link for link in links if link[1] not in anchors(page.parent / link[0] if link[0] else page)]
+    assert missing == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_faser_command_in_the_documentation_exists(page: Path) -> None:
     known = set(re.findall(r"^## `faser ([a-z]+)", (ROOT / "docs" / "commands.md").read_text(), re.M))
