@@ -247,7 +247,8 @@ def measure(options: dict[str, Any], script: str) -> None:
         environment = os.environ | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1", "LD_PRELOAD": str(openmp_library() or ""), "FASER_ENDPOINT": f"ipc://{folder}/e.sock",
+            "NUMBA_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "LD_PRELOAD": str(openmp_library() or ""),
+            "FASER_ENDPOINT": f"ipc://{folder}/e.sock",
             "FASER_EXIT_HEADS": options["heads"],
         }  # fmt: skip
         command = [sys.executable, os.path.abspath(script), "--child", json.dumps(options)]

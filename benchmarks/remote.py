@@ -46,6 +46,7 @@ class Remote:
             "VLLM_LOGGING_LEVEL": "WARNING",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": str(threads),
+            "NUMBA_NUM_THREADS": str(threads),  # launch.py says why
             "LD_PRELOAD": str(openmp_library() or ""),
         }
         reading, writing = os.pipe()

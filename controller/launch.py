@@ -87,6 +87,10 @@ class EngineLaunch:
         if self.has_faser and "VLLM_PLUGINS" in base and "faser" not in base["VLLM_PLUGINS"].split(","):
             merged["VLLM_PLUGINS"] = ",".join(filter(None, (base["VLLM_PLUGINS"], "faser")))
         merged |= self.environment_extra
+        if self.is_cpu and (threads := merged.get("OMP_NUM_THREADS", "")).isdigit():
+            # The first batch that vLLM's ngram drafter sees starts numba's pool, by default of all cores, and its size
+            # becomes that of every later OpenMP region of the process, the target's included.
+            merged.setdefault("NUMBA_NUM_THREADS", threads)
         for name in FILES:
             if (path := merged.get(name)) and Path(path).exists():
                 merged[name] = str(Path(path).absolute())  # the server runs in another folder

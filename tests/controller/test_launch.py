@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,18 @@ from faser.controller.errors import EndpointError
 from faser.controller.launch import EngineLaunch, default_threads, free_port, require_free_port
 
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 4}
+NUMBA_AFTER_OPENMP = """
+import ctypes, numba, numpy
+threads = ctypes.CDLL("libiomp5.so").omp_get_max_threads
+before = threads()
+@numba.njit(parallel=True)
+def add(values):
+    for index in numba.prange(len(values)):
+        values[index] += 1
+numba.set_num_threads(1)
+add(numpy.ones(9))
+print(before, threads())
+"""
 
 
 def launch(**changes: object) -> EngineLaunch:
@@ -94,6 +109,26 @@ def test_the_operators_environment_wins() -> None:
     environment = launch(kv_cache_gib=1).environment(base)
     assert {name: environment[name] for name in base} == base
     assert launch(environment_extra={"OMP_NUM_THREADS": "2"}).environment(base)["OMP_NUM_THREADS"] == "2"
+
+
+def test_numbas_pool_is_no_larger_than_the_targets() -> None:
+    numba = "NUMBA_NUM_THREADS"
+    assert launch(threads=3).environment({})[numba] == "3"
+    assert launch().environment({"OMP_NUM_THREADS": "5"})[numba] == "5"
+    assert launch(environment_extra={"OMP_NUM_THREADS": "2"}).environment({"OMP_NUM_THREADS": "5"})[numba] == "2"
+    assert launch().environment({"OMP_NUM_THREADS": "5", numba: "4"})[numba] == "4"
+    assert numba not in launch().environment({"OMP_NUM_THREADS": "4,2"})
+    assert numba not in launch(is_cpu=False).environment({"OMP_NUM_THREADS": "5"})
+
+
+@pytest.mark.parametrize(("pool", "threads"), [({"NUMBA_NUM_THREADS": "1"}, 1), ({"NUMBA_NUM_THREADS": "2"}, 2)])
+def test_numbas_pool_sets_the_size_of_every_other(pool: dict[str, str], threads: int) -> None:
+    """Why the pool is told its size: without it the target runs on as many threads as there are cores."""
+    ours = {"OMP_NUM_THREADS": "1", "LD_PRELOAD": str(launching.openmp_library())} | pool
+    found = subprocess.run(
+        [sys.executable, "-c", NUMBA_AFTER_OPENMP], env=os.environ | ours, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == ["1", str(threads)]
 
 
 def test_files_are_found_from_where_the_user_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,7 @@ def run_engine(folder: Path, scenario: dict[str, Any], environment: dict[str, st
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
+        "NUMBA_NUM_THREADS": "1",
         "KMP_BLOCKTIME": "0",
         "FASER_ENDPOINT": f"ipc://{folder}/e.sock",
         **(environment or {}),
