@@ -29,7 +29,7 @@ Row = tuple[str, str, str, str]  # mechanism, beside, measured where, ratio of t
 
 def table() -> str:
     """Return the table."""
-    rows = [*lengths(), *by_load(), *confidence(), *pruning(), *overlap(), *splits(), *policies()]
+    rows = [*lengths(), *by_load(), *confidence(), *pruning(), *overlap(), *splits(), *frontiers(), *policies()]
     heading = ("mechanism", "over", "where", "tokens/s")
     return "\n".join(pruning_report.markdown(heading, rows))
 
@@ -92,22 +92,32 @@ def pruning() -> Iterator[Row]:
 
 def overlap() -> Iterator[Row]:
     """Yield what the two ways to overlap bring the embedded pair."""
-    whole = json.loads(overlap_report.PAIR_RESULT.read_text())["loads"]
-    for name, arm in (("drafting ahead, forced on", "ahead"), ("two groups, forced on", "groups")):
-        loads = {requests: load for requests, load in whole.items() if arm == "ahead" or requests != "1"}
-        ratios = [load["ratios"][f"{arm} / in turn"]["median"] for load in loads.values()]
-        yield name, "drafting in turn", f"engine, split cores, {', '.join(loads)} requests", _range(ratios)
+    found = json.loads(overlap_report.GATE_RESULT.read_text())["loads"]
+    forced = (("drafting ahead, forced on", "ahead"), ("two groups, forced on", "groups"))
+    for name, arm in (*forced, ("both, each under its gate", "gated")):
+        loads = {load["requests"]: load["tokens_per_s"] for load in found if arm in load["tokens_per_s"]}
+        ratios = [_level(rates[arm]) / _level(rates["in turn"]) for rates in loads.values()]
+        yield name, "drafting in turn", f"engine, split cores, {', '.join(map(str, loads))} requests", _range(ratios)
 
 
 def splits() -> Iterator[Row]:
     """Yield what choosing a split brings in the simulated engines that offer some."""
-    points = read("splits.json")["points"]
+    yield from _simulated("splits.json", "a split of the device, chosen", "unsplit")
+
+
+def frontiers() -> Iterator[Row]:
+    """Yield what choosing to draft ahead brings in the simulated engines that can."""
+    yield from _simulated("frontiers.json", "drafting ahead, chosen", "drafting in turn")
+
+
+def _simulated(file: str, mechanism: str, over: str) -> Iterator[Row]:
+    points = read(file)["points"]
     for world in dict.fromkeys(point["world"] for point in points):
         own = {point["load"]: point["policies"]["price"] for point in points if point["world"] == world}
         ratios = [found["ratio"] for load, found in own.items() if load != DRIFT]
         drift = f"{own[DRIFT]['ratio']:.3f} ± {own[DRIFT]['half_width']:.3f}"
-        yield "a split of the device, chosen", "unsplit", f"simulation, {world}, 1 to 128 requests", _range(ratios)
-        yield "the same under a drifting load: goodput", "unsplit", f"simulation, {world}", drift
+        yield mechanism, over, f"simulation, {world}, 1 to 128 requests", _range(ratios)
+        yield "the same under a drifting load: goodput", over, f"simulation, {world}", drift
 
 
 def policies() -> Iterator[Row]:

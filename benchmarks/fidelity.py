@@ -9,7 +9,8 @@ that profile, levelled to --level if given: telemetry of another load just befor
 and slower hours.
 
 With --ahead-survey, --ahead and --ahead-repeat the same for an engine with a drafter's process (docs/simulator.md,
-drafting ahead): a survey that drafts ahead at times, and two runs that always do. With --pruned-survey, --pruned and
+drafting ahead): a survey that drafts ahead at times, and two runs that always do; its profile is written beside the
+other, as embedded_ahead.json. With --pruned-survey, --pruned and
 --pruned-repeat for one that prunes. A mechanism that is not given stays in the file as it was, without
 SURVEY so does all else; a new profile without --run has no replay. Then run `python docs/figures.py`.
 Takes a minute or two.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -35,6 +37,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 RESULT: Final = ROOT / "benchmarks" / "results" / "fidelity.json"
 PROFILE: Final = ROOT / "env" / "profiles" / "embedded.json"
 MECHANISMS: Final = {"ahead": "ahead", "pruned": "exits"}  # and what of a profile they are
+KEPT: Final = ("ahead",)  # whose profile ships, beside the one without
 
 
 def told(*arguments: object) -> dict[str, Any]:
@@ -73,10 +76,13 @@ def with_mechanism(options: argparse.Namespace, name: str) -> dict[str, Any]:
     asked = {key: getattr(options, f"{name}_{key}") for key in ("survey", "level", "repeat")}
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) / f"{name}.json"
-        fitted = told("calibrate", *asked["survey"], "-o", profile)
+        shipped = f"{options.profile.stem}_{name}"
+        fitted = told("calibrate", *asked["survey"], "-o", profile, "--name", shipped)
         if options.answers:
             told("calibrate", *options.answers, "--base", profile, "--keep-costs", "-o", profile)
         replayed = replay(profile, asked["level"], getattr(options, name), asked["repeat"])
+        if name in KEPT:
+            shutil.copyfile(profile, options.profile.with_name(f"{shipped}.json"))
     parts = {part: fitted[part] for part in ("verify", "draft", MECHANISMS[name])}
     return {"calibration": parts, "closed_loop": replayed} | where_and_when()
 
@@ -88,7 +94,7 @@ def where_and_when() -> dict[str, Any]:
 
 def without(options: argparse.Namespace) -> dict[str, Any]:
     """Fit the shipped profile, and return what its surveys came to and how far a replay is from a run."""
-    calibration = told("calibrate", *options.surveys, "-o", options.profile, "--name", "embedded")
+    calibration = told("calibrate", *options.surveys, "-o", options.profile, "--name", options.profile.stem)
     if options.answers:
         kept = ("--base", options.profile, "--keep-costs", "-o", options.profile)
         calibration["acceptance"] = told("calibrate", *options.answers, *kept)["acceptance"]

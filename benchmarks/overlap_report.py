@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from pruning_report import markdown
 
-from faser.controller.bench_ratio import LEAST_RATIO, envelope, wider_interval
+from faser.controller.bench_ratio import LEAST_RATIO, envelope, paired_ratio, wider_interval
 
 RESULT: Final = Path(__file__).parent / "results" / "overlap.json"
 PAIR_RESULT: Final = RESULT.with_name("overlap_pair.json")
@@ -137,7 +137,8 @@ def gates() -> str:
         rates = {arm: np.array(values) for arm, values in load["tokens_per_s"].items()}
         chosen = envelope(rates, "gated", wider_interval)
         ratios.append(chosen.ratio)
-        level = {arm: f"{np.exp(np.log(values).mean()):.1f}" for arm, values in rates.items()}
+        levels = {arm: paired_ratio(np.log(values), wider_interval) for arm, values in rates.items()}
+        level = {arm: f"{each.value:.1f} ({each.low:.1f} to {each.high:.1f})" for arm, each in levels.items()}
         kinds = ", ".join(f"{kind} {share:.1%}" for kind, share in load["kinds"]["gated"].items())
         cells.append(
             (
@@ -145,12 +146,14 @@ def gates() -> str:
                 " / ".join(dict.fromkeys(chosen.rivals)), kinds,
             )
         )  # fmt: skip
+    sets = [str(len(load["tokens_per_s"]["gated"])) for load in found["loads"]]
     names = ("requests", *FORCED, "gated", "gated over the best of these", "that is", "steps of gated")
     low = min(ratio.value for ratio in ratios)
     machine, timed = found["settings"]["machine"], sorted(load["timed"] for load in found["loads"])
     return "\n".join(
         (
-            f"Tokens/s; each load from {timed[0]} to {timed[-1]} timed steps; {machine['cpu']} in {machine['dtype']}, "
+            f"Tokens/s with 95 % intervals, over {', '.join(sets)} sets of prompts; "
+            f"each load from {timed[0]} to {timed[-1]} timed steps; {machine['cpu']} in {machine['dtype']}, "
             f"commit {', '.join(sorted({load['commit'] for load in found['loads']}))}.",
             "",
             *markdown(names, cells),

@@ -1,4 +1,4 @@
-"""Tables of what `faser evaluate`, splits.py and objectives.py found in simulated worlds, for docs/figures.py."""
+"""Tables of what `faser evaluate` and splits.py, frontiers.py, objectives.py found in simulated worlds, for docs."""
 
 from __future__ import annotations
 
@@ -103,18 +103,27 @@ def policies_bounds() -> str:
 
 def splits() -> str:
     """Return what choosing a split is worth, by world and load."""
-    points = read("splits.json")["points"]
+    return _by_kind("splits.json", ("over unsplit alone", "steps under a split"), "unsplit")
+
+
+def frontiers() -> str:
+    """Return what choosing to draft ahead is worth, by world and load."""
+    return _by_kind("frontiers.json", ("over in turn alone", "steps asked for, ahead"), "in turn")
+
+
+def _by_kind(file: str, told: tuple[str, str], usual: str) -> str:
+    points = read(file)["points"]
     names = list(points[0]["policies"])
-    heads = [f"{name}: {what}" for name in names for what in ("over unsplit alone", "steps under a split")]
+    heads = [f"{name}: {what}" for name in names for what in told]
     lines = [f"| world | running requests | {' | '.join(heads)} |", "|---" * (2 + len(heads)) + "|"]
     for point in points:
-        cells = [cell for name in names for cell in _split_cells(point["policies"][name])]
+        cells = [cell for name in names for cell in _kind_cells(point["policies"][name], usual)]
         lines.append(f"| {point['world']} | {point['load'] or 'drift'} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _split_cells(found: Any) -> tuple[str, str]:
-    shares = [(name, share) for name, share in found["share_of_steps"].items() if name != "unsplit"]
+def _kind_cells(found: Any, usual: str) -> tuple[str, str]:
+    shares = [(name, share) for name, share in found["share_of_steps"].items() if name != usual]
     told = ", ".join(f"{name}: {share:.1%}" for name, share in shares if share >= 0.001) or "none"
     return f"{found['ratio']:.3f} ± {found['half_width']:.3f}", told
 

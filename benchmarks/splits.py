@@ -7,50 +7,30 @@ same engine offers none: same requests, same luck. Simulated time, so the machin
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from simulated_points import half_width, measure
+import simulated_points
+from simulated_points import measure
 
-from faser.controller.evaluate import decided
-from faser.engine_adapter.protocol import ActionSet
+from faser.engine_adapter.protocol import StepRecord
 from faser.env.engine_model import Split
-from faser.env.state import EngineState
-from faser.models.evaluate import DRIFT, FULL, Cell, Meter
-from faser.models.policy import make_policy
-from faser.models.simulated import SimulatedEngine
+from faser.models.evaluate import DRIFT
 from faser.models.worlds import LOADS, WorldSpec, side_by_side
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULT: Final = ROOT / "benchmarks" / "results" / "splits.json"
-STEPS: Final = 2400  # without speculation, of a full batch
-DRIFT_STEPS: Final = 4800
-POLICIES: Final = ("price", "learned")
 
 
-def run(world: WorldSpec, load: int, seed: int, steps: int = 0, chosen: str = POLICIES[0]) -> tuple[float, list[float]]:
-    """Return tokens per second, goodput where the load drifts, and the share of the counted steps under each split.
+def split_of(record: StepRecord) -> int:
+    """Return the index of the split that a step ran under; 0: unsplit."""
+    return record.split or 0
 
-    :param load: running requests, or DRIFT
-    """
-    engine = SimulatedEngine(world.drifting() if load == DRIFT else world.closed(load), seed)
-    policy, state = make_policy(chosen, engine.capabilities), EngineState(engine.capabilities)
-    pace_s = float(engine.simulator.origins.pace_s[0])
-    horizon_s = pace_s * (steps or (DRIFT_STEPS if load == DRIFT else STEPS))
-    meter = Meter(engine.simulator, horizon_s, int(FULL * load))
-    under = [0] * len(world.profile.splits)
-    actions: ActionSet | None = None
-    while True:
-        record = engine.step(actions)
-        if meter.is_over():
-            break
-        if meter.start is not None:
-            under[record.split or 0] += 1
-        actions = decided(state, record, policy, record.counter)
-    score = meter.run(Cell(chosen, world.name, load, seed, steps)).score
-    return score, [share / max(sum(under), 1) for share in under]
+
+def run(world: WorldSpec, load: int, seed: int, steps: int = 0) -> tuple[float, list[float]]:
+    """Return tokens per second and the share of the counted steps under each split."""
+    return simulated_points.run(world, load, seed, len(world.profile.splits), split_of, steps=steps)
 
 
 def unsplit(world: WorldSpec) -> WorldSpec:
@@ -60,26 +40,9 @@ def unsplit(world: WorldSpec) -> WorldSpec:
 
 
 def compared(world: WorldSpec, load: int, seeds: range) -> dict[str, Any]:
-    """Return the ratios of the scores at one load with 95 % half-widths, and the shares of the steps, by policy."""
-    return {
-        "world": world.name,
-        "load": load,
-        "policies": {name: _beside(world, load, seeds, name) for name in POLICIES},
-    }
-
-
-def _beside(world: WorldSpec, load: int, seeds: range, chosen: str) -> dict[str, Any]:
-    ratios, shares = [], []
-    for seed in seeds:
-        rate, under = run(world, load, seed, chosen=chosen)
-        ratios.append(rate / run(unsplit(world), load, seed, chosen=chosen)[0])
-        shares.append(under)
+    """Return what the splits are worth at one load."""
     names = [split.name for split in world.profile.splits]
-    mean_shares = map(statistics.mean, zip(*shares, strict=True))
-    return {
-        "ratio": statistics.mean(ratios), "half_width": half_width(ratios),
-        "share_of_steps": dict(zip(names, mean_shares, strict=True)),
-    }  # fmt: skip
+    return simulated_points.compared(world, unsplit(world), load, seeds, names, split_of)
 
 
 if __name__ == "__main__":

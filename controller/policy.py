@@ -31,7 +31,10 @@ def list_policies() -> None:
 def show(
     spec: Annotated[str, typer.Argument(help="The policy, as `faser policy list` names it.")] = "price",
     world: Annotated[
-        str, typer.Option(help="The simulated engine: embedded, a world of `faser evaluate`, or a profile file.")
+        str,
+        typer.Option(
+            help="The simulated engine: embedded, embedded_ahead, a world of `faser evaluate`, or a profile file."
+        ),
     ] = EMBEDDED,
     loads: Annotated[str, typer.Option(help="Running requests.")] = "1,2,4,8,16,32,64",
     steps: Annotated[int, typer.Option(min=20, help="Engine steps that count at each load.")] = 500,
@@ -108,17 +111,17 @@ def release(
 
 
 def _world(name: str) -> WorldSpec:
-    from ..env.engine_model import ProfileError, load_profile, shipped_profile
+    from ..env.engine_model import SHIPPED, ProfileError, load_profile, shipped_profile
     from ..models.worlds import WorldSpec, held_out
 
     known = {each.name: each for each in held_out()}
     if name in known:
         return known[name]
-    if name == EMBEDDED:
-        return WorldSpec(EMBEDDED, "measured: `faser profile` on the embedded pair", shipped_profile(EMBEDDED))
+    if name in SHIPPED:
+        return WorldSpec(name, "measured: `faser profile` on the embedded pair", shipped_profile(name))
     path = Path(name)
     if not path.is_file():
-        raise UsageError(f"world {name!r}", f"{EMBEDDED}, {', '.join(known)} or a profile file")
+        raise UsageError(f"world {name!r}", f"{', '.join((*SHIPPED, *known))} or a profile file")
     try:
         return WorldSpec(path.stem, f"measured: {path}", load_profile(path))
     except ProfileError as error:

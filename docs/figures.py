@@ -54,6 +54,7 @@ BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/policies.md", "policies by world"): partial(reported, "simulation_report", "policies_by_world"),
     ("docs/policies.md", "policies bounds"): partial(reported, "simulation_report", "policies_bounds"),
     ("docs/policies.md", "splits"): partial(reported, "simulation_report", "splits"),
+    ("docs/policies.md", "frontiers"): partial(reported, "simulation_report", "frontiers"),
     ("docs/policies.md", "objectives"): partial(reported, "simulation_report", "objectives"),
     ("docs/drafter.md", "acceptance"): page_lines.acceptance,
     ("docs/drafter.md", "confidence"): page_lines.confidence,

@@ -37,7 +37,7 @@ from .step_basis import (
 )
 
 PROFILE_VERSION: Final = 1
-SHIPPED: Final = ("embedded",)
+SHIPPED: Final = ("embedded", "embedded_ahead")
 
 
 class OutsideProfile(ValueError):

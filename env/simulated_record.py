@@ -50,7 +50,7 @@ def hello(simulator: Simulator, engine: int = 0) -> Hello:
         splits=[split.name for split in profile.splits], exit_layers=[each.layer for each in profile.exits],
         released_prune=Prune(profile.exits[0].layer, 0.5) if profile.exits else None,
         tensor_parallel=1, pipeline_parallel=1, data_parallel=1, data_parallel_rank=0, lease_steps=32, lease_ms=1000,
-        roster=[],
+        roster=[], frontier=simulator.scenario.positions if profile.ahead is not None else 0,
     )  # fmt: skip
 
 

@@ -1,16 +1,18 @@
 """One simulated engine as the decision core meets a real one: step records come out, action sets go in.
 
 Called by models/evaluate.py. Wraps a Simulator of one engine; its records are those of env/simulated_record.py (a test
-holds them together), made for whole columns at once, since evaluations make millions.
+holds them together), made for whole columns at once, since evaluations make millions. Whether drafting ahead pays is
+left to the gate that a real engine has (`FASER_DRAFT_AHEAD=auto`).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from ..engine_adapter.gate import Gate
 from ..engine_adapter.protocol import ActionSet, EventKind, RequestEvent, RequestRow, StepRecord, StopRule
 from ..env.acceptance import Ints
-from ..env.action_vector import OVERLAPS, PING_PONG, outside
+from ..env.action_vector import AHEAD, OVERLAPS, PING_PONG, outside
 from ..env.scenario import Scenario
 from ..env.simulated_record import BOOT_ID, hello, pruning_of
 from ..env.simulator import Simulator
@@ -18,6 +20,7 @@ from ..env.simulator_state import (
     ACCEPTED,
     CONTEXT,
     DRAFT_LIMIT,
+    DRAFTS,
     EMITTED,
     FINISHED,
     FIRST,
@@ -55,6 +58,7 @@ class SimulatedEngine:
         self._lengths = np.full((1, scenario.slots), -1, np.int8)
         self._arrived = 0
         self._rule: StopRule | None = None
+        self._gate = Gate()
         self._waiting: list[tuple[float, ...]] = [()] * scenario.slots  # confidences of drafts not yet verified
 
     @property
@@ -66,7 +70,11 @@ class SimulatedEngine:
         """Run one step under these actions (None: no drafts) and return its record."""
         state, waiting = self.simulator.state, self._waiting
         before = state.ints[0, HANDLE].copy()
-        self.simulator.step(self._ask(actions), self._lengths)
+        running = int(state.engines["running"][0])
+        frontier = 0 if actions is None else min(actions.frontier or 0, self.capabilities.frontier)
+        could = bool(frontier and state.ints[0, DRAFTS].any()) and not (actions and actions.split)
+        may_go_on = could and self._gate.ask(running)
+        self.simulator.step(self._ask(actions, may_go_on), self._lengths)
         engine, ints = state.engines[0], state.ints[0]
         busy = np.flatnonzero(ints[SCHEDULED])
         busy = busy[np.argsort(ints[HANDLE, busy], kind="stable")]
@@ -79,6 +87,8 @@ class SimulatedEngine:
             )
         ]
         self._waiting = self._confidences(busy)
+        if could and len(rows) == running and not engine["prefill_tokens"]:
+            self._gate.note(running, may_go_on, float(engine["step_s"]), int(ints[FRESH, busy].sum()))
         return StepRecord(
             boot_id=BOOT_ID,
             counter=int(engine["steps"]),
@@ -98,7 +108,7 @@ class SimulatedEngine:
             draft_tokens=int(engine["draft_tokens"]),
             kv_usage=1.0 - float(engine["free_blocks"]) / self.profile.kv_blocks,
             split=None if actions is None else actions.split,
-            frontier=None,
+            frontier=frontier or None,
             lease_epoch=0 if actions is None else actions.epoch,
             lease_sequence=0 if actions is None else actions.sequence,
             dropped=0,
@@ -108,10 +118,11 @@ class SimulatedEngine:
             caught_up=int(engine["caught_up"]),
             draft_rounds=int(engine["rounds"]),
             drawn_tokens=int(engine["drawn"]),
+            frontier_hits=int(engine["frontier_hits"]),
             **pruning_of(engine, self.profile, rows),
         )
 
-    def _ask(self, actions: ActionSet | None) -> Singles:
+    def _ask(self, actions: ActionSet | None, may_go_on: bool) -> Singles:
         """Fill in lengths and stop rule; return the vector that carries the default length."""
         state, k_max = self.simulator.state, self.capabilities.k_max
         self._lengths[:] = -1
@@ -131,13 +142,13 @@ class SimulatedEngine:
             depth=actions.default_length / max(k_max, 1),
             keep=0.0 if self._rule is None else 1.0,
             prune=0.0 if actions.prune is None else 1.0,
-            **self._side_by_side(actions.split),
+            **self._side_by_side(actions.split, may_go_on),
         )
 
-    def _side_by_side(self, split: int | None) -> dict[str, float]:
-        """Return the meanings of a split: two groups take turns on its shares. Nothing where the engine is unsplit."""
+    def _side_by_side(self, split: int | None, may_go_on: bool) -> dict[str, float]:
+        """Return the meanings of a split, on whose shares two groups take turns, or of drafting ahead, if any."""
         if not split:
-            return {}
+            return {"overlap": (AHEAD + 0.5) / OVERLAPS} if may_go_on else {}
         return {"split": (split + 0.5) / len(self.capabilities.splits), "overlap": (PING_PONG + 0.5) / OVERLAPS}
 
     def _logits(self) -> Singles:

@@ -74,3 +74,20 @@ def test_a_mechanism_replaces_its_own_part_of_the_file(
     assert asked[0][:3] == ("calibrate", "one.sqlite", "two.sqlite")
     assert asked[-1][:2] == ("fidelity", "a.sqlite")
     assert asked[-1][-2:] == ("--repeat", "b.sqlite")
+
+
+def test_a_profile_that_drafts_ahead_ships_beside_the_one_without(
+    fidelity: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(*arguments: object) -> dict[str, Any]:
+        if "-o" in arguments:
+            Path(str(arguments[arguments.index("-o") + 1])).write_text(str(arguments[-1]))
+        return {"verify": 1, "draft": 2, "ahead": {"ready": 0.5}, "levels": {}}
+
+    monkeypatch.setattr(fidelity, "told", told)
+    ahead = ["--ahead-survey", "one.sqlite", "--ahead", "a.sqlite", "--ahead-repeat", "b.sqlite"]
+    files = ["--json", str(tmp_path / "fidelity.json"), "--profile", str(tmp_path / "pair.json")]
+    fidelity.main([*ahead, *files])
+    assert (tmp_path / "pair_ahead.json").read_text() == "pair_ahead"  # the name it was given
+    assert not (tmp_path / "pair.json").exists()
+    assert json.loads((tmp_path / "fidelity.json").read_text())["ahead"]["calibration"]["ahead"] == {"ready": 0.5}

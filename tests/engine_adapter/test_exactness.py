@@ -117,6 +117,7 @@ def run_gauntlet(
         "VLLM_LOGGING_LEVEL": "WARNING",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        "NUMBA_NUM_THREADS": "1",
         "LD_PRELOAD": str(openmp_library() or ""),
         "FASER_RUNTIME_DIR": str(folder),
         "FASER_ENDPOINT": endpoint,

@@ -33,27 +33,34 @@ from faser.models.evaluate import (
 from faser.models.policy import make_policy
 from faser.models.simulated import SimulatedEngine
 from faser.models.standing import interval, point, summary
-from faser.models.worlds import K_MAX, LOADS, WorldSpec, acceptance, confidence_auc, held_out, training
+from faser.models.worlds import K_MAX, LOADS, WorldSpec, acceptance, confidence_auc, going_ahead, held_out, training
 
 WORLDS = {world.name: world for world in held_out()}
 NGRAM = WORLDS["gpu-ngram"]
 
 
-def test_records_are_those_of_the_plain_recorder_under_a_policy_with_stop_rules() -> None:
-    engine = SimulatedEngine(WORLDS["gpu-small-knee"].closed(8), 5)
+@pytest.mark.parametrize("world", [WORLDS["gpu-small-knee"], going_ahead()[0]], ids=lambda world: world.name)
+def test_records_are_those_of_the_plain_recorder_under_a_policy_with_stop_rules(world: WorldSpec) -> None:
+    engine = SimulatedEngine(world.closed(8), 5)
     recorder = Recorder(engine.simulator)
     policy, state, actions, stops = make_policy("price", engine.capabilities), EngineState(engine.capabilities), None, 0
+    hits, was_ahead = 0, set()
     for sequence in range(1, 301):
         record, plain = engine.step(actions), recorder.record(0 if actions is None else actions.sequence)
         assert record.rows == plain.rows
         assert not any(row.confidences for row in record.rows if row.is_prefill)
         assert sorted(map(str, record.events)) == sorted(map(str, plain.events))
         for name in record.__struct_fields__:
-            if name not in ("rows", "events"):
+            if name not in ("rows", "events", "frontier"):
                 assert getattr(record, name) == getattr(plain, name), name
+        # As from an engine with a gate of its own: what was asked for, not what the gate made of it.
+        assert record.frontier == (None if actions is None else actions.frontier or None)
+        hits += record.frontier_hits
+        was_ahead |= {record.overlap_s > 0.0} if record.frontier and record.draft_tokens else set()
         actions = decided(state, record, policy, sequence)
         stops += actions.stop is not None
     assert stops > 50
+    assert (hits > 50, len(was_ahead)) == ((True, 2) if engine.capabilities.frontier else (False, 0))
 
 
 def test_an_engine_without_confidences_tells_none() -> None:
