@@ -73,7 +73,7 @@ def ahead() -> str:
         f"whole, {percent(fitted['hidden'])} of its time was hidden, it was accepted {fitted['acceptance']:.2f} "
         f"times as often, and verification beside a busy drafter took {fitted['verify_factor']:.3f} times as long."
     )
-    return "\n".join([_held_out(found), told, "", _replayed(found["closed_loop"])])
+    return "\n".join([_where(found), _held_out(found), told, "", _replayed(found["closed_loop"])])
 
 
 def pruned() -> str:
@@ -87,8 +87,11 @@ def pruned() -> str:
         f"spared; a look took {1e3 * each['look_s']:.2f} ms and {1e6 * each['look_token_s']:.0f} us a draft token."
         for each in found["calibration"]["exits"]
     ]
-    where = f"{found['machine']['cpu']}, commit {found['commit']}."
-    return "\n".join([where, _held_out(found), *told, "", _replayed(found["closed_loop"])])
+    return "\n".join([_where(found), _held_out(found), *told, "", _replayed(found["closed_loop"])])
+
+
+def _where(found: Any) -> str:
+    return f"{found['machine']['cpu']}, commit {found['commit']}."
 
 
 def _held_out(found: Any) -> str:
