@@ -37,6 +37,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 RESULT: Final = ROOT / "benchmarks" / "results" / "fidelity.json"
 PROFILE: Final = ROOT / "env" / "profiles" / "embedded.json"
 MECHANISMS: Final = {"ahead": "ahead", "pruned": "exits"}  # and what of a profile they are
+NAME: Final = "embedded"
 KEPT: Final = ("ahead",)  # whose profile ships, beside the one without
 
 
@@ -76,13 +77,12 @@ def with_mechanism(options: argparse.Namespace, name: str) -> dict[str, Any]:
     asked = {key: getattr(options, f"{name}_{key}") for key in ("survey", "level", "repeat")}
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) / f"{name}.json"
-        shipped = f"{options.profile.stem}_{name}"
-        fitted = told("calibrate", *asked["survey"], "-o", profile, "--name", shipped)
+        fitted = told("calibrate", *asked["survey"], "-o", profile, "--name", f"{NAME}_{name}")
         if options.answers:
             told("calibrate", *options.answers, "--base", profile, "--keep-costs", "-o", profile)
         replayed = replay(profile, asked["level"], getattr(options, name), asked["repeat"])
         if name in KEPT:
-            shutil.copyfile(profile, options.profile.with_name(f"{shipped}.json"))
+            shutil.copyfile(profile, options.profile.with_name(f"{options.profile.stem}_{name}.json"))
     parts = {part: fitted[part] for part in ("verify", "draft", MECHANISMS[name])}
     return {"calibration": parts, "closed_loop": replayed} | where_and_when()
 
@@ -94,7 +94,7 @@ def where_and_when() -> dict[str, Any]:
 
 def without(options: argparse.Namespace) -> dict[str, Any]:
     """Fit the shipped profile, and return what its surveys came to and how far a replay is from a run."""
-    calibration = told("calibrate", *options.surveys, "-o", options.profile, "--name", options.profile.stem)
+    calibration = told("calibrate", *options.surveys, "-o", options.profile, "--name", NAME)
     if options.answers:
         kept = ("--base", options.profile, "--keep-costs", "-o", options.profile)
         calibration["acceptance"] = told("calibrate", *options.answers, *kept)["acceptance"]

@@ -88,6 +88,6 @@ def test_a_profile_that_drafts_ahead_ships_beside_the_one_without(
     ahead = ["--ahead-survey", "one.sqlite", "--ahead", "a.sqlite", "--ahead-repeat", "b.sqlite"]
     files = ["--json", str(tmp_path / "fidelity.json"), "--profile", str(tmp_path / "pair.json")]
     fidelity.main([*ahead, *files])
-    assert (tmp_path / "pair_ahead.json").read_text() == "pair_ahead"  # the name it was given
+    assert (tmp_path / "pair_ahead.json").read_text() == "embedded_ahead"  # the name it was given
     assert not (tmp_path / "pair.json").exists()
     assert json.loads((tmp_path / "fidelity.json").read_text())["ahead"]["calibration"]["ahead"] == {"ready": 0.5}
