@@ -140,7 +140,7 @@ class EngineLink:
                 os.eventfd_read(self._wake)
                 if self._rest_s and not self._closing:
                     time.sleep(self._rest_s)
-            self._send_waiting()
+                self._send_waiting()  # only now: what woke the thread besides must not cut the rest short
             if self._socket in ready:
                 self._take_arrived()
             if self._monitor in ready:
