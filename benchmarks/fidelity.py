@@ -10,10 +10,9 @@ and slower hours.
 
 With --ahead-survey, --ahead and --ahead-repeat the same for an engine with a drafter's process (docs/simulator.md,
 drafting ahead): a survey that drafts ahead at times, and two runs that always do; its profile is written beside the
-other, as embedded_ahead.json. With --pruned-survey, --pruned and
---pruned-repeat for one that prunes. A mechanism that is not given stays in the file as it was, without
-SURVEY so does all else; a new profile without --run has no replay. Then run `python docs/figures.py`.
-Takes a minute or two.
+other, as embedded_ahead.json. With --pruned-survey, --pruned and --pruned-repeat for one that prunes. A mechanism that
+is not given stays in the file as it was, without SURVEY so does all else; a new profile without --run has no replay.
+Then run `python docs/figures.py`. Takes a minute or two.
 """
 
 from __future__ import annotations
@@ -84,12 +83,7 @@ def with_mechanism(options: argparse.Namespace, name: str) -> dict[str, Any]:
         if name in KEPT:
             shutil.copyfile(profile, options.profile.with_name(f"{options.profile.stem}_{name}.json"))
     parts = {part: fitted[part] for part in ("verify", "draft", MECHANISMS[name])}
-    return {"calibration": parts, "closed_loop": replayed} | where_and_when()
-
-
-def where_and_when() -> dict[str, Any]:
-    """Return what the figures were made on."""
-    return provenance()
+    return {"calibration": parts, "closed_loop": replayed} | provenance()
 
 
 def without(options: argparse.Namespace) -> dict[str, Any]:
@@ -102,7 +96,7 @@ def without(options: argparse.Namespace) -> dict[str, Any]:
     if options.run is not None:
         found["closed_loop"] = replay(options.profile, options.level, options.run, options.repeat)
     draw_surveys(options.surveys, options.picture)
-    return where_and_when() | found | {"published": published()}
+    return provenance() | found | {"published": published()}
 
 
 def main(arguments: list[str] | None = None) -> None:

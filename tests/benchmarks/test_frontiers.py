@@ -30,7 +30,7 @@ def good_drafter(**ahead: float) -> WorldSpec:
     return WorldSpec(world.name, world.note, msgspec.structs.replace(world.profile, ahead=changed))
 
 
-def test_a_drafter_is_hidden_at_few_requests(frontiers: ModuleType) -> None:
+def test_a_drafter_is_hidden_where_every_frontier_is_of_use(frontiers: ModuleType) -> None:
     """The control is the same engine that cannot."""
     perfect = good_drafter(ready=1.0, hidden=1.0, verify_factor=1.0, acceptance=1.0)
     rate, (_, _, ahead) = frontiers.run(perfect, 2, 7, 1200)

@@ -452,6 +452,24 @@ def test_a_message_that_rests_is_made_so_much_later_and_does_not_hold_up_those_a
     link.close()
 
 
+def test_a_rest_is_not_cut_short_by_what_the_connection_does(endpoint: str) -> None:
+    link, seen = EngineLink(endpoint, "boot"), list[bool]()
+    watch = link._watch
+
+    def watched() -> None:
+        watch()
+        seen.append(True)
+
+    link._watch = watched  # type: ignore[method-assign]
+    link._outbox.append(wire.Goodbye("boot"))  # handed over, but the thread is not woken for it yet
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.bind(endpoint)  # which wakes it
+        wait_for(lambda: seen)
+        assert len(link._outbox) == 1
+        link.close()
+        assert router.poll(5000)  # the end sends it
+
+
 def test_what_was_sent_before_the_end_arrives_the_goodbye_included(endpoint: str) -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.bind(endpoint)
