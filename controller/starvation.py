@@ -1,8 +1,9 @@
-"""How long the engine's compute thread was ready but had no core: time that other programs took from its steps.
+"""How long the engine's compute threads were ready but had no core: time that other programs took from its steps.
 
 Called by controller/profile.py on Linux with a CPU engine. A thread reads the kernel's run-queue waiting time of vLLM's
-worker a few hundred times a second; what the steps lost is subtracted from their times, so that a profile describes the
-engine and not its neighbours. Knows nothing of caches and memory bandwidth, which neighbours also take.
+worker and of the drafter's process, if there is one, a few hundred times a second; what the steps lost is subtracted
+from their times, so that a profile describes the engine and not its neighbours. Knows nothing of caches and memory
+bandwidth, which neighbours also take.
 """
 
 from __future__ import annotations
@@ -25,15 +26,25 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 SAMPLE_S: Final = 0.004
+LOOK_S: Final = 1.0  # between two looks for a drafter's process where there is none
 TAIL_S: Final = 0.001  # from the end of drafting to the end of the step
 MOST: Final = 0.3  # of a phase's time; a step that waited longer says too little
 
 
 class Waiting(msgspec.Struct, frozen=True):
-    """Cumulative waiting time at some moments of the monotonic clock; kept beside the telemetry file."""
+    """Cumulative waiting time at some moments of the monotonic clock; kept beside the telemetry file.
+
+    :param waited_s: of the thread that computes the target
+    :param drafter_waited_s: of the drafter's process; empty: there was none
+    """
 
     time_s: list[float]
     waited_s: list[float]
+    drafter_waited_s: list[float] = []
+
+    def of_drafter(self) -> Waiting:
+        """Return what the drafter's process waited, as a clock of its own."""
+        return Waiting(self.time_s if self.drafter_waited_s else [], self.drafter_waited_s)
 
     def between(self, start_s: Floats, end_s: Floats) -> Floats:
         """Return the waiting time in each span."""
@@ -55,7 +66,8 @@ class WaitingMeter:
 
     def __init__(self, root_pid: int) -> None:
         self._root_pid = root_pid
-        self._samples: list[tuple[float, float]] = []
+        self._samples: list[tuple[float, float, float]] = []
+        self._has_drafter = False
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="faser-waiting", daemon=True)
 
@@ -70,16 +82,59 @@ class WaitingMeter:
     def read(self) -> Waiting:
         """Return what was seen so far; empty where the system does not tell."""
         samples = list(self._samples)
-        return Waiting([at for at, _ in samples], [waited for _, waited in samples])
+        waiting = Waiting([at for at, _, _ in samples], [waited for _, waited, _ in samples])
+        if not self._has_drafter:
+            return waiting
+        return msgspec.structs.replace(waiting, drafter_waited_s=[waited for _, _, waited in samples])
 
     def _run(self) -> None:
         pid = compute_process(self._root_pid)
+        drafter = _DrafterWaiting(self._root_pid)
         while pid is not None and not self._is_stopping.wait(SAMPLE_S):
-            try:
-                _, waited_ns, _ = Path(f"/proc/{pid}/schedstat").read_bytes().split()
-            except (OSError, ValueError):
+            waited_s = _waited_s(pid)
+            if waited_s is None:
                 return
-            self._samples.append((time.monotonic(), int(waited_ns) / 1e9))
+            now_s = time.monotonic()
+            self._samples.append((now_s, waited_s, drafter.read(now_s)))
+            self._has_drafter = drafter.is_there
+
+
+class _DrafterWaiting:
+    """What the drafter's process waited since it was first seen, through all of its lives."""
+
+    def __init__(self, root_pid: int) -> None:
+        self.is_there = False  # was ever seen
+        self._root_pid = root_pid
+        self._pid: int | None = None
+        self._look_at_s = 0.0
+        self._newest_s = self._total_s = 0.0
+
+    def read(self, now_s: float) -> float:
+        if self._pid is None and now_s >= self._look_at_s:
+            self._look_at_s = now_s + LOOK_S
+            self._find()
+        waited_s = None if self._pid is None else _waited_s(self._pid)
+        if waited_s is None:
+            self._pid = None
+        else:
+            self._total_s += waited_s - self._newest_s
+            self._newest_s = waited_s
+        return self._total_s
+
+    def _find(self) -> None:
+        self._pid = drafter_process(self._root_pid)
+        if self._pid is not None:
+            self.is_there = True
+            self._newest_s = _waited_s(self._pid) or 0.0
+
+
+def _waited_s(pid: int) -> float | None:
+    """Return how long a process's first thread was ready without a core since it began; None if it is gone."""
+    try:
+        _, waited_ns, _ = Path(f"/proc/{pid}/schedstat").read_bytes().split()
+    except (OSError, ValueError):
+        return None
+    return int(waited_ns) / 1e9
 
 
 def compute_process(root_pid: int) -> int | None:
@@ -89,6 +144,12 @@ def compute_process(root_pid: int) -> int | None:
         if found:
             return found[0] if len(found) == 1 else None
     return None
+
+
+def drafter_process(root_pid: int) -> int | None:
+    """Return the one process of a tree that drafts in the engine's stead; None if there is none, or several."""
+    found = [pid for pid in descendants(root_pid) if b"faser.engine_adapter.drafter_" in _title(pid)]
+    return found[0] if len(found) == 1 else None
 
 
 def _title(pid: int) -> bytes:
@@ -101,8 +162,9 @@ def _title(pid: int) -> bytes:
 def freed(samples: StepSamples, steps: StepTable, waiting: Waiting) -> StepSamples:
     """Return the samples with what the compute thread waited for a core taken out of both phases.
 
-    A phase that waited for most of its time is left out, and so is one that nobody watched; without any noted waiting
-    the samples are as they were.
+    Drafts that a process of their own makes wait with that process too: the target's thread sleeps meanwhile, so their
+    times add up. A phase that waited for most of its time is left out, and so is one that nobody watched; without any
+    noted waiting the samples are as they were.
     """
     if not waiting.time_s:
         return samples
@@ -111,15 +173,16 @@ def freed(samples: StepSamples, steps: StepTable, waiting: Waiting) -> StepSampl
     between_s = end_s - draft_s
     start_s = between_s - np.nan_to_num(samples.verify_s) + 2.0 * TAIL_S
     is_watched = (start_s > waiting.time_s[0]) & (end_s < waiting.time_s[-1])
+    verifying_s = waiting.between(start_s, between_s)
+    drafting_s = waiting.between(between_s, end_s) + waiting.of_drafter().between(between_s, end_s)
     return samples.shortened(
-        _lost(waiting, start_s, between_s, samples.verify_s, is_watched),
-        _lost(waiting, between_s, end_s, samples.draft_s, is_watched),
+        _lost(verifying_s, samples.verify_s, is_watched), _lost(drafting_s, samples.draft_s, is_watched)
     )
 
 
-def _lost(waiting: Waiting, start_s: Floats, end_s: Floats, phase_s: Floats, is_watched: Bools) -> Floats:
-    lost_s = waiting.between(start_s, end_s)
-    return np.where(is_watched & (lost_s < MOST * phase_s), lost_s, np.nan)
+def _lost(waited_s: Floats, phase_s: Floats, is_watched: Bools) -> Floats:
+    """Return the time to take out of a phase, NaN where too much of it was lost to say anything."""
+    return np.where(is_watched & (waited_s < MOST * phase_s), waited_s, np.nan)
 
 
 def waiting_path(telemetry: Path) -> Path:
@@ -142,6 +205,7 @@ def load_waiting(telemetry: Path) -> Waiting:
         return Waiting([], [])
     except (OSError, msgspec.MsgspecError) as error:
         raise StoreError(f"{path}: {error}", "what `faser profile` wrote, or no file") from None
-    if len(waiting.time_s) != len(waiting.waited_s):
-        raise StoreError(f"{path}: {len(waiting.time_s)} times, {len(waiting.waited_s)} values", "as many")
+    for values in (waiting.waited_s, waiting.drafter_waited_s or waiting.time_s):
+        if len(waiting.time_s) != len(values):
+            raise StoreError(f"{path}: {len(waiting.time_s)} times, {len(values)} values", "as many")
     return waiting
