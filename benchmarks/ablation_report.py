@@ -61,7 +61,7 @@ def by_load() -> Iterator[Row]:
     over_best = [f"{closed_loop_report.envelope_at(results, load).ratio.value:.2f}" for load in loads]
     where = f"engine, {', '.join(map(str, loads))} requests"
     yield "lengths and stops together", "no speculation", where, ", ".join(over_none)
-    yield "lengths and stops together", "the best fixed length or none of each", where, ", ".join(over_best)
+    yield "lengths and stops together", "the best rival of each", where, ", ".join(over_best)
 
 
 def confidence() -> Iterator[Row]:

@@ -1,18 +1,20 @@
 """Compare FASER with no speculation and with every fixed draft length, at a constant number of concurrent requests.
 
-    python benchmarks/closed_loop.py [--loads 1,2,4,8,16,32] [--minutes 8] [--resume] [--smoke] [--docs docs]
+    python benchmarks/closed_loop.py [--loads 1,2,4,8] [--arms none,k3,faser] [--minutes 8] [--resume] [--docs docs]
 
-Every arm is a vLLM engine in a process of its own, FASER's with a real sidecar beside it; the rivals are vLLM without
-FASER. The engines take turns in slices of half a second or more: who is not at work waits with its requests half done.
-All serve the same stream of held-out prompts, and a slice ends when its arm has emitted the same total of tokens as the
-others, so that what the machine's speed does within seconds falls on all of them. Every arm is held to the same
-answers, recorded before by the first arm (held_text.py): else those whose texts happen to be easier would win. At
-each load FASER serves for half a minute before it is measured, for its sidecar is new to the engine. A
-round is as many slices as make an answer of every client, or of eight of them. Every step counts: with a first step
-left out, whose caches are cold, an arm that emits a token a step would have had the same of its prompts left out in
-every round, those that end an answer in step with the slices. After --rounds full rounds a load goes on with FASER, no
-speculation and the rivals near the best until its ratio is sharp, with eight rounds at least, or its minutes are over.
-Every round is in the JSON file when it is over; closed_loop_report.py makes table and picture of it.
+Every arm is a vLLM engine in a process of its own, FASER's with a real sidecar beside it, as those of papers' rules;
+the other rivals are vLLM without FASER. The engines take turns in slices of half a second or more: who is not at work
+waits with its requests half done. All serve the same stream of held-out prompts, and a slice ends when its arm has
+emitted the same total of tokens as the others, so that what the machine's speed does within seconds falls on all of
+them. Every arm is held to the same answers, recorded before by the first arm (held_text.py): else those whose texts
+happen to be easier would win. At each load arms with a sidecar serve for half a minute before they are measured, for
+their sidecar is new to the engine. A round is as many slices as make an answer of every client, or of eight of them.
+Every step counts: with a first step left out, whose caches are cold, an arm that emits a token a step would have had
+the same of its prompts left out in every round, those that end an answer in step with the slices. The best table is the
+one that the sweep of `faser bench` found (benchmarks/results/bench_full.json), unless --table gives another. After
+--rounds full rounds a load goes on with FASER, no speculation and the rivals near the best until its ratio is sharp,
+with eight rounds at least, or its minutes are over. Every round is in the JSON file when it is over;
+closed_loop_report.py makes table and picture of it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import argparse
 import contextlib
 import itertools
 import json
-import os
+import re
 import shutil
 import sys
 import tempfile
@@ -53,11 +55,12 @@ from rich.console import Console
 from rich.table import Table
 
 from faser.controller.bench_machine import Processor, commit, machine_facts, require_memory, versions
-from faser.controller.bench_plan import contenders, turn_order
-from faser.controller.bench_server import LEASE_MS
+from faser.controller.bench_plan import LENGTHS, NGRAM, NONE, POLICIES, TABLE, contenders, turn_order
+from faser.controller.bench_server import LEASE_MS, Bed, is_steered
+from faser.controller.bench_table import Table as BatchLengths
+from faser.controller.bench_table import described
 from faser.controller.bench_turn import LEAST_STEPS, slice_ends, slice_tokens
 from faser.controller.bench_work import staggered, stream_order
-from faser.controller.config import load as load_config
 from faser.controller.errors import EngineError, FaserError, UsageError
 from faser.controller.launch import available_cores, default_threads
 from faser.controller.processes import ProcessTree
@@ -66,8 +69,11 @@ from faser.controller.status import ask
 from faser.models.embedded import EMBEDDED_K_MAX, TARGET_NAME
 from faser.models.precision import dtype_on, number_bytes
 
+TUNED = ROOT / "benchmarks" / "results" / "bench_full.json"
 ARM = str(Path(__file__).with_name("closed_loop_arm.py"))
-ARMS = ("none", *(f"k{length}" for length in range(1, EMBEDDED_K_MAX + 1)), OURS)
+# Suffix decoding is left out: it remembers answers, and here the same ones are given over and over.
+ARMS = (NONE, *LENGTHS, TABLE, NGRAM, *POLICIES, OURS)
+USUAL_ARMS = (NONE, "k1", "k2", "k3", "k4", "k6", TABLE, OURS)  # what fits into memory
 MAX_LOAD = 48  # requests of the longest prompt and answer that fit the KV cache
 RECORDED_AT_ONCE = 32  # answers
 LEAST_TOKENS = 192  # of a round: fewer depend too much on where in a text it begins and ends
@@ -88,6 +94,7 @@ class Plan:
     minutes: float  # for each load
     is_sharpened: bool
     settings: Settings
+    table: BatchLengths = ()  # of the arm `table`
 
 
 def round_tokens(load: int, answer_tokens: int) -> int:
@@ -117,9 +124,9 @@ class Bench:
     folder: Path
     console: Console
     arms: dict[str, Remote] = field(default_factory=dict)
-    sidecar: ProcessTree | None = None
+    sidecars: dict[str, ProcessTree] = field(default_factory=dict)
+    bed: Bed = field(init=False)
     order: list[int] = field(default_factory=list)  # of the prompts whose answers are recorded
-    table: list[list[int]] = field(default_factory=list)  # vLLM's own lengths by batch size, of the arm `table`
     begin_s: float = field(default_factory=time.monotonic)
 
     def say(self, text: str) -> None:
@@ -131,52 +138,45 @@ class Bench:
     def start(self, stack: ExitStack, sockets: Path) -> None:
         """Start the sidecar and every arm, as many at a time as there are cores."""
         require_memory(len(self.plan.arms), ENGINE_GIB)
-        ensure_embedded_pair()
-        if OURS in self.plan.arms:
-            self._start_sidecar(stack, sockets)
         self.folder.mkdir(parents=True, exist_ok=True)
+        settings = self.plan.settings
+        self.bed = Bed(ensure_embedded_pair(), sockets, self.folder, settings.policy, settings.threads)
+        for name in filter(is_steered, self.plan.arms):
+            self._start_sidecar(stack, name)
         cores, names = available_cores(), self.plan.arms
         for group in (names[at : at + cores] for at in range(0, len(names), cores)):
             for name in group:
-                self.arms[name] = self._launch(name, sockets)
+                self.arms[name] = self._launch(name)
                 stack.callback(self.arms[name].end)
             for name in group:
                 self.arms[name].wait_ready()
                 self.say(f"{name_of(name)} is ready")
 
-    def _launch(self, name: str, sockets: Path) -> Remote:
+    def _launch(self, name: str) -> Remote:
         settings = self.plan.settings
         order = {
-            "arm": name, "max_tokens": settings.max_tokens, "max_prompt_tokens": settings.max_prompt_tokens,
-            "table": self.table,
+            "speculative": self.bed.launch(name, self.plan.table).speculative, "is_steered": is_steered(name),
+            "max_tokens": settings.max_tokens, "max_prompt_tokens": settings.max_prompt_tokens,
         }  # fmt: skip
-        environment = {"VLLM_PLUGINS": "faser" if name == OURS else "none"}
-        if name == OURS:
-            environment |= {"FASER_ENDPOINT": f"ipc://{sockets / 'engine.sock'}", "FASER_LEASE_MS": str(LEASE_MS)}
+        environment = {"VLLM_PLUGINS": "none"}
+        if is_steered(name):
+            endpoint = self.bed.config(name).link.endpoint
+            environment = {"VLLM_PLUGINS": "faser", "FASER_ENDPOINT": endpoint, "FASER_LEASE_MS": str(LEASE_MS)}
         log = self.folder / f"{name}.log"
         return Remote(ARM, [json.dumps(order)], self.folder, settings.threads, environment, log)
 
-    def _start_sidecar(self, stack: ExitStack, sockets: Path) -> None:
-        flags = {
-            "link.endpoint": f"ipc://{sockets / 'engine.sock'}",
-            "link.status_endpoint": f"ipc://{sockets / 'status.sock'}",
-            "policy.spec": self.plan.settings.policy,
-            "store.path": self.folder / "telemetry.sqlite",
-            "mode.state": self.folder / "modes.json",
-            "lease.ms": LEASE_MS,
-        }
-        config = load_config(None, os.environ, flags).config
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.sidecar = start_sidecar(config, self.folder / "sidecar.log")
-        assert self.sidecar is not None
-        stack.enter_context(self.sidecar)
+    def _start_sidecar(self, stack: ExitStack, name: str) -> None:
+        config, log = self.bed.config(name), self.folder / f"{name}.sidecar.log"
+        sidecar = start_sidecar(config, log)
+        assert sidecar is not None
+        self.sidecars[name] = stack.enter_context(sidecar)
         end_s = time.monotonic() + 30.0
         while time.monotonic() < end_s:
             with contextlib.suppress(FaserError):
                 ask(config.link, timeout_s=1.0)
                 return
             time.sleep(0.1)
-        raise EngineError("the sidecar did not start", remedy=f"see {self.folder / 'sidecar.log'}")
+        raise EngineError(f"the sidecar of {name} did not start", remedy=f"see {log}")
 
     def record(self) -> None:
         """Have the first arm answer the prompts, and teach its answers to all."""
@@ -208,7 +208,7 @@ class Bench:
                 self._round(load, round_, names, [began + end for end in ends])
 
     def _settle(self, load: int) -> float:
-        """Start the load in every arm and serve a round, FASER more, unmeasured; return the first arm's tokens/s."""
+        """Serve a round in every arm, more where a sidecar learns, unmeasured; return the first arm's tokens/s."""
         settings = self.plan.settings
         random = np.random.default_rng((len(self.results.turns), load))
         turn = int(random.integers(len(self.order)))
@@ -217,7 +217,7 @@ class Bench:
         rates: list[float] = []
         for name in self.plan.arms:
             engine = self.arms[name]
-            if name == OURS:
+            if name in self.sidecars:
                 engine.ask("begin", order, firsts)
                 engine.ask("turn", LEARNING_TOKENS * load)
             engine.ask("begin", order, firsts)
@@ -250,9 +250,9 @@ class Bench:
         )  # fmt: skip
 
     def _own_cpu_s(self, name: str) -> float:
-        """Return the CPU time of an arm, for FASER with its sidecar."""
-        sidecar = self.sidecar.cpu_s() if self.sidecar is not None and name == OURS else 0.0
-        return process_cpu_s(self.arms[name].process.pid) + sidecar
+        """Return the CPU time of an arm, with its sidecar."""
+        sidecar = self.sidecars.get(name)
+        return process_cpu_s(self.arms[name].process.pid) + (sidecar.cpu_s() if sidecar is not None else 0.0)
 
     def contenders(self, load: int, rounds: int, names: Sequence[str]) -> Sequence[str]:
         """Return which of those of the last round have a turn in a load's next one; none: the load is done."""
@@ -265,17 +265,18 @@ class Bench:
         return contenders(self.results.rates(load, is_even=True), names)
 
 
-def open_results(path: Path, settings: Settings, is_resumed: bool) -> Results:
+def open_results(path: Path, plan: Plan, is_resumed: bool) -> Results:
     """Return new results, or the file's if they can be continued."""
-    now = commit()
+    now, settings = commit(), plan.settings
     if not is_resumed or not path.exists():
-        return Results(machine_facts(), versions(), [now], settings)
+        return Results(machine_facts(), versions(), [now], settings, table=plan.table)
     try:
         results = read_results(path)
     except msgspec.MsgspecError as error:
         raise UsageError(f"{path}: {error}", "turns of this version", "drop --resume") from None
-    if (results.settings, results.machine) != (settings, machine_facts()):
-        raise UsageError(f"{path} was measured with {results.settings}", f"{settings} on this machine", "drop --resume")
+    if (results.settings, results.table, results.machine) != (settings, plan.table, machine_facts()):
+        seen, wanted = (f"{each.settings}, table {described(each.table)}" for each in (results, plan))
+        raise UsageError(f"{path} was measured with {seen}", f"{wanted} on this machine", "drop --resume")
     if now not in results.commits:
         results.commits.append(now)
     return results
@@ -297,7 +298,18 @@ def plan_of(options: argparse.Namespace) -> Plan:
         raise UsageError(f"--loads {options.loads}", f"numbers from 1 to {MAX_LOAD}, separated by commas")
     if options.answers < 1:
         raise UsageError(f"--answers {options.answers}", "1 or more")
-    return Plan(loads, arms, options.rounds, options.minutes, not options.smoke, settings_of(options))
+    table = table_of(options.table)
+    return Plan(loads, arms, options.rounds, options.minutes, not options.smoke, settings_of(options), table)
+
+
+def table_of(text: str | None) -> BatchLengths:
+    """Return the rows of `1-5=3,6-64=0`; without a text what a whole run of `faser bench` found by its sweep."""
+    if text is None:
+        return tuple((first, last, length) for first, last, length in json.loads(TUNED.read_text())["table"])
+    rows = [re.fullmatch(r"(\d{1,3})-(\d{1,3})=(\d)", part) for part in text.split(",")]
+    if not all(rows):
+        raise UsageError(f"--table {text}", "rows such as 1-5=3,6-64=0")
+    return tuple((int(row[1]), int(row[2]), int(row[3])) for row in rows if row is not None)
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
@@ -324,7 +336,7 @@ def socket_folder() -> Iterator[Path]:
 def run(options: argparse.Namespace) -> int:
     """Measure, print the table, return the exit code."""
     plan = plan_of(options)
-    results = open_results(options.json, plan.settings, options.resume)
+    results = open_results(options.json, plan, options.resume)
     folder = (Path("runs") / time.strftime("closed-loop-%Y%m%d-%H%M%S")).absolute()
     bench = Bench(plan, results, options.json, folder, Console(stderr=True, highlight=False))
     code = 0
@@ -382,7 +394,8 @@ def main() -> None:
     """Parse, run, exit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loads", default="1,2,4,8,16,32", help="concurrent requests")
-    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--arms", default=",".join(USUAL_ARMS), help=f"some of {','.join(ARMS)}")
+    parser.add_argument("--table", help="the best table, as 1-5=3,6-64=0; default: that of bench_full.json")
     parser.add_argument("--rounds", type=int, default=10, help="full rounds at each load before some arms drop out")
     parser.add_argument("--slice-s", type=float, default=0.5, help="about what a slice takes without speculation")
     parser.add_argument("--minutes", type=float, default=8.0, help="at most, for each load")

@@ -13,25 +13,16 @@ import time
 from collections import deque
 from typing import Any
 
-from closed_loop_report import OURS
 from held_text import HeldText
 from remote import serve
 
-from faser.controller.bench_table import longest
 from faser.controller.bench_work import stream_prompts
 from faser.controller.launch import SCHEDULER_CLASS, WORKER_CLASS
-from faser.models.embedded import EMBEDDED_K_MAX, ensure_embedded_drafter, ensure_embedded_target
+from faser.models.embedded import ensure_embedded_target
 from faser.models.precision import dtype_on, number_bytes
 
 DTYPE = dtype_on("cpu")
 KV_BYTES = number_bytes(DTYPE) * 256 << 20
-
-
-def lengths_of(arm: str, table: list[list[int]]) -> dict[str, Any]:
-    """Return how long an arm drafts, as vLLM takes it."""
-    if arm == "table":
-        return {"num_speculative_tokens": longest(table), "num_speculative_tokens_per_batch_size": table}
-    return {"num_speculative_tokens": EMBEDDED_K_MAX if arm == OURS else int(arm[1:])}
 
 
 class Engine:
@@ -41,13 +32,11 @@ class Engine:
         from transformers import AutoTokenizer
         from vllm import LLM
 
-        target, arm = str(ensure_embedded_target()), order["arm"]
+        target = str(ensure_embedded_target())
         named: dict[str, Any] = {}
-        if arm != "none":
-            named["speculative_config"] = {
-                "method": "eagle3", "model": str(ensure_embedded_drafter()), **lengths_of(arm, order["table"]),
-            }  # fmt: skip
-        if arm == OURS:
+        if order["speculative"] is not None:
+            named["speculative_config"] = order["speculative"]
+        if order["is_steered"]:
             named |= {"scheduler_cls": SCHEDULER_CLASS, "worker_cls": WORKER_CLASS}
         # Without the prefix cache a prompt costs the same whenever it comes back.
         llm = LLM(

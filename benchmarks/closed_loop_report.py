@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from faser.controller.bench_machine import Machine
+from faser.controller.bench_plan import length_of
 from faser.controller.bench_ratio import (
     LEAST_LOW,
     LEAST_RATIO,
@@ -27,12 +28,14 @@ from faser.controller.bench_ratio import (
     cleanest,
     paired_ratio,
 )
+from faser.controller.bench_table import Table as BatchLengths
+from faser.controller.bench_table import described
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "closed_loop.json"
 BEGIN, END = "<!-- closed loop: begin -->", "<!-- closed loop: end -->"
 HEADING = "# Results\n"
-NAMES = {"none": "no speculation", "table": "best table", OURS: "FASER"}
+NAMES = {"none": "no speculation", "table": "best table", "ngram": "n-grams", OURS: "FASER"}
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -80,6 +83,7 @@ class Results(msgspec.Struct):
     commits: list[str]
     settings: Settings
     turns: list[Turn] = []
+    table: BatchLengths = ()  # vLLM's lengths by batch size, of the arm `table`
 
     def loads(self) -> list[int]:
         """Return the loads measured, ascending."""
@@ -147,7 +151,8 @@ def over_none(results: Results, load: int) -> Ratio:
 
 def name_of(arm: str) -> str:
     """Return an arm's name for people."""
-    return NAMES.get(arm, f"k = {arm[1:]}")
+    length = length_of(arm)
+    return NAMES.get(arm, arm) if length is None or arm in NAMES else f"k = {length}"
 
 
 def table_rows(results: Results) -> tuple[list[str], list[list[str]]]:
@@ -207,10 +212,14 @@ def _conditions(results: Results) -> list[str]:
         "Every arm is a vLLM engine in a process of its own, FASER's with its sidecar beside it; they take turns in",
         f"slices of {low_s:.1f} to {high_s:.1f} s, each serving as many tokens as the others; those that wait use no",
         "time, and FASER's lease outlives their wait.",
-        f"Policy: {settings.policy}, longest draft {settings.k_max}.",
+        f"Policy: {settings.policy}, longest draft {settings.k_max}." + _table(results),
         "",
         "![tokens/s relative to no speculation](closed_loop.svg)",
     ]
+
+
+def _table(results: Results) -> str:
+    return f" The best table: {described(results.table)}." if "table" in results.arms() else ""
 
 
 def _legend(results: Results) -> list[str]:

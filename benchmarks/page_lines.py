@@ -24,14 +24,15 @@ def read(name: str) -> Any:
 def closed_loop() -> str:
     """Return the README's ratios at each load; docs/results.md has all of it."""
     told = report.read_results(report.RESULTS)
-    lines = [
-        "| concurrent requests | over no speculation | over the best of no speculation and k = 1 to 4 |",
-        "|---|---|---|",
-    ]
-    for load in sorted({turn.load for turn in told.turns}):
-        ratios = (report.over_none(told, load), report.envelope_at(told, load).ratio)
-        lines.append(f"| {load} | " + " | ".join(f"{r.value:.2f} ({r.low:.2f} to {r.high:.2f})" for r in ratios) + " |")
-    return "\n".join(lines)
+    rivals = [report.name_of(arm) for arm in told.arms() if arm != report.OURS]
+    lines = ["| concurrent requests | over no speculation | over the best rival | which |", "|---|---|---|---|"]
+    for load in told.loads():
+        best = report.envelope_at(told, load)
+        which = " / ".join(dict.fromkeys(map(report.name_of, best.rivals)))
+        both = (report.over_none(told, load), best.ratio)
+        ratios = " | ".join(f"{each.value:.2f} ({each.low:.2f} to {each.high:.2f})" for each in both)
+        lines.append(f"| {load} | {ratios} | {which} |")
+    return "\n".join([*lines, "", f"Rivals: {', '.join(rivals)}."])
 
 
 def confidence() -> str:

@@ -28,7 +28,7 @@ from rich.console import Console
 from swing_report import RESULT, SWING, TABLE, Swings, lines
 
 from faser.controller.bench_machine import commit, machine_facts, versions
-from faser.controller.bench_plan import turn_order
+from faser.controller.bench_plan import length_of, turn_order
 from faser.controller.bench_table import best_table
 from faser.controller.bench_turn import LEAST_STEPS
 from faser.controller.errors import UsageError
@@ -114,7 +114,7 @@ class SwingBench(Bench):
 
 def tuned_table(closed_loop: Results) -> list[list[int]]:
     """Return the best length of each load, as vLLM's table."""
-    lengths = {arm: 0 if arm == "none" else int(arm[1:]) for arm in closed_loop.arms() if arm != OURS}
+    lengths = {arm: length for arm in closed_loop.arms() if (length := length_of(arm)) is not None}
     levels: dict[int, dict[int, float]] = {}
     for load in closed_loop.loads():
         rates = closed_loop.rates(load, is_even=True)
@@ -147,8 +147,9 @@ def run(options: argparse.Namespace) -> int:
     if results.turns and set(results.arms()) != set(arms):
         raise UsageError(f"{options.json} has {', '.join(results.arms())}", "the same arms", "drop --resume")
     folder = (Path("runs") / time.strftime("swing-%Y%m%d-%H%M%S")).absolute()
-    plan = Plan((SWING,), arms, options.rounds, 0.0, False, settings)
-    bench = SwingBench(plan, results, options.json, folder, Console(stderr=True, highlight=False), table=table)
+    rows = tuple((first, last, length) for first, last, length in table)
+    plan = Plan((SWING,), arms, options.rounds, 0.0, False, settings, rows)
+    bench = SwingBench(plan, results, options.json, folder, Console(stderr=True, highlight=False))
     code = 0
     with stopping_on_sigterm(), socket_folder() as sockets:
         try:

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bars
 
 from ..models.embedded import EMBEDDED_K_MAX, TARGET_NAME
+from ..models.precision import DTYPES, DType
 from .bench_machine import ROOT, commit, machine_facts, versions
 from .bench_plan import (
     FULL_LOADS,
@@ -37,12 +38,12 @@ from .bench_plan import (
 )
 from .bench_result import Results, Settings, read_results, summary
 from .bench_run import Bench
-from .bench_server import ARGUMENTS, Bed
+from .bench_server import Bed
 from .bench_view import envelope_table, write_picture
 from .bench_work import MIXED, Mix, Replay, seconds_of_work
 from .endpoint import socket_folder
 from .errors import FaserError, UsageError
-from .launch import available_cores, default_threads
+from .launch import available_cores, default_threads, embedded_dtype
 from .serve import ensure_embedded_pair
 from .session import check_policy
 
@@ -84,6 +85,16 @@ class BenchOptions:
     max_tokens: int = 96
     note: str = ""
     resume: Path | None = None
+    dtype: str | None = None
+
+    def number_type(self) -> DType:
+        """Return in which numbers all servers compute."""
+        if self.dtype is None:
+            return embedded_dtype()
+        for known in DTYPES:
+            if known == self.dtype:
+                return known
+        raise UsageError(f"--dtype {self.dtype}", " or ".join(DTYPES))
 
     def plan(self) -> Plan:
         """Return what is to be measured; raise UsageError for what cannot be."""
@@ -125,19 +136,21 @@ def speed_of_cores() -> float:
 
 def run_bench(options: BenchOptions) -> int:
     """Measure, write, print; return 0, or 130 after Ctrl-C. A rival that failed is named, and no failure of ours."""
-    plan = options.plan()
+    plan, dtype = options.plan(), options.number_type()
     for policy in (options.policy, *(rival for rival in plan.rivals if rival in POLICIES)):
         check_policy(policy)
     console = Console(stderr=True, highlight=False)
     folder = (Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S")).absolute()
     path = options.resume or options.out or folder / "result.json"
-    results = Results(machine_facts(), versions(), commit(), _settings(options, plan), note=options.note)
-    if options.resume is not None:
-        results = _resumed(options.resume, options.out, results, plan.rivals)
-    elif path.exists():
+    if options.resume is None and path.exists():
         raise UsageError(f"--out {path} exists", "a new file, or --resume to go on with it")
     with socket_folder("bench") as sockets:
-        bed = Bed(ensure_embedded_pair(), sockets, folder, options.policy, results.settings.threads)
+        threads = options.threads or default_threads(available_cores())
+        bed = Bed(ensure_embedded_pair(), sockets, folder, options.policy, threads, dtype)
+        machine = msgspec.structs.replace(machine_facts(), dtype=dtype)
+        results = Results(machine, versions(), commit(), _settings(options, plan, bed), note=options.note)
+        if options.resume is not None:
+            results = _resumed(options.resume, options.out, results, plan.rivals)
         code, failure = _measure(plan, results, path, bed, console)
     show(options, results, path, console)
     if failure is not None:
@@ -209,11 +222,11 @@ def show(options: BenchOptions, results: Results, path: Path, console: Console) 
         sys.stdout.flush()
 
 
-def _settings(options: BenchOptions, plan: Plan) -> Settings:
+def _settings(options: BenchOptions, plan: Plan, bed: Bed) -> Settings:
     card = json.loads((ROOT / "models" / "weights" / "drafter.card.json").read_text())
     return Settings(
         target=TARGET_NAME, drafter_sha256=card["sha256"], policy=options.policy, k_max=EMBEDDED_K_MAX,
-        threads=options.threads or default_threads(available_cores()), turn_s=plan.turn_s, slice_s=plan.slice_s,
+        threads=bed.threads, turn_s=plan.turn_s, slice_s=plan.slice_s,
         max_tokens=plan.max_tokens, max_prompt_tokens=plan.max_prompt_tokens, seed=plan.seed, pairs=plan.pairs,
-        arguments=ARGUMENTS,
+        arguments=bed.arguments,
     )  # fmt: skip

@@ -55,6 +55,10 @@ def bench(
     ] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Of each engine; default: all cores but one.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Length of each answer in a closed loop.")] = 96,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="bfloat16 or float32, in which all arms give the same texts; default: as `faser serve`."),
+    ] = None,
     note: Annotated[str, typer.Option(help="A remark kept in the results.")] = "",
 ) -> None:
     """Measure FASER beside what you would use instead: real servers in turns, with intervals."""
@@ -66,7 +70,7 @@ def bench(
         quick=quick, json=json, loads=loads, rivals=rivals, pairs=pairs, traces=tuple(trace or ()), kinds=kinds,
         out=out, picture=picture, policy=policy, seed=seed, minutes=minutes, turn_s=turn_seconds,
         trace_s=trace_seconds, peak_rps=peak_rps, warp=warp, swell=swell, threads=threads, max_tokens=max_tokens,
-        note=note, resume=resume,
+        note=note, resume=resume, dtype=dtype,
     )  # fmt: skip
     raise typer.Exit(run_bench(options))
 

@@ -23,7 +23,7 @@ from .bench_machine import OwnLoad, Processor, free_gib, require_memory
 from .bench_plan import NONE, REPEATS, TABLE, Plan, Progress, arm_of, contenders, groups, length_of, turn_order
 from .bench_ratio import OURS, Goodput, Objective
 from .bench_result import MAIN, SWEEP, Latency, Results, Spans, Turn, envelope_at, name_of, write_results
-from .bench_server import SERVER_GIB, Arm, Bed
+from .bench_server import Arm, Bed
 from .bench_table import best_table, described, worth_sweeping
 from .bench_turn import Look, Place, Slice, as_turn, slice_ends, slice_tokens
 from .bench_work import Mix, Replay, closed_stream
@@ -85,7 +85,7 @@ class Bench:
 
     def _capacity(self) -> int:
         """Return how many servers fit into memory, counting those that run."""
-        return len(self.arms) + int(max(free_gib() - 1.0, 0.0) / SERVER_GIB)
+        return len(self.arms) + int(max(free_gib() - 1.0, 0.0) / self.bed.server_gib)
 
     async def _arrange(self, wanted: Sequence[str]) -> tuple[str, ...]:
         """End the arms not wanted, start those missing, as many at a time as there are cores; return those that run."""
@@ -93,7 +93,7 @@ class Bench:
         missing = [name for name in wanted if name not in self.arms and name not in self.results.failed]
         cores = available_cores()
         for names in (missing[at : at + cores] for at in range(0, len(missing), cores)):
-            require_memory(len(names), SERVER_GIB)
+            require_memory(len(names), self.bed.server_gib)
             started = [arm for name in names if (arm := self._start(name)) is not None]
             for arm in started:
                 self.arms[arm.name] = arm

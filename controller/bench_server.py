@@ -21,7 +21,7 @@ from typing import Final, Self
 import aiohttp
 
 from ..models.embedded import EMBEDDED_K_MAX
-from ..models.precision import number_bytes
+from ..models.precision import DType, number_bytes
 from .bench_machine import ROOT
 from .bench_plan import LENGTHS, NGRAM, NONE, POLICIES, SUFFIX, TABLE, VARIANTS
 from .bench_ratio import OURS
@@ -35,11 +35,6 @@ from .processes import ProcessTree, deferred_interrupts
 from .serve import EmbeddedPair, embedded_launch, start_sidecar
 from .status import ask
 
-NUMBER_BYTES: Final = number_bytes(embedded_dtype())
-# Without the prefix cache a prompt costs the same whenever it comes back.
-ARGUMENTS: Final = ("--no-enable-prefix-caching", "--kv-cache-memory-bytes", str(NUMBER_BYTES * 384 << 20))
-# Of memory a server takes with 32 requests: at 2.9 seven of them left 24 GiB without a page cache, and crawled.
-SERVER_GIB: Final = 2.8 + 0.45 * NUMBER_BYTES
 READY_S: Final = 600.0
 _INTRODUCTION_S: Final = 30.0
 _ANSWER_S: Final = 60.0
@@ -74,6 +69,19 @@ class Bed:
     folder: Path  # of logs and telemetry
     policy: str
     threads: int
+    dtype: DType = field(default_factory=embedded_dtype)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Return what every server is given; without the prefix cache a prompt that comes back costs the same."""
+        cache_bytes = str(number_bytes(self.dtype) * 384 << 20)
+        named = () if self.dtype == embedded_dtype() else ("--dtype", self.dtype)
+        return ("--no-enable-prefix-caching", "--kv-cache-memory-bytes", cache_bytes, *named)
+
+    @property
+    def server_gib(self) -> float:
+        """Return the memory of a server with 32 requests: at 2.9 seven of them left 24 GiB without a page cache."""
+        return 2.8 + 0.45 * number_bytes(self.dtype)
 
     def config(self, name: str = OURS) -> Config:
         """Return the configuration of an arm's sidecar; a rival's rule is not saved from itself by our guard."""
@@ -92,7 +100,7 @@ class Bed:
     def launch(self, name: str, table: Table = ()) -> EngineLaunch:
         """Return an arm's server; what is no policy is vLLM without FASER's plugin."""
         launch = dataclasses.replace(
-            embedded_launch(self.pair, self.config(name).link.endpoint, arguments=ARGUMENTS),
+            embedded_launch(self.pair, self.config(name).link.endpoint, arguments=self.arguments),
             threads=self.threads, kv_cache_gib=None, environment_extra=_ENVIRONMENT,
         )  # fmt: skip
         if is_steered(name):

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 DType = Literal["bfloat16", "float32"]
+DTYPES: Final[tuple[DType, ...]] = get_args(DType)
 _CPUINFO: Final = Path("/proc/cpuinfo")
 _NEEDED: Final = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}  # what torch's oneDNN asks of x86 for bfloat16
 

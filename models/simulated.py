@@ -68,27 +68,17 @@ class SimulatedEngine:
 
     def step(self, actions: ActionSet | None) -> StepRecord:
         """Run one step under these actions (None: no drafts) and return its record."""
-        state, waiting = self.simulator.state, self._waiting
+        state = self.simulator.state
         before = state.ints[0, HANDLE].copy()
         running = int(state.engines["running"][0])
         frontier = 0 if actions is None else min(actions.frontier or 0, self.capabilities.frontier)
         could = bool(frontier and state.ints[0, DRAFTS].any()) and not (actions and actions.split)
         may_go_on = could and self._gate.ask(running)
         self.simulator.step(self._ask(actions, may_go_on), self._lengths)
-        engine, ints = state.engines[0], state.ints[0]
-        busy = np.flatnonzero(ints[SCHEDULED])
-        busy = busy[np.argsort(ints[HANDLE, busy], kind="stable")]
-        is_same = (before[busy] == ints[HANDLE, busy]).tolist()
-        columns = [ints[column, busy].tolist() for column in _ROW]
-        rows = [
-            RequestRow(*nine, bool(prefill), waiting[i] if same else ())  # type: ignore[call-arg]
-            for *nine, prefill, i, same in zip(
-                *columns, ints[IS_PREFILL, busy].tolist(), busy.tolist(), is_same, strict=True
-            )
-        ]
-        self._waiting = self._confidences(busy)
+        engine = state.engines[0]
+        rows = self._rows(before)
         if could and len(rows) == running and not engine["prefill_tokens"]:
-            self._gate.note(running, may_go_on, float(engine["step_s"]), int(ints[FRESH, busy].sum()))
+            self._gate.note(running, may_go_on, float(engine["step_s"]), sum(row.emitted for row in rows))
         return StepRecord(
             boot_id=BOOT_ID,
             counter=int(engine["steps"]),
@@ -121,6 +111,25 @@ class SimulatedEngine:
             frontier_hits=int(engine["frontier_hits"]),
             **pruning_of(engine, self.profile, rows),
         )
+
+    def _rows(self, before: Ints) -> list[RequestRow]:
+        """Return what each request of the step did, and keep the confidences of what it drafted for the next one.
+
+        :param before: (slots,) handles before the step
+        """
+        ints = self.simulator.state.ints[0]
+        busy = np.flatnonzero(ints[SCHEDULED])
+        busy = busy[np.argsort(ints[HANDLE, busy], kind="stable")]
+        is_same = (before[busy] == ints[HANDLE, busy]).tolist()
+        columns = [ints[column, busy].tolist() for column in _ROW]
+        rows = [
+            RequestRow(*nine, bool(prefill), self._waiting[i] if same else ())  # type: ignore[call-arg]
+            for *nine, prefill, i, same in zip(
+                *columns, ints[IS_PREFILL, busy].tolist(), busy.tolist(), is_same, strict=True
+            )
+        ]
+        self._waiting = self._confidences(busy)
+        return rows
 
     def _ask(self, actions: ActionSet | None, may_go_on: bool) -> Singles:
         """Fill in lengths and stop rule; return the vector that carries the default length."""

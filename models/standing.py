@@ -123,6 +123,7 @@ def summary(table: Table) -> dict[str, object]:
         "worlds": len(plan.worlds),
         "seeds": len(plan.seeds),
         "seed_numbers": list(plan.seeds),  # in the order of the points' scores
+        "steps": plan.steps,  # of a full batch without speculation: how long a run is
         "tables": table.tables,
         "confidence_auc": {world.name: confidence_auc(world) for world in plan.worlds if world.has_confidence},
     }

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 
 import faser
+from faser.controller.serve import EmbeddedPair
 
 FOLDER = Path(faser.__file__).parent / "benchmarks"
 
@@ -101,14 +103,70 @@ def test_the_documents_come_from_the_file_alone_and_replace_only_their_own_secti
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"), [("--loads", "0"), ("--loads", "1,x"), ("--loads", "4096"), ("--arms", "k9"), ("--answers", "0")]
-)
+    ("flag", "value"), [("--loads", "0"), ("--loads", "1,x"), ("--loads", "4096"), ("--arms", "k9"), ("--answers", "0"),
+     ("--table", "1-4=k3")],
+)  # fmt: skip
 def test_what_cannot_be_measured_is_refused_before_anything_starts(flag: str, value: str, tmp_path: Path) -> None:
     command = [sys.executable, str(FOLDER / "closed_loop.py"), flag, value]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 2, result.stderr
     assert value in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_table_is_the_one_that_a_sweep_found_unless_another_is_given(bench: ModuleType) -> None:
+    swept = bench.table_of(None)
+    assert swept[0][0] == 1
+    assert all(last + 1 == first for (_, last, _), (first, _, _) in itertools.pairwise(swept))
+    assert bench.table_of("1-4=3,5-64=0") == ((1, 4, 3), (5, 64, 0))
+
+
+def test_every_arm_drafts_as_its_name_says_and_those_with_a_sidecar_are_told_where_it_is(
+    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: dict[str, tuple[dict[str, object], dict[str, str]]] = {}
+
+    def remote(
+        script: str, arguments: list[str], folder: Path, threads: int, environment: dict[str, str], log: Path
+    ) -> None:
+        started[log.stem] = json.loads(arguments[0]), environment
+
+    monkeypatch.setattr(bench, "Remote", remote)
+    settings = SimpleNamespace(max_tokens=96, max_prompt_tokens=300, threads=1)
+    plan = bench.Plan((1,), (), 1, 1.0, True, settings, ((1, 4, 3), (5, 64, 0)))
+    run = bench.Bench(plan, SimpleNamespace(turns=[]), tmp_path, tmp_path, bench.Console())
+    run.bed = bench.Bed(EmbeddedPair(tmp_path / "t", tmp_path / "d"), tmp_path, tmp_path, "price", 1)
+    for name in ("none", "k6", "table", "ngram", "adaspec", "faser"):
+        run._launch(name)
+    drafting = {name: order["speculative"] for name, (order, _) in started.items()}
+    assert drafting["none"] is None
+    assert {name: drafting[name]["num_speculative_tokens"] for name in ("k6", "table", "adaspec", "faser")} == {  # type: ignore[index]
+        "k6": 6, "table": 3, "adaspec": 4, "faser": 4,
+    }  # fmt: skip
+    assert drafting["table"]["num_speculative_tokens_per_batch_size"] == [[1, 4, 3], [5, 64, 0]]  # type: ignore[index]
+    assert drafting["ngram"]["method"] == "ngram"  # type: ignore[index]
+    plugins = {name: environment["VLLM_PLUGINS"] for name, (_, environment) in started.items()}
+    assert {name for name, plugin in plugins.items() if plugin == "faser"} == {"adaspec", "faser"}
+    sockets = [started[name][1]["FASER_ENDPOINT"] for name in ("adaspec", "faser")]
+    assert len(set(sockets)) == 2
+
+
+def test_arms_have_names_for_people(report: ModuleType) -> None:
+    arms = ("none", "k6", "table", "ngram", "adaspec", "faser")
+    told = ["no speculation", "k = 6", "best table", "n-grams", "adaspec", "FASER"]
+    assert [report.name_of(arm) for arm in arms] == told
+
+
+def test_a_run_goes_on_with_its_own_table_only(bench: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    settings = bench.Settings(1.0, 160, 96, 300, 1, 4, "price", "target", "ab" * 32)
+    plan, other = (
+        bench.Plan((1,), ("none", "faser"), 1, 1.0, True, settings, table) for table in (((1, 64, 2),), ((1, 64, 0),))
+    )
+    bench.write_results(bench.open_results(path, plan, is_resumed=False), path)
+    assert bench.open_results(path, plan, is_resumed=True).table == ((1, 64, 2),)
+    with pytest.raises(bench.UsageError, match=r"table 1-64=2.*table 1-64=0"):
+        bench.open_results(path, other, is_resumed=True)
 
 
 def test_a_round_is_an_answer_of_every_client_or_of_enough(bench: ModuleType) -> None:

@@ -17,6 +17,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from faser.controller import bench_run, bench_server, bench_work
+from faser.controller.bench import BenchOptions, run_bench
 from faser.controller.bench_clients import LEAST_TOKENS, Clients, Stopwatch, Times
 from faser.controller.bench_machine import Machine, Noise
 from faser.controller.bench_plan import POLICIES, VARIANTS, Plan
@@ -27,8 +28,9 @@ from faser.controller.bench_server import Arm, Bed, Drafting
 from faser.controller.bench_table import Table
 from faser.controller.bench_turn import LEAST_STEPS
 from faser.controller.bench_work import Mix, Replay, closed_stream
-from faser.controller.errors import EndpointError, EngineError
+from faser.controller.errors import EndpointError, EngineError, UsageError
 from faser.controller.serve import EmbeddedPair
+from faser.models.precision import DTYPES
 
 pytestmark = pytest.mark.alone
 
@@ -419,6 +421,25 @@ def test_a_policys_arm_has_the_plugin_and_a_sidecar_of_its_own(name: str, tmp_pa
     assert launch.endpoint == config.link.endpoint == f"ipc://{tmp_path / name}.sock"
     assert launch.environment_extra["FASER_LEASE_MS"] == str(config.lease.ms) == "600000"  # outlives the others' slices
     assert (config.guard.envelope_margin == 1.0) == (name != "faser")  # our guard is part of FASER, not of their rule
+
+
+@pytest.mark.parametrize("name", ["none", "k3", "faser"])
+def test_every_server_computes_in_the_numbers_that_were_asked_for(name: str, tmp_path: Path) -> None:
+    pair = EmbeddedPair(tmp_path, tmp_path)
+    short, exact = (Bed(pair, tmp_path, tmp_path, "price", 1, dtype) for dtype in DTYPES)
+    given = {bed.dtype: bed.launch(name).arguments for bed in (short, exact)}
+    for dtype, arguments in given.items():
+        last = len(arguments) - 1 - arguments[::-1].index("--dtype")  # vLLM follows the last
+        assert arguments[last + 1] == dtype
+    caches = [int(bed.arguments[bed.arguments.index("--kv-cache-memory-bytes") + 1]) for bed in (short, exact)]
+    assert caches[1] == 2 * caches[0]  # as many tokens
+    assert exact.server_gib > short.server_gib
+
+
+def test_numbers_of_another_kind_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--dtype float16.*bfloat16 or float32"):
+        run_bench(BenchOptions(dtype="float16", out=tmp_path / "r.json"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_suffix_decoding_that_is_not_installed_is_not_available_and_no_loss(

@@ -200,9 +200,11 @@ def test_the_gap_closed_counts_from_the_best_fixed_length_to_hindsight() -> None
 
 
 def test_each_seeds_score_and_the_interval_over_the_best_fixed_length_are_told() -> None:
-    result = summary(make_table({"price": (2.0, 3.0, 4.0), "smartspec": (1.0,) * 3, ORACLES[0]: (5.0,) * 3}))
+    table = make_table({"price": (2.0, 3.0, 4.0), "smartspec": (1.0,) * 3, ORACLES[0]: (5.0,) * 3})
+    result = summary(table)
     row = result["policies"]["price"]["worlds"][NGRAM.name]["4"]  # type: ignore[index]
     assert (row["scores"], result["seed_numbers"]) == ([2.0, 3.0, 4.0], [1, 2, 3])
+    assert result["steps"] == table.plan.steps
     half = interval([2.0, 3.0, 4.0]).half
     assert (row["over_best_fixed"], row["over_best_fixed_ci"]) == (3.0, pytest.approx([3.0 - half, 3.0 + half]))
 
@@ -224,7 +226,7 @@ def test_a_plan_gives_every_cell_and_the_same_figures_twice() -> None:
 def test_the_command_ends_with_one_object_and_workers_change_nothing(tmp_path: object) -> None:
     arguments = [
         "evaluate", "--json", "--worlds", "gpu-ngram", "--loads", "2", "--seeds", "2", "--steps", "20", "--policies",
-        "price", "--rivals", "smartspec",
+        "price", "--rivals", "smartspec", "--bounds", "informed:lengths",
     ]  # fmt: skip
     alone, together = (CliRunner().invoke(app, [*arguments, "--workers", workers]) for workers in ("1", "2"))
     assert alone.exit_code == together.exit_code == 0, together.output
@@ -232,6 +234,8 @@ def test_the_command_ends_with_one_object_and_workers_change_nothing(tmp_path: o
     assert result == json.loads(together.stdout.splitlines()[-1])
     assert result["worlds"] == 1
     assert result["seeds"] == 2
+    assert {name for name in result["policies"] if ":" in name} >= {"oracle:request", "informed:lengths"}
+    assert not {"oracle:uniform", "informed:rounds"} & set(result["policies"])
     assert result["commit"]
     assert {"Python", "faser-vllm"} <= set(result["versions"])
     assert set(result["policies"]["price"]) >= {
@@ -266,6 +270,7 @@ def test_workers_end_with_the_command_that_started_them() -> None:
         (["--loads", "many"], "whole numbers"),
         (["--policies", "best"], "possible are"),
         (["--policies", "price bandit"], "as rival"),
+        (["--bounds", "oracle:request clairvoyance"], "informed:drafts"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_before_anything_runs(arguments: list[str], hint: str) -> None:
