@@ -30,7 +30,7 @@ from ..env.step_samples import StepSamples
 from .calibrate import load_profile_or_fail, require_fitting, require_same
 from .errors import ModelError, StoreError, UsageError
 from .measured import Life, Measured, ahead_steps, lives, read_measured
-from .starvation import Waiting, freed, load_waiting
+from .starvation import Waiting, freed, load_waiting, of_engine
 
 Floats = npt.NDArray[np.float64]
 EDGE_REQUESTS = 2  # fewer than this cannot be compared
@@ -123,7 +123,7 @@ def recorded_requests(measured: Measured, waiting: Waiting) -> list[tuple[Life, 
                 extra = int(has_dropped and row.drafted < row.draft_limit)
                 own.append(Decision(emitted[key], row.drafted, row.drafted + extra))
     found = []
-    for life in _undisturbed(lives(measured.path), waiting):
+    for life in _undisturbed(lives(measured.path), of_engine(waiting, measured.steps)):
         if life.output_tokens < 1 or life.prompt_tokens < 1:
             continue
         key = (life.engine, life.handle)

@@ -168,9 +168,7 @@ def freed(samples: StepSamples, steps: StepTable, waiting: Waiting) -> StepSampl
     """
     if not waiting.time_s:
         return samples
-    end_s = steps.time_s - TAIL_S
-    draft_s = np.nan_to_num(samples.draft_s)
-    between_s = end_s - draft_s
+    between_s, end_s = _drafting(steps)
     start_s = between_s - np.nan_to_num(samples.verify_s) + 2.0 * TAIL_S
     is_watched = (start_s > waiting.time_s[0]) & (end_s < waiting.time_s[-1])
     verifying_s = waiting.between(start_s, between_s)
@@ -178,6 +176,25 @@ def freed(samples: StepSamples, steps: StepTable, waiting: Waiting) -> StepSampl
     return samples.shortened(
         _lost(verifying_s, samples.verify_s, is_watched), _lost(drafting_s, samples.draft_s, is_watched)
     )
+
+
+def of_engine(waiting: Waiting, steps: StepTable) -> Waiting:
+    """Return what the engine waited: its compute thread, and the drafter's process while a step waited for drafts."""
+    drafter = waiting.of_drafter()
+    if not drafter.time_s:
+        return waiting
+    begin_s, end_s = (np.sort(each) for each in _drafting(steps))
+    lost_s = drafter.between(begin_s, end_s)
+    until_s = np.cumsum(lost_s)
+    knots = np.maximum.accumulate(np.column_stack([begin_s, end_s]).ravel())
+    more_s = np.interp(waiting.time_s, knots, np.column_stack([until_s - lost_s, until_s]).ravel())
+    return Waiting(waiting.time_s, (np.array(waiting.waited_s) + more_s).tolist())
+
+
+def _drafting(steps: StepTable) -> tuple[Floats, Floats]:
+    """Return from when to when each step waited for drafts, (n,) each; not for those made beside something else."""
+    end_s = steps.time_s - TAIL_S
+    return end_s - np.maximum(steps.draft_s - steps.overlap_s, 0.0), end_s
 
 
 def _lost(waited_s: Floats, phase_s: Floats, is_watched: Bools) -> Floats:

@@ -14,7 +14,15 @@ import pytest
 
 from faser.controller import starvation
 from faser.controller.errors import StoreError
-from faser.controller.starvation import Waiting, WaitingMeter, drafter_process, freed, load_waiting, save_waiting
+from faser.controller.starvation import (
+    Waiting,
+    WaitingMeter,
+    drafter_process,
+    freed,
+    load_waiting,
+    of_engine,
+    save_waiting,
+)
 from faser.controller.telemetry import StepTable
 from faser.env.step_samples import StepSamples
 
@@ -74,13 +82,15 @@ def test_an_engine_that_drafts_itself_has_no_drafters_waiting() -> None:
         assert meter.read().drafter_waited_s == []
 
 
-def steps(ends_s: list[float], step_s: float, draft_s: float) -> tuple[StepSamples, StepTable]:
-    """Steps of equal length, each ended by drafting."""
+def steps(ends_s: list[float], step_s: float, draft_s: float, ahead_s: float = 0.0) -> tuple[StepSamples, StepTable]:
+    """Steps of equal length, each ended by drafting; so much more was drafted beside something else."""
     count = len(ends_s)
     zeros = {item.name: np.zeros(count) for item in fields(StepSamples)}
     samples = StepSamples(**zeros | {"verify_s": np.full(count, step_s - draft_s), "draft_s": np.full(count, draft_s)})
     table = object.__new__(StepTable)
-    object.__setattr__(table, "time_s", np.array(ends_s))
+    columns = {"time_s": np.array(ends_s), "draft_s": samples.draft_s + ahead_s, "overlap_s": np.full(count, ahead_s)}
+    for name, values in columns.items():
+        object.__setattr__(table, name, values)
     return samples, table
 
 
@@ -96,6 +106,18 @@ def test_what_the_drafters_process_waited_is_taken_out_of_drafting_alone() -> No
     both = Waiting(times, drafter.drafter_waited_s, drafter.drafter_waited_s)
     assert np.isnan(freed(samples, table, both).draft_s[1])  # 0.08 of 0.2 s says too little
     assert freed(samples, table, Waiting(times, drafter.drafter_waited_s)).draft_s[1] == pytest.approx(0.16)
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 0.3])
+def test_the_engines_clock_stands_still_where_a_step_waits_for_a_drafter_without_a_core(ahead_s: float) -> None:
+    _, table = steps([1.0, 2.0, 3.0], step_s=0.5, draft_s=0.2, ahead_s=ahead_s)
+    times = [0.0, 1.8, 1.999, 2.3, 2.4, 3.5]
+    both = Waiting(times, [0.0, 0.0, 0.0, 0.05, 0.05, 0.05], [0.0, 0.0, 0.04, 0.04, 0.1, 0.1])
+    found = of_engine(both, table).undisturbed(np.array([1.5, 2.0, 2.5, 3.4]))
+    # 0.04 s while the second step waited, 0.05 s of the target's thread; what the process waited alone costs nobody.
+    assert found == pytest.approx([1.5, 1.96, 2.41, 3.31], abs=2e-3)
+    alone = Waiting(times, both.waited_s)
+    assert of_engine(alone, table) is alone
 
 
 def test_waiting_times_of_both_survive_and_older_files_have_one(tmp_path: Path) -> None:
