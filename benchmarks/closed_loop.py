@@ -1,4 +1,4 @@
-"""Compare FASER with no speculation and with every fixed draft length, at a constant number of concurrent requests.
+"""Compare FASER with what else could be configured, at a constant number of concurrent requests.
 
     python benchmarks/closed_loop.py [--loads 1,2,4,8] [--arms none,k3,faser] [--minutes 8] [--resume] [--docs docs]
 
@@ -23,12 +23,9 @@ import argparse
 import contextlib
 import itertools
 import json
-import re
-import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,24 +52,29 @@ from rich.console import Console
 from rich.table import Table
 
 from faser.controller.bench_machine import Processor, commit, machine_facts, require_memory, versions
-from faser.controller.bench_plan import LENGTHS, NGRAM, NONE, POLICIES, TABLE, contenders, turn_order
+from faser.controller.bench_plan import ARMS as EVERY_ARM
+from faser.controller.bench_plan import MAX_LENGTH, NONE, SUFFIX, TABLE, VARIANTS, contenders, turn_order
 from faser.controller.bench_server import LEASE_MS, Bed, is_steered
 from faser.controller.bench_table import Table as BatchLengths
 from faser.controller.bench_table import described
 from faser.controller.bench_turn import LEAST_STEPS, slice_ends, slice_tokens
 from faser.controller.bench_work import staggered, stream_order
+from faser.controller.endpoint import socket_folder
 from faser.controller.errors import EngineError, FaserError, UsageError
 from faser.controller.launch import available_cores, default_threads
 from faser.controller.processes import ProcessTree
 from faser.controller.serve import ensure_embedded_pair, start_sidecar, stopping_on_sigterm
 from faser.controller.status import ask
+from faser.env.spaces import Capabilities
+from faser.models.baselines import LengthTable
 from faser.models.embedded import EMBEDDED_K_MAX, TARGET_NAME
+from faser.models.policy import PolicyError
 from faser.models.precision import dtype_on, number_bytes
 
 TUNED = ROOT / "benchmarks" / "results" / "bench_full.json"
 ARM = str(Path(__file__).with_name("closed_loop_arm.py"))
 # Suffix decoding is left out: it remembers answers, and here the same ones are given over and over.
-ARMS = (NONE, *LENGTHS, TABLE, NGRAM, *POLICIES, OURS)
+ARMS = tuple(arm for arm in EVERY_ARM if arm not in (SUFFIX, *VARIANTS))
 USUAL_ARMS = (NONE, "k1", "k2", "k3", "k4", "k6", TABLE, OURS)  # what fits into memory
 MAX_LOAD = 48  # requests of the longest prompt and answer that fit the KV cache
 RECORDED_AT_ONCE = 32  # answers
@@ -136,7 +138,7 @@ class Bench:
     # -- processes -----------------------------------------------------------------------------------------------
 
     def start(self, stack: ExitStack, sockets: Path) -> None:
-        """Start the sidecar and every arm, as many at a time as there are cores."""
+        """Start sidecars and arms, as many at a time as there are cores."""
         require_memory(len(self.plan.arms), ENGINE_GIB)
         self.folder.mkdir(parents=True, exist_ok=True)
         settings = self.plan.settings
@@ -155,7 +157,7 @@ class Bench:
     def _launch(self, name: str) -> Remote:
         settings = self.plan.settings
         order = {
-            "speculative": self.bed.launch(name, self.plan.table).speculative, "is_steered": is_steered(name),
+            "speculative": self.bed.drafting(name, self.plan.table), "is_steered": is_steered(name),
             "max_tokens": settings.max_tokens, "max_prompt_tokens": settings.max_prompt_tokens,
         }  # fmt: skip
         environment = {"VLLM_PLUGINS": "none"}
@@ -274,9 +276,12 @@ def open_results(path: Path, plan: Plan, is_resumed: bool) -> Results:
         results = read_results(path)
     except msgspec.MsgspecError as error:
         raise UsageError(f"{path}: {error}", "turns of this version", "drop --resume") from None
-    if (results.settings, results.table, results.machine) != (settings, plan.table, machine_facts()):
-        seen, wanted = (f"{each.settings}, table {described(each.table)}" for each in (results, plan))
-        raise UsageError(f"{path} was measured with {seen}", f"{wanted} on this machine", "drop --resume")
+    if (results.settings, results.machine) != (settings, machine_facts()):
+        raise UsageError(f"{path} was measured with {results.settings}", f"{settings} on this machine", "drop --resume")
+    if plan.table and results.table not in ((), plan.table):
+        seen, wanted = (f"the table {described(each.table)}" for each in (results, plan))
+        raise UsageError(f"{path} was measured with {seen}", wanted, "drop --resume, or give that --table")
+    results.table = plan.table or results.table
     if now not in results.commits:
         results.commits.append(now)
     return results
@@ -298,18 +303,20 @@ def plan_of(options: argparse.Namespace) -> Plan:
         raise UsageError(f"--loads {options.loads}", f"numbers from 1 to {MAX_LOAD}, separated by commas")
     if options.answers < 1:
         raise UsageError(f"--answers {options.answers}", "1 or more")
-    table = table_of(options.table)
+    table = table_of(options.table) if TABLE in arms else ()
     return Plan(loads, arms, options.rounds, options.minutes, not options.smoke, settings_of(options), table)
 
 
 def table_of(text: str | None) -> BatchLengths:
     """Return the rows of `1-5=3,6-64=0`; without a text what a whole run of `faser bench` found by its sweep."""
-    if text is None:
-        return tuple((first, last, length) for first, last, length in json.loads(TUNED.read_text())["table"])
-    rows = [re.fullmatch(r"(\d{1,3})-(\d{1,3})=(\d)", part) for part in text.split(",")]
-    if not all(rows):
-        raise UsageError(f"--table {text}", "rows such as 1-5=3,6-64=0")
-    return tuple((int(row[1]), int(row[2]), int(row[3])) for row in rows if row is not None)
+    if text is None and not TUNED.exists():
+        raise UsageError(f"no {TUNED.name}", "a table", "give --table, or leave that arm out")
+    text = text or described(json.loads(TUNED.read_text())["table"])
+    try:
+        rows = LengthTable.parse(text, Capabilities(MAX_LENGTH)).rows
+    except PolicyError as error:
+        raise UsageError(f"--table {text}: {error}", "rows such as 1-5=3,6-64=0") from None
+    return tuple((first, last or MAX_LOAD, length) for first, last, length in rows)
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
@@ -323,16 +330,6 @@ def settings_of(options: argparse.Namespace) -> Settings:
     )  # fmt: skip
 
 
-@contextlib.contextmanager
-def socket_folder() -> Iterator[Path]:
-    """Give a folder only we can enter, with a path short enough for sockets."""
-    folder = Path(tempfile.mkdtemp(prefix="faser-bench-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def run(options: argparse.Namespace) -> int:
     """Measure, print the table, return the exit code."""
     plan = plan_of(options)
@@ -340,7 +337,7 @@ def run(options: argparse.Namespace) -> int:
     folder = (Path("runs") / time.strftime("closed-loop-%Y%m%d-%H%M%S")).absolute()
     bench = Bench(plan, results, options.json, folder, Console(stderr=True, highlight=False))
     code = 0
-    with stopping_on_sigterm(), socket_folder() as sockets:
+    with stopping_on_sigterm(), socket_folder("bench") as sockets:
         try:
             with ExitStack() as stack:
                 bench.say(f"{len(plan.arms)} engines, {plan.settings.threads} threads each, logs in {folder}")
@@ -390,8 +387,8 @@ def exit_with(run: Callable[[argparse.Namespace], int], options: argparse.Namesp
     sys.exit(code)
 
 
-def main() -> None:
-    """Parse, run, exit."""
+def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loads", default="1,2,4,8,16,32", help="concurrent requests")
     parser.add_argument("--arms", default=",".join(USUAL_ARMS), help=f"some of {','.join(ARMS)}")
@@ -404,7 +401,12 @@ def main() -> None:
         "--docs", type=Path, help="folder whose results.md and closed_loop.svg are rewritten at the end"
     )
     parser.add_argument("--smoke", action="store_true", help="two loads, two arms, two short rounds")
-    exit_with(run, parser.parse_args())
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Parse, run, exit."""
+    exit_with(run, parsed())
 
 
 if __name__ == "__main__":

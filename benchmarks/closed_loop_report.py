@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from faser.controller.bench_machine import Machine
-from faser.controller.bench_plan import length_of
+from faser.controller.bench_plan import ARMS
 from faser.controller.bench_ratio import (
     LEAST_LOW,
     LEAST_RATIO,
@@ -28,6 +28,7 @@ from faser.controller.bench_ratio import (
     cleanest,
     paired_ratio,
 )
+from faser.controller.bench_result import name_of
 from faser.controller.bench_table import Table as BatchLengths
 from faser.controller.bench_table import described
 
@@ -35,7 +36,6 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "closed_loop.json"
 BEGIN, END = "<!-- closed loop: begin -->", "<!-- closed loop: end -->"
 HEADING = "# Results\n"
-NAMES = {"none": "no speculation", "table": "best table", "ngram": "n-grams", OURS: "FASER"}
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -91,7 +91,7 @@ class Results(msgspec.Struct):
 
     def arms(self) -> list[str]:
         """Return the arms measured, in the table's order."""
-        return sorted({turn.arm for turn in self.turns}, key=lambda arm: (arm == OURS, arm != "none", arm))
+        return sorted({turn.arm for turn in self.turns}, key=ARMS.index)
 
     def rates(self, load: int, is_clean: bool = False, is_even: bool = False) -> dict[str, Floats]:
         """Return tokens/s by arm, (rounds,) each; NaN where an arm was not measured or, if asked for, disturbed.
@@ -147,12 +147,6 @@ def over_none(results: Results, load: int) -> Ratio:
     """Return FASER over no speculation at a load, from the same turns as the envelope."""
     rates = results.rates(load, is_clean=not envelope_at(results, load).is_disturbed, is_even=True)
     return paired_ratio(np.log(rates[OURS]) - np.log(rates["none"]))
-
-
-def name_of(arm: str) -> str:
-    """Return an arm's name for people."""
-    length = length_of(arm)
-    return NAMES.get(arm, arm) if length is None or arm in NAMES else f"k = {length}"
 
 
 def table_rows(results: Results) -> tuple[list[str], list[list[str]]]:

@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 import numpy as np
-from closed_loop import Bench, Plan, add_shared_options, exit_with, settings_of, socket_folder
+from closed_loop import Bench, Plan, add_shared_options, exit_with, settings_of
 from closed_loop_report import OURS, RESULTS, Results, Settings, name_of, read_results, write_results
 from closed_loop_turn import Slice, as_turn
 from rich.console import Console
@@ -31,6 +31,7 @@ from faser.controller.bench_machine import commit, machine_facts, versions
 from faser.controller.bench_plan import length_of, turn_order
 from faser.controller.bench_table import best_table
 from faser.controller.bench_turn import LEAST_STEPS
+from faser.controller.endpoint import socket_folder
 from faser.controller.errors import UsageError
 from faser.controller.serve import stopping_on_sigterm
 from faser.env.trace import shipped_trace
@@ -151,7 +152,7 @@ def run(options: argparse.Namespace) -> int:
     plan = Plan((SWING,), arms, options.rounds, 0.0, False, settings, rows)
     bench = SwingBench(plan, results, options.json, folder, Console(stderr=True, highlight=False))
     code = 0
-    with stopping_on_sigterm(), socket_folder() as sockets:
+    with stopping_on_sigterm(), socket_folder("bench") as sockets:
         try:
             with ExitStack() as stack:
                 bench.say(f"{len(arms)} engines, {settings.threads} threads each, logs in {folder}")

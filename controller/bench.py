@@ -38,7 +38,7 @@ from .bench_plan import (
 )
 from .bench_result import Results, Settings, read_results, summary
 from .bench_run import Bench
-from .bench_server import Bed
+from .bench_server import Bed, server_arguments
 from .bench_view import envelope_table, write_picture
 from .bench_work import MIXED, Mix, Replay, seconds_of_work
 from .endpoint import socket_folder
@@ -142,15 +142,14 @@ def run_bench(options: BenchOptions) -> int:
     console = Console(stderr=True, highlight=False)
     folder = (Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S")).absolute()
     path = options.resume or options.out or folder / "result.json"
-    if options.resume is None and path.exists():
+    machine = msgspec.structs.replace(machine_facts(), dtype=dtype)
+    results = Results(machine, versions(), commit(), _settings(options, plan, dtype), note=options.note)
+    if options.resume is not None:
+        results = _resumed(options.resume, options.out, results, plan.rivals)
+    elif path.exists():
         raise UsageError(f"--out {path} exists", "a new file, or --resume to go on with it")
     with socket_folder("bench") as sockets:
-        threads = options.threads or default_threads(available_cores())
-        bed = Bed(ensure_embedded_pair(), sockets, folder, options.policy, threads, dtype)
-        machine = msgspec.structs.replace(machine_facts(), dtype=dtype)
-        results = Results(machine, versions(), commit(), _settings(options, plan, bed), note=options.note)
-        if options.resume is not None:
-            results = _resumed(options.resume, options.out, results, plan.rivals)
+        bed = Bed(ensure_embedded_pair(), sockets, folder, options.policy, results.settings.threads, dtype)
         code, failure = _measure(plan, results, path, bed, console)
     show(options, results, path, console)
     if failure is not None:
@@ -222,11 +221,11 @@ def show(options: BenchOptions, results: Results, path: Path, console: Console) 
         sys.stdout.flush()
 
 
-def _settings(options: BenchOptions, plan: Plan, bed: Bed) -> Settings:
+def _settings(options: BenchOptions, plan: Plan, dtype: DType) -> Settings:
     card = json.loads((ROOT / "models" / "weights" / "drafter.card.json").read_text())
     return Settings(
         target=TARGET_NAME, drafter_sha256=card["sha256"], policy=options.policy, k_max=EMBEDDED_K_MAX,
-        threads=bed.threads, turn_s=plan.turn_s, slice_s=plan.slice_s,
+        threads=options.threads or default_threads(available_cores()), turn_s=plan.turn_s, slice_s=plan.slice_s,
         max_tokens=plan.max_tokens, max_prompt_tokens=plan.max_prompt_tokens, seed=plan.seed, pairs=plan.pairs,
-        arguments=bed.arguments,
+        arguments=server_arguments(dtype),
     )  # fmt: skip

@@ -51,6 +51,13 @@ _OVERLAP: Final = {"FASER_DRAFTER_CORES": "all", "FASER_FRONTIER": str(EMBEDDED_
 _VARIANT_ENVIRONMENT: Final = dict(zip(VARIANTS, (_PRUNING, _OVERLAP, _PRUNING | _OVERLAP), strict=True))
 
 
+def server_arguments(dtype: DType) -> tuple[str, ...]:
+    """Return what every server is given; without the prefix cache a prompt that comes back costs the same."""
+    cache_bytes = str(number_bytes(dtype) * 384 << 20)
+    named = () if dtype == embedded_dtype() else ("--dtype", dtype)
+    return ("--no-enable-prefix-caching", "--kv-cache-memory-bytes", cache_bytes, *named)
+
+
 @dataclass(frozen=True, slots=True)
 class Drafting:
     """vLLM's counters since its start, and our sidecar's."""
@@ -70,13 +77,6 @@ class Bed:
     policy: str
     threads: int
     dtype: DType = field(default_factory=embedded_dtype)
-
-    @property
-    def arguments(self) -> tuple[str, ...]:
-        """Return what every server is given; without the prefix cache a prompt that comes back costs the same."""
-        cache_bytes = str(number_bytes(self.dtype) * 384 << 20)
-        named = () if self.dtype == embedded_dtype() else ("--dtype", self.dtype)
-        return ("--no-enable-prefix-caching", "--kv-cache-memory-bytes", cache_bytes, *named)
 
     @property
     def server_gib(self) -> float:
@@ -100,17 +100,20 @@ class Bed:
     def launch(self, name: str, table: Table = ()) -> EngineLaunch:
         """Return an arm's server; what is no policy is vLLM without FASER's plugin."""
         launch = dataclasses.replace(
-            embedded_launch(self.pair, self.config(name).link.endpoint, arguments=self.arguments),
+            embedded_launch(self.pair, self.config(name).link.endpoint, arguments=server_arguments(self.dtype)),
             threads=self.threads, kv_cache_gib=None, environment_extra=_ENVIRONMENT,
         )  # fmt: skip
         if is_steered(name):
             environment = {**_ENVIRONMENT, "FASER_LEASE_MS": str(LEASE_MS), **_VARIANT_ENVIRONMENT.get(name, {})}
             return dataclasses.replace(launch, environment_extra=environment)
         environment = {**_ENVIRONMENT, "VLLM_PLUGINS": "none"}
-        speculative = self._speculative(name, table)
+        speculative = self.drafting(name, table)
         return dataclasses.replace(launch, has_faser=False, speculative=speculative, environment_extra=environment)
 
-    def _speculative(self, name: str, table: Table) -> dict[str, object] | None:
+    def drafting(self, name: str, table: Table = ()) -> dict[str, object] | None:
+        """Return with what an arm drafts and how long, as vLLM takes it; None: it does not."""
+        if is_steered(name):
+            return self.pair.speculative()
         if name == NONE:
             return None
         if name == NGRAM:

@@ -112,7 +112,8 @@ def _samples(steps: StepTable, rows: list[list[RequestRow]], arrivals: Floats) -
     verify_s = steps.step_s - steps.draft_s + steps.overlap_s - steps.prune_s
     draft_s = np.where(steps.draft_s > 0.0, steps.draft_s, np.nan)
     verify_s = np.where(verify_s > 0.0, verify_s, np.nan)
-    columns = [*table.T, arrivals, verify_s, draft_s, host_s, steps.pruned.astype(np.float64), steps.saved_rows]
+    pruned = steps.pruned.astype(np.float64)
+    columns = [*table.T, arrivals, verify_s, draft_s, host_s, pruned, steps.saved_rows, steps.overlap_s]
     return StepSamples(**dict(zip(names, columns, strict=True)))
 
 
@@ -162,10 +163,7 @@ def ahead_steps(measured: Measured, samples: StepSamples) -> AheadSteps:
     names = [item.name for item in fields(StepSamples)]
     as_handed = dict(zip(names, np.array(in_turn, np.float64).T, strict=False))
     # All drafts count, the wasted ones too, in what the record says was drawn: here only those that were handed over.
-    return AheadSteps(
-        replace(samples, **as_handed), is_busy, steps.frontier_hits.astype(np.float64),
-        steps.draft_s - steps.overlap_s, _chains(measured),
-    )  # fmt: skip
+    return AheadSteps(replace(samples, **as_handed), is_busy, steps.frontier_hits.astype(np.float64), _chains(measured))
 
 
 def _chains(measured: Measured) -> Chains:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,9 +20,9 @@ from typing import Final
 from rich.console import Console
 
 from ..engine_adapter.protocol import Hello
-from ..engine_adapter.settings import ensure_private_folder, runtime_folder
 from .calibrate import CalibrateOptions, calibrate
 from .config import Config, Value, load
+from .endpoint import socket_folder
 from .engine import RunningEngine
 from .errors import EndpointError, EngineError, UsageError
 from .launch import EngineLaunch
@@ -94,33 +93,29 @@ def run_profile(options: ProfileOptions) -> int:
 
 def measure(options: ProfileOptions, telemetry: Path, console: Console) -> None:
     """Run engine, sidecar and load for the time asked for; the telemetry file and what it waited remain."""
-    sockets = _socket_folder()
-    try:
-        with ExitStack() as stack, progress_bar(console) as show:
-            config = _configure(options, sockets, telemetry)
-            launch = replace(_launch(options, config), environment_extra={"FASER_LEASE_MS": str(_LEASE_MS)})
-            with deferred_interrupts():
-                sidecar = start_sidecar(config, telemetry.with_suffix(".sidecar.log"))
-                if sidecar is None:
-                    raise EndpointError(f"a sidecar already runs at {config.link.endpoint}", "none", "stop it")
-                stack.enter_context(sidecar)
-                engine = stack.enter_context(RunningEngine(launch, telemetry.with_suffix(".engine.log")))
-            engine.wait_ready(_START_LIMIT_S, progress=show)
-            hello = _introduction(telemetry)
-            grid = _SMOKE_GRID if options.smoke else Grid()
-            stops = grid.stops(hello.max_requests, _max_context(launch, hello), hello.kv_tokens)
-            if not stops:
-                raise EngineError(f"an engine with room for {hello.kv_tokens} KV tokens", "room for one request")
-            model = flag_value(launch.arguments, "--served-model-name") or launch.model
-            load_ = SurveyLoad(launch.url, model, stops, options.seed)
-            end_s = time.monotonic() + options.minutes * 60.0
-            with WaitingMeter(engine.pid) as meter:
-                asyncio.run(load_.run(end_s, show, 3 if options.smoke else None))
-            engine.require_running()
-            save_waiting(meter.read(), telemetry)
-            console.print(f"faser: {load_.batches} batches of {len(stops)} kinds", highlight=False)
-    finally:
-        shutil.rmtree(sockets, ignore_errors=True)
+    with socket_folder("profile") as sockets, ExitStack() as stack, progress_bar(console) as show:
+        config = _configure(options, sockets, telemetry)
+        launch = replace(_launch(options, config), environment_extra={"FASER_LEASE_MS": str(_LEASE_MS)})
+        with deferred_interrupts():
+            sidecar = start_sidecar(config, telemetry.with_suffix(".sidecar.log"))
+            if sidecar is None:
+                raise EndpointError(f"a sidecar already runs at {config.link.endpoint}", "none", "stop it")
+            stack.enter_context(sidecar)
+            engine = stack.enter_context(RunningEngine(launch, telemetry.with_suffix(".engine.log")))
+        engine.wait_ready(_START_LIMIT_S, progress=show)
+        hello = _introduction(telemetry)
+        grid = _SMOKE_GRID if options.smoke else Grid()
+        stops = grid.stops(hello.max_requests, _max_context(launch, hello), hello.kv_tokens)
+        if not stops:
+            raise EngineError(f"an engine with room for {hello.kv_tokens} KV tokens", "room for one request")
+        model = flag_value(launch.arguments, "--served-model-name") or launch.model
+        load_ = SurveyLoad(launch.url, model, stops, options.seed)
+        end_s = time.monotonic() + options.minutes * 60.0
+        with WaitingMeter(engine.pid) as meter:
+            asyncio.run(load_.run(end_s, show, 3 if options.smoke else None))
+        engine.require_running()
+        save_waiting(meter.read(), telemetry)
+        console.print(f"faser: {load_.batches} batches of {len(stops)} kinds", highlight=False)
 
 
 def _launch(options: ProfileOptions, config: Config) -> EngineLaunch:
@@ -158,11 +153,6 @@ def _configure(options: ProfileOptions, sockets: Path, telemetry: Path) -> Confi
         "store.path": telemetry.absolute(),
     }
     return load(None, os.environ, flags).config
-
-
-def _socket_folder() -> Path:
-    ensure_private_folder(runtime_folder())
-    return Path(tempfile.mkdtemp(prefix="profile-", dir=runtime_folder()))
 
 
 def command_line(arguments: Sequence[str]) -> str:

@@ -1,9 +1,9 @@
 """How long the engine's compute threads were ready but had no core: time that other programs took from its steps.
 
-Called by controller/profile.py on Linux with a CPU engine. A thread reads the kernel's run-queue waiting time of vLLM's
-worker and of the drafter's process, if there is one, a few hundred times a second; what the steps lost is subtracted
-from their times, so that a profile describes the engine and not its neighbours. Knows nothing of caches and memory
-bandwidth, which neighbours also take.
+Measured by `faser profile` and the demo on Linux with a CPU engine, used by calibration and replays. A thread reads the
+kernel's run-queue waiting time of vLLM's worker and of the drafter's process, if there is one, a few hundred times a
+second; what the steps lost is subtracted from their times, so that a profile describes the engine and not its
+neighbours. Knows nothing of caches and memory bandwidth, which neighbours also take.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Waiting(msgspec.Struct, frozen=True):
         return found
 
     def undisturbed(self, time_s: Floats) -> Floats:
-        """Return moments of a clock that stands still while the compute thread waits for a core."""
+        """Return moments of a clock that stands still while there is waiting for a core."""
         return time_s - self.between(np.full(len(time_s), -np.inf), time_s)
 
 
@@ -174,7 +174,7 @@ def freed(samples: StepSamples, steps: StepTable, waiting: Waiting) -> StepSampl
     verifying_s = waiting.between(start_s, between_s)
     drafting_s = waiting.between(between_s, end_s) + waiting.of_drafter().between(between_s, end_s)
     return samples.shortened(
-        _lost(verifying_s, samples.verify_s, is_watched), _lost(drafting_s, samples.draft_s, is_watched)
+        _lost(verifying_s, samples.verify_s, is_watched), _lost(drafting_s, end_s - between_s, is_watched)
     )
 
 

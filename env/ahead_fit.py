@@ -37,13 +37,11 @@ class AheadSteps:
     :param samples: times, and work as if all drafts that were handed over had been made in turn
     :param is_busy: the drafter worked beside the verification
     :param hits: requests whose draft had been made ahead
-    :param waited_s: for drafts, beyond the verification
     """
 
     samples: StepSamples
     is_busy: Bools
     hits: Floats
-    waited_s: Floats
     chains: Chains
 
     @classmethod
@@ -55,9 +53,13 @@ class AheadSteps:
             StepSamples.joined([part.samples for part in parts]),
             np.concatenate([part.is_busy for part in parts]),
             np.concatenate([part.hits for part in parts]),
-            np.concatenate([part.waited_s for part in parts]),
             Chains(np.concatenate(where), np.concatenate([part.chains.was_next_accepted for part in parts])),
         )
+
+    @property
+    def waited_s(self) -> Floats:
+        """Return what was waited for drafts, beyond the verification; NaN: not known."""
+        return self.samples.draft_s - self.samples.overlap_s
 
     @property
     def is_usual(self) -> bool:
@@ -118,7 +120,7 @@ def _use(steps: AheadSteps) -> tuple[float, float]:
 def _hidden_share(steps: AheadSteps, busy: Bools, draft_coefficients: Floats) -> float:
     """Return the share of the hideable time that nobody waited for; drafting in turn is levelled by steps without."""
     serial_s = steps.serial_s(draft_coefficients)
-    drafts = busy & (steps.samples.drafting_requests > 0.0)
+    drafts = busy & (steps.samples.drafting_requests > 0.0) & np.isfinite(steps.waited_s)
     missed, hit = drafts & (steps.hits == 0.0), drafts & (steps.hits > 0.0)
     if missed.sum() >= LEAST_STEPS:
         serial_s = serial_s * (steps.waited_s[missed].sum() / serial_s[missed].sum())

@@ -51,6 +51,7 @@ class StepSamples:
     host_s: Floats  # since the end of the step before; NaN after an idle time
     pruned_rows: Floats  # draft rows that left the forward pass early
     saved_rows: Floats  # the same, each as the share of the layers that it was spared
+    overlap_s: Floats  # of draft_s: beside something else, so that nobody waited for it
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -71,8 +72,9 @@ class StepSamples:
     def on_a_machine(self, slower: Floats) -> StepSamples:
         """Return the steps as they would have been on a machine that was not slower by these factors, (n,)."""
         return replace(
-            self, verify_s=self.verify_s / slower, draft_s=self.draft_s / slower, host_s=self.host_s / slower
-        )
+            self, verify_s=self.verify_s / slower, draft_s=self.draft_s / slower, host_s=self.host_s / slower,
+            overlap_s=self.overlap_s / slower,
+        )  # fmt: skip
 
     def times(self, phase: Phase) -> Floats:
         """Return one phase's times."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 import sys
@@ -114,11 +113,19 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(flag: str, va
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_table_is_the_one_that_a_sweep_found_unless_another_is_given(bench: ModuleType) -> None:
-    swept = bench.table_of(None)
-    assert swept[0][0] == 1
-    assert all(last + 1 == first for (_, last, _), (first, _, _) in itertools.pairwise(swept))
+def test_the_table_is_the_one_that_a_sweep_found_unless_another_is_given(
+    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swept = json.loads(bench.TUNED.read_text())["table"]
+    assert [list(row) for row in bench.table_of(None)] == swept
     assert bench.table_of("1-4=3,5-64=0") == ((1, 4, 3), (5, 64, 0))
+    for bad in ("5-1=3", "1-4=3,4-8=1", "1-4=9"):
+        with pytest.raises(bench.UsageError, match="--table"):
+            bench.table_of(bad)
+    monkeypatch.setattr(bench, "TUNED", tmp_path / "bench_full.json")
+    with pytest.raises(bench.UsageError, match="no bench_full"):
+        bench.table_of(None)
+    assert bench.plan_of(bench.parsed(["--arms", "none,faser"])).table == ()  # nobody asks for it
 
 
 def test_every_arm_drafts_as_its_name_says_and_those_with_a_sidecar_are_told_where_it_is(
@@ -145,15 +152,16 @@ def test_every_arm_drafts_as_its_name_says_and_those_with_a_sidecar_are_told_whe
     }  # fmt: skip
     assert drafting["table"]["num_speculative_tokens_per_batch_size"] == [[1, 4, 3], [5, 64, 0]]  # type: ignore[index]
     assert drafting["ngram"]["method"] == "ngram"  # type: ignore[index]
-    plugins = {name: environment["VLLM_PLUGINS"] for name, (_, environment) in started.items()}
-    assert {name for name, plugin in plugins.items() if plugin == "faser"} == {"adaspec", "faser"}
-    sockets = [started[name][1]["FASER_ENDPOINT"] for name in ("adaspec", "faser")]
-    assert len(set(sockets)) == 2
+    for name, (order, environment) in started.items():
+        has_sidecar = name in ("adaspec", "faser")
+        assert order["is_steered"] == has_sidecar
+        assert environment["VLLM_PLUGINS"] == ("faser" if has_sidecar else "none")
+        assert environment.get("FASER_ENDPOINT") == (run.bed.config(name).link.endpoint if has_sidecar else None)
 
 
 def test_arms_have_names_for_people(report: ModuleType) -> None:
     arms = ("none", "k6", "table", "ngram", "adaspec", "faser")
-    told = ["no speculation", "k = 6", "best table", "n-grams", "adaspec", "FASER"]
+    told = ["no speculation", "k = 6", "best table", "ngram", "adaspec", "FASER"]
     assert [report.name_of(arm) for arm in arms] == told
 
 

@@ -431,7 +431,7 @@ def test_every_server_computes_in_the_numbers_that_were_asked_for(name: str, tmp
     for dtype, arguments in given.items():
         last = len(arguments) - 1 - arguments[::-1].index("--dtype")  # vLLM follows the last
         assert arguments[last + 1] == dtype
-    caches = [int(bed.arguments[bed.arguments.index("--kv-cache-memory-bytes") + 1]) for bed in (short, exact)]
+    caches = [int(each[each.index("--kv-cache-memory-bytes") + 1]) for each in given.values()]
     assert caches[1] == 2 * caches[0]  # as many tokens
     assert exact.server_gib > short.server_gib
 
@@ -440,6 +440,14 @@ def test_numbers_of_another_kind_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--dtype float16.*bfloat16 or float32"):
         run_bench(BenchOptions(dtype="float16", out=tmp_path / "r.json"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_cannot_go_on_is_refused_before_a_model_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("faser.controller.bench.ensure_embedded_pair", lambda: pytest.fail("a model was made"))
+    with pytest.raises(UsageError, match=r"typo\.json"):
+        run_bench(BenchOptions(resume=tmp_path / "typo.json"))
 
 
 def test_suffix_decoding_that_is_not_installed_is_not_available_and_no_loss(

@@ -378,6 +378,19 @@ def test_time_spent_waiting_for_a_core_is_taken_out_of_the_steps(telemetry: Path
     assert np.isfinite(clean.verify_s).mean() > 0.9
 
 
+def test_a_recorded_request_did_not_live_while_its_engine_waited_for_a_drafter_without_a_core(telemetry: Path) -> None:
+    measured = read_measured(telemetry)
+    ends_s = measured.steps.time_s
+    plain = [life for life, _ in recorded_requests(measured, Waiting([], []))]
+    times = [float(ends_s[0] - 1.0), *map(float, ends_s), float(ends_s[-1] + 1.0)]
+    nobody, drafter = [0.0] * len(times), [0.002 * number for number in range(len(times))]
+    alone = [life for life, _ in recorded_requests(measured, Waiting(times, nobody))]
+    waited = [life for life, _ in recorded_requests(measured, Waiting(times, nobody, drafter))]
+    spans = [sum(life.end_s - life.arrival_s for life in lives) for lives in (plain, alone, waited)]
+    assert spans[1] == pytest.approx(spans[0])
+    assert spans[2] < 0.999 * spans[1]
+
+
 def test_a_clock_stands_still_while_the_engine_waits() -> None:
     waiting = Waiting([10.0, 11.0, 12.0], [5.0, 5.0, 5.8])
     assert waiting.undisturbed(np.array([9.0, 10.5, 12.0])) == pytest.approx([9.0, 10.5, 11.2])

@@ -86,26 +86,36 @@ def steps(ends_s: list[float], step_s: float, draft_s: float, ahead_s: float = 0
     """Steps of equal length, each ended by drafting; so much more was drafted beside something else."""
     count = len(ends_s)
     zeros = {item.name: np.zeros(count) for item in fields(StepSamples)}
-    samples = StepSamples(**zeros | {"verify_s": np.full(count, step_s - draft_s), "draft_s": np.full(count, draft_s)})
+    spans = {"verify_s": step_s - draft_s, "draft_s": draft_s + ahead_s, "overlap_s": ahead_s}
+    samples = StepSamples(**zeros | {name: np.full(count, span_s) for name, span_s in spans.items()})
     table = object.__new__(StepTable)
-    columns = {"time_s": np.array(ends_s), "draft_s": samples.draft_s + ahead_s, "overlap_s": np.full(count, ahead_s)}
+    columns = {"time_s": np.array(ends_s), "draft_s": samples.draft_s, "overlap_s": samples.overlap_s}
     for name, values in columns.items():
         object.__setattr__(table, name, values)
     return samples, table
 
 
-def test_what_the_drafters_process_waited_is_taken_out_of_drafting_alone() -> None:
-    samples, table = steps([1.0, 2.0, 3.0], step_s=0.5, draft_s=0.2)
-    times = [0.0, 1.85, 1.95, 2.4, 2.6, 4.0]  # drafting: 1.8 to 2.0; the second wait falls before the third step
+@pytest.mark.parametrize("ahead_s", [0.0, 0.15])
+def test_what_the_drafters_process_waited_is_taken_out_of_drafting_alone(ahead_s: float) -> None:
+    """Drafts made ahead were made beside the verification: they do not move the time in which drafts are waited for."""
+    samples, table = steps([1.0, 2.0, 3.0], step_s=0.5, draft_s=0.2, ahead_s=ahead_s)
+    times = [
+        0.0,
+        1.85,
+        1.95,
+        2.4,
+        2.6,
+        4.0,
+    ]  # steps wait for drafts at 1.8 and at 2.8, for 0.2 s
     target = Waiting(times, [0.0] * 6)
     drafter = Waiting(times, [0.0] * 6, [0.0, 0.0, 0.04, 0.04, 0.1, 0.1])
-    assert freed(samples, table, target).draft_s == pytest.approx(0.2)
+    assert freed(samples, table, target).draft_s - ahead_s == pytest.approx(0.2)
     clean = freed(samples, table, drafter)
-    assert clean.draft_s == pytest.approx([0.2, 0.16, 0.2])
+    assert clean.draft_s - ahead_s == pytest.approx([0.2, 0.16, 0.2])
     assert clean.verify_s == pytest.approx([0.3, 0.3, 0.3])
-    both = Waiting(times, drafter.drafter_waited_s, drafter.drafter_waited_s)
-    assert np.isnan(freed(samples, table, both).draft_s[1])  # 0.08 of 0.2 s says too little
-    assert freed(samples, table, Waiting(times, drafter.drafter_waited_s)).draft_s[1] == pytest.approx(0.16)
+    long = [3.0 * waited_s for waited_s in drafter.drafter_waited_s]
+    assert np.isnan(freed(samples, table, Waiting(times, [0.0] * 6, long)).draft_s[1])  # 0.12 s of it says too little
+    assert freed(samples, table, Waiting(times, drafter.drafter_waited_s)).draft_s[1] - ahead_s == pytest.approx(0.16)
 
 
 @pytest.mark.parametrize("ahead_s", [0.0, 0.3])

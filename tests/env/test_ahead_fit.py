@@ -9,7 +9,7 @@ import pytest
 from faser.env.ahead_fit import LEAST_STEPS, AheadSteps, Chains, fit_ahead
 from faser.env.calibration import CalibrationError
 from faser.env.step_basis import DRAFT_BASIS, VERIFY_BASIS
-from faser.env.step_samples import StepSamples
+from faser.env.step_samples import Floats, StepSamples
 
 VERIFY = np.array([0.1 if name == "step" else 0.0 for name in VERIFY_BASIS])
 DRAFT = np.array([0.02 if name == "step" else 0.0 for name in DRAFT_BASIS])
@@ -21,13 +21,27 @@ def make_steps(verify_s: float = 0.11, waited_s: float = 0.004, hits: float = 4.
     n = 2 * HALF
     zeros = {item.name: np.zeros(n) for item in fields(StepSamples)}
     samples = StepSamples(**zeros)
-    samples = replace(samples, drafting_requests=np.full(n, 4.0), verify_s=np.full(n, verify_s))
     has_hits = np.arange(n) % 2 == 0
+    ahead_s = np.full(n, 0.01)
+    samples = replace(
+        samples, drafting_requests=np.full(n, 4.0), verify_s=np.full(n, verify_s), overlap_s=ahead_s,
+        draft_s=np.where(has_hits, waited_s, 0.02) + ahead_s,
+    )  # fmt: skip
     first = np.where(has_hits.repeat(4), np.arange(4 * n) % 4 < 1, np.arange(4 * n) % 4 < 2).astype(np.float64)
     return AheadSteps(
-        samples, np.full(n, is_busy), np.where(has_hits, hits, 0.0), np.where(has_hits, waited_s, 0.02),
-        Chains(np.arange(n).repeat(4), first),
-    )  # fmt: skip
+        samples, np.full(n, is_busy), np.where(has_hits, hits, 0.0), Chains(np.arange(n).repeat(4), first)
+    )
+
+
+def waiting(steps: AheadSteps, waited_s: Floats) -> AheadSteps:
+    """Return the steps with other times waited for drafts."""
+    return replace(steps, samples=replace(steps.samples, draft_s=waited_s + steps.samples.overlap_s))
+
+
+def test_steps_of_which_the_wait_is_not_known_say_nothing() -> None:
+    steps = make_steps()
+    unknown = waiting(steps, np.where(np.arange(len(steps.samples)) < 2, np.nan, steps.waited_s))
+    assert fit_ahead(unknown, VERIFY, DRAFT).hidden == pytest.approx(fit_ahead(steps, VERIFY, DRAFT).hidden)
 
 
 def test_the_numbers_by_hand() -> None:
@@ -40,7 +54,7 @@ def test_the_numbers_by_hand() -> None:
 
 def test_a_machine_on_which_drafting_got_slower_hides_no_less() -> None:
     steps = make_steps(waited_s=0.008)
-    slower = replace(steps, waited_s=np.where(steps.hits > 0.0, 0.008, 0.04))
+    slower = waiting(steps, np.where(steps.hits > 0.0, 0.008, 0.04))
     assert fit_ahead(steps, VERIFY, DRAFT).hidden == pytest.approx(0.6)
     assert fit_ahead(slower, VERIFY, DRAFT).hidden == pytest.approx(0.8)
 

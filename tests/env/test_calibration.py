@@ -37,7 +37,7 @@ def make_steps(repeats: int = 9, noise: float = 0.01, seed: int = 0) -> StepSamp
     grid = np.array(rows * repeats, np.float64)
     names = [item.name for item in fields(StepSamples)]
     zero = np.zeros(len(grid))
-    steps = StepSamples(**dict(zip(names, [*grid.T, zero, zero, zero, zero, zero], strict=True)))
+    steps = StepSamples(**dict(zip(names, [*grid.T, zero, zero, zero, zero, zero, zero], strict=True)))
     chance = np.random.default_rng(seed)
     verify_s = steps.basis("verify") @ coefficients(VERIFY_BASIS, VERIFY)
     draft_s = steps.basis("draft") @ coefficients(DRAFT_BASIS, DRAFT)
