@@ -74,6 +74,7 @@ def replay(profile: Path, level: Path | None, run: Path, again: Path) -> dict[st
 def with_mechanism(options: argparse.Namespace, name: str) -> dict[str, Any]:
     """Return what a survey with a mechanism on came to, and how far a replay is from a run with it."""
     asked = {key: getattr(options, f"{name}_{key}") for key in ("survey", "level", "repeat")}
+    where = provenance()  # before the profile is written, which is a change of the tree itself
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) / f"{name}.json"
         fitted = told("calibrate", *asked["survey"], "-o", profile, "--name", f"{NAME}_{name}")
@@ -83,7 +84,7 @@ def with_mechanism(options: argparse.Namespace, name: str) -> dict[str, Any]:
         if name in KEPT:
             shutil.copyfile(profile, options.profile.with_name(f"{options.profile.stem}_{name}.json"))
     parts = {part: fitted[part] for part in ("verify", "draft", MECHANISMS[name])}
-    return {"calibration": parts, "closed_loop": replayed} | provenance()
+    return {"calibration": parts, "closed_loop": replayed} | where
 
 
 def without(options: argparse.Namespace) -> dict[str, Any]:

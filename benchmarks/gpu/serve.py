@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from shapes import DRAFTER, TARGETS, Shape  # noqa: E402
 
 DEFAULT_OUTPUT = FOLDER.parent / "results" / "gpu_serve.json"
 ARMS = ("none", "k1", "k3", "k5", "adaptive", "faser")
+V2_ARMS = ("adaptive",)  # of vLLM's second runner alone, on which acceptance cannot be imposed per request
 LENGTH = 5  # the longest draft of the arms that choose
 TRACE = "spec_bench__eagle"
 LIMIT_S = 500  # of a part, its engine's start included
@@ -46,6 +47,29 @@ def acceptance_rates(length: int) -> list[float]:
 
     drafts = shipped_accept_trace(TRACE)
     return [round(sum(draft.accepted > place for draft in drafts) / len(drafts), 4) for place in range(length)]
+
+
+@cache
+def generator() -> tuple[dict[str, Any], float]:
+    """Return the acceptance generator fitted to that run, and the AUC of its confidence at the first position."""
+    make_importable()
+    import msgspec
+
+    from faser.env.accept_traces import shipped_accept_trace
+    from faser.env.acceptance_fit import describe, fit_acceptance
+
+    drafts = shipped_accept_trace(TRACE)
+    model = fit_acceptance(drafts, LENGTH, TRACE)
+    found: dict[str, Any] = msgspec.to_builtins(model)
+    return found, round(describe(model, drafts).model_auc[0], 3)
+
+
+def imposed(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what is imposed, as it stands in the results."""
+    if options.impose == "positions":
+        return {"acceptance": acceptance_rates(LENGTH)}
+    model, auc = generator()
+    return {"impose": options.impose, "acceptance": [round(mean, 4) for mean in model["means"]], "confidence_auc": auc}
 
 
 def loads(options: argparse.Namespace, seed: int) -> list[Load]:
@@ -94,8 +118,10 @@ def measure(options: argparse.Namespace, target: str, arm: str, round_: int) -> 
     with tempfile.TemporaryDirectory() as folder:
         paths = {role: _written(shape, Path(folder, role)) for role, shape in
                  (("drafter", DRAFTER), ("target", TARGETS[target]))}  # fmt: skip
-        task = paths | {"arm": arm, "length": LENGTH, "rates": acceptance_rates(LENGTH), "loads": work, "most": 256,
-                        "is_eager": False, "load_format": "dummy"}  # fmt: skip
+        by_request = options.impose == "requests"
+        task = paths | {"arm": arm, "length": LENGTH, "loads": work, "most": 256, "is_eager": False,
+                        "load_format": "dummy", "rates": None if by_request else acceptance_rates(LENGTH),
+                        "generator": generator()[0] if by_request else None}  # fmt: skip
         return run_engine(task)
 
 
@@ -221,7 +247,11 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="parts whose name begins so, such as qwen3-8b/k3")
     parser.add_argument("--seconds", type=float, default=500.0, help="begin no part that would end after these")
     parser.add_argument("--targets", nargs="+", default=["qwen3-8b", "qwen3-32b"], choices=list(TARGETS))
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), help="default: all that can be")
+    parser.add_argument(
+        "--impose", default="positions", choices=["positions", "requests"],
+        help="acceptance alike for all requests, or each request's own, with a confidence",
+    )  # fmt: skip
     parser.add_argument("--loads", type=int, nargs="+", default=[1, 4, 16, 64, 128])
     parser.add_argument("--answers", type=int, default=3, help="of each client in a closed loop, after its first")
     parser.add_argument("--rounds", type=int, default=3)
@@ -230,6 +260,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(given)
     if min(*options.loads, options.rounds) < 1 or options.answers < 2 or options.peak_rps <= 0:
         parser.error("loads, rounds and peak: expected numbers above 0; answers: at least 2")
+    possible = [arm for arm in ARMS if options.impose == "positions" or arm not in V2_ARMS]
+    options.arms = options.arms or possible
+    if impossible := [arm for arm in options.arms if arm not in possible]:
+        parser.error(f"arm {', '.join(impossible)} with --impose requests: expected some of {', '.join(possible)}")
     if options.output is None:
         if options.dry_run:
             parser.error("--dry-run: give an --output; its figures are not to be taken for measured ones")
@@ -261,7 +295,7 @@ def main() -> int:
             print("gpu: no CUDA device; expected one, or --dry-run --output FILE", file=sys.stderr)
             return 2
     names = ("targets", "arms", "loads", "answers", "rounds", "trace_seconds", "peak_rps")
-    asked = {name: getattr(options, name) for name in names} | {"acceptance": acceptance_rates(LENGTH)}
+    asked = {name: getattr(options, name) for name in names} | imposed(options)
     results = Results(options.output, facts(options.dry_run), asked)
     status = run_parts(plan(options), results, options, lambda: None)
     print(json.dumps(summary(json.loads(options.output.read_text()))))

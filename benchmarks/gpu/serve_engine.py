@@ -53,7 +53,7 @@ class VllmEngine:
 
 
 def speculation(task: dict[str, Any]) -> dict[str, Any] | None:
-    """Return vLLM's configuration of the drafter; acceptance by decree, per position."""
+    """Return vLLM's configuration of the drafter; acceptance by decree, per position, unless it is per request."""
     arm = task["arm"]
     if arm == "none":
         return None
@@ -67,7 +67,29 @@ def speculation(task: dict[str, Any]) -> dict[str, Any] | None:
         config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
     if arm == "adaptive":
         config["enable_adaptive_verification"] = True
+    if task["generator"]:  # drafts are made when it is known on the host what was sampled
+        config["disable_padded_drafter_batch"] = True
     return config
+
+
+def impose(llm: Any, generator: dict[str, Any]) -> None:
+    """Let every request of an engine have its own acceptance."""
+    import msgspec
+    from imposed import Decree, Fates
+
+    from faser.env.acceptance_model import AcceptanceModel
+
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    Decree(runner, Fates(msgspec.convert(generator, AcceptanceModel)))
+
+
+def counted(llm: Any) -> dict[str, int]:
+    """Return draft tokens verified and accepted since the start, by vLLM's own counters."""
+    names = {"draft_tokens": 0, "accepted_tokens": 0}
+    for metric in llm.get_metrics():
+        if (name := metric.name.removeprefix("vllm:spec_decode_num_")) in names:
+            names[name] += int(metric.value)
+    return names
 
 
 @contextlib.contextmanager
@@ -98,10 +120,14 @@ def main() -> None:
     extra: dict[str, Any] = {}
     if (config := speculation(task)) is not None:
         extra["speculative_config"] = config
-    if task["arm"] == "faser":
+    if task["arm"] == "faser" or task["generator"]:
         from checkout import make_importable
 
         make_importable()
+    if task["generator"]:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        extra["async_scheduling"] = False
+    if task["arm"] == "faser":
         extra["scheduler_cls"] = "faser.engine_adapter.scheduler.FaserScheduler"
         extra["worker_cls"] = "faser.engine_adapter.worker.FaserWorker"
     else:
@@ -111,11 +137,16 @@ def main() -> None:
 
         llm = LLM(
             model=task["target"], load_format=task["load_format"], skip_tokenizer_init=True, max_model_len=2048, seed=0,
-            max_num_seqs=task["most"], enable_prefix_caching=False, enforce_eager=task["is_eager"], **extra,
+            max_num_seqs=task["most"], enable_prefix_caching=False, enforce_eager=task["is_eager"],
+            disable_log_stats=False, **extra,
         )  # fmt: skip
+        if task["generator"]:
+            impose(llm, task["generator"])
         engine, found = VllmEngine(llm.llm_engine), {}
         for name, load, requests in [task["loads"][0], *task["loads"]]:
+            before = counted(llm)
             found[name] = drive(engine, [Asked(*request) for request in requests], load)
+            found[name] |= {what: many - before[what] for what, many in counted(llm).items()}
     print(json.dumps(found))
 
 

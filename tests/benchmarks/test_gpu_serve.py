@@ -5,14 +5,19 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
+import torch
 
 import faser
+from faser.engine_adapter.confidence import ConfidenceBook
+from faser.env.acceptance_model import AcceptanceModel
 
 FOLDER = Path(faser.__file__).parent / "benchmarks" / "gpu"
 SMALL = ["--targets", "qwen3-8b", "--loads", "1", "16", "--rounds", "2", "--answers", "2", "--trace-seconds", "5"]
@@ -21,7 +26,7 @@ SMALL = ["--targets", "qwen3-8b", "--loads", "1", "16", "--rounds", "2", "--answ
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(FOLDER))
-    names = ("serve", "serve_load", "serve_engine", "run", "shapes", "checkout", "part_vllm")
+    names = ("serve", "serve_load", "serve_engine", "imposed", "run", "shapes", "checkout", "part_vllm")
     for name in names:
         sys.modules.pop(name, None)
     yield importlib.import_module("serve")
@@ -133,12 +138,103 @@ def test_acceptance_by_decree_is_the_measured_one(serve: ModuleType) -> None:
     assert rates == sorted(rates, reverse=True)
     assert 0.0 < rates[4] < rates[0] < 1.0
     engine = importlib.import_module("serve_engine")
-    task = {"arm": "k3", "drafter": "d", "length": 5, "rates": rates}
+    task = {"arm": "k3", "drafter": "d", "length": 5, "rates": rates, "generator": None}
     config = engine.speculation(task)
     assert (config["num_speculative_tokens"], config["synthetic_acceptance_rates"]) == (3, rates[:3])
     assert engine.speculation(task | {"arm": "none"}) is None
     assert engine.speculation(task | {"arm": "adaptive"})["enable_adaptive_verification"] is True
     assert "enable_adaptive_verification" not in engine.speculation(task | {"arm": "faser"})
+    by_request = engine.speculation(task | {"rates": None, "generator": {"some": "model"}})
+    assert not {"rejection_sample_method", "synthetic_acceptance_rates"} & set(by_request)
+    assert by_request["disable_padded_drafter_batch"] is True
+
+
+def fates_of(serve: ModuleType, seed: int = 0) -> Any:
+    imposed = importlib.import_module("imposed")
+    return imposed.Fates(msgspec.convert(serve.generator()[0], AcceptanceModel), seed)
+
+
+def test_fates_are_those_of_the_measured_run_and_requests_differ(serve: ModuleType) -> None:
+    model, auc = serve.generator()
+    fates, requests, places = fates_of(serve), range(300), range(40)
+    for position in (0, 2):
+        accepted = np.array([[fates.is_accepted(r, p, position) for p in places] for r in requests], np.float64)
+        assert accepted.mean() == pytest.approx(model["means"][position], abs=0.03)
+        chance = accepted.mean()
+        assert accepted.mean(axis=1).var() > 1.2 * chance * (1.0 - chance) / len(places)  # beyond luck
+    logits = np.array([[fates.logit(r, p, 0) for p in places] for r in requests]).ravel()
+    first = np.array([[fates.is_accepted(r, p, 0) for p in places] for r in requests]).ravel()
+    ranks = logits.argsort().argsort() + 1.0
+    hits, misses = first.sum(), (~first).sum()
+    found = (ranks[first].sum() - hits * (hits + 1) / 2) / (hits * misses)
+    assert found == pytest.approx(auc, abs=0.03)
+    assert 0.7 < auc < 0.9
+    assert all(0.0 < fates.confidence(r, 3, 1) < 1.0 for r in requests)
+
+
+def test_every_arm_meets_the_same_luck_whatever_it_asks_first(serve: ModuleType) -> None:
+    one, other, third = fates_of(serve), fates_of(serve), fates_of(serve, seed=1)
+    asked = [(request, place, place % 4) for request in (3, 8) for place in range(30)]
+    told = [(one.confidence(*each), one.is_accepted(*each)) for each in asked]
+    assert [(other.confidence(*each), other.is_accepted(*each)) for each in reversed(asked)] == told[::-1]
+    assert [third.is_accepted(*each) for each in asked] != [accepted for _, accepted in told]
+
+
+class Hooked:
+    """A module of a runner: what is registered on it is called before it."""
+
+    def register_forward_pre_hook(self, hook: Callable[..., None]) -> None:
+        """Keep the hook."""
+        self.hook = hook
+
+
+def test_the_decree_raises_a_drafts_own_token_where_its_fate_is_to_be_accepted_and_another_elsewhere(
+    serve: ModuleType,
+) -> None:
+    fates = fates_of(serve)
+    emitted = {"4": 2, "9-x": 0, "5": 7}  # the second reads its prompt: a row, and no drafts
+    book = ConfidenceBook()
+    drafter = SimpleNamespace(book=book, _drafting=[0, 2])
+    runner = SimpleNamespace(
+        rejection_sampler=Hooked(), drafter=drafter, input_batch=SimpleNamespace(req_ids=list(emitted)),
+        requests={name: SimpleNamespace(output_token_ids=[0] * many) for name, many in emitted.items()},
+    )  # fmt: skip
+    importlib.import_module("imposed").Decree(runner, fates)
+    drafts, counts = [3, 4, 5, 6, -1], [3, 0, 2]
+    logits = torch.zeros(8, 11)
+    verified = SimpleNamespace(draft_token_ids=torch.tensor(drafts, dtype=torch.int32), num_draft_tokens=counts)
+    runner.rejection_sampler.hook(None, (verified, None, logits, None))
+    places = [(0, 4, 2, 0), (1, 4, 3, 1), (2, 4, 4, 2), (5, 5, 7, 0), (6, 5, 8, 1)]  # row, request, place, position
+    for draft, (row, *key) in zip(drafts, places, strict=True):
+        is_kept = draft >= 0 and fates.is_accepted(*key)
+        assert (int(logits[row].argmax()) == draft) == is_kept
+        assert (logits[row] > 1.0).sum() == 1
+    assert not logits[[3, 4, 7]].any()  # bonus rows and the prompt's own are the target's
+    for column, rows in enumerate(([0, 2], [2])):
+        drafter._drafting = rows
+        drafter._note(torch.zeros(len(rows), 11), torch.zeros(len(rows), dtype=torch.long))
+        wanted = [fates.confidence(*((4, 2) if row == 0 else (5, 7)), 0) for row in rows]
+        if column:
+            wanted = [fates.confidence(5, 8, 1)]
+        assert book.newest() == pytest.approx(wanted)
+    drafter.book = None
+    drafter._note(torch.zeros(1, 11), torch.zeros(1, dtype=torch.long))  # nobody wants to know
+
+
+def test_what_is_imposed_per_request_is_told_and_arms_of_the_other_runner_are_left_out(
+    serve: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "serve.json"
+    small = [*SMALL[:-6], "--rounds", "1", "--answers", "2", "--trace-seconds", "0"]
+    assert run(serve, monkeypatch, "--dry-run", "--impose", "requests", *small, "--output", str(output)) == 0
+    content = json.loads(output.read_text())
+    assert {name.split("/")[1] for name in content["parts"]} == {"none", "k1", "k3", "k5", "faser"}
+    asked = content["settings"]
+    assert asked["impose"] == "requests"
+    assert asked["confidence_auc"] == serve.generator()[1]
+    with pytest.raises(SystemExit):
+        serve.arguments(["--impose", "requests", "--arms", "none", "adaptive"])
+    assert "adaptive with --impose requests" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -185,8 +281,40 @@ def test_the_engines_side_serves_every_load_on_a_cpu(
     drafter = serve.Shape("drafter", 1, 128, 2, 1, 64, 128, 96, True)
     paths = {role: serve._written(shape, tmp_path / role) for role, shape in (("target", target), ("drafter", drafter))}
     loads = [("1", 1, [(0.0, 32, 12)] * 3), ("4", 4, [(0.0, 32, 12)] * 12), ("azure-conv", None, [(0.0, 32, 12)] * 4)]
-    task = paths | {"arm": arm, "length": 3, "rates": None, "loads": loads, "most": 8, "is_eager": True}
+    task = paths | {"arm": arm, "length": 3, "rates": None, "generator": None, "loads": loads, "most": 8,
+                    "is_eager": True}  # fmt: skip
     found = serve.run_engine(task | {"load_format": "dummy"})
     assert {load: len(each["requests"]) for load, each in found.items()} == {"1": 2, "4": 8, "azure-conv": 4}
     assert all(each["tokens_per_s"] > 0 for each in found.values())
     assert all(tokens == 12 for each in found.values() for _, _, tokens in each["requests"])
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ["k3", "faser"])
+def test_the_engine_accepts_what_is_imposed_on_each_request(
+    serve: ModuleType, arm: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in (("VLLM_CPU_KVCACHE_SPACE", "1"), ("OMP_NUM_THREADS", "1"), ("FASER_DEFAULT_K", "3")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    target = serve.Shape("target", 4, 256, 4, 2, 64, 256, 96, False)
+    drafter = serve.Shape("drafter", 1, 128, 2, 1, 64, 128, 96, True)
+    paths = {role: serve._written(shape, tmp_path / role) for role, shape in (("target", target), ("drafter", drafter))}
+    loads = [("4", 4, [(0.0, 32, 96)] * 24)]
+    task = paths | {"arm": arm, "length": 3, "rates": None, "generator": serve.generator()[0], "loads": loads,
+                    "most": 8, "is_eager": True, "load_format": "dummy"}  # fmt: skip
+    found = serve.run_engine(task)["4"]
+    fates, tested, accepted = fates_of(serve), 0, 0
+    for request in range(24):  # what drafts of three come to, all of them
+        place = 0
+        while arm == "k3" and place < 96 - 1:
+            length = min(3, 96 - 1 - place - 1)
+            hits = next((j for j in range(length) if not fates.is_accepted(request, place + 1 + j, j)), length)
+            place, tested, accepted = place + 1 + hits, tested + length, accepted + hits
+    assert found["draft_tokens"] > 300
+    if arm == "k3":
+        assert found["accepted_tokens"] / found["draft_tokens"] == pytest.approx(accepted / tested, abs=0.03)
+    else:  # drafts end where the imposed confidence is low: more of them is accepted
+        assert 0.3 < found["accepted_tokens"] / found["draft_tokens"] <= 1.0
+    assert all(tokens == 96 for _, _, tokens in found["requests"])

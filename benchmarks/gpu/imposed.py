@@ -1,0 +1,122 @@
+"""Acceptance and confidence by decree, request by request, for engines whose weights are random.
+
+Each draft token gets a confidence and a fate from a generator fitted to a measured run (env/acceptance_model.py), keyed
+by request and place in the answer, so that every arm meets the same luck. The target's logits are raised at the draft's
+own token, or at another one, before vLLM's rejection sampler looks (V1 runner, greedy, synchronous scheduling), and
+FASER's drafter notes the confidence. Everything else is computed as always, and costs what it costs. Called by
+serve_engine.py behind the engine's start: numba comes with the generator, and vLLM's start does not bear it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from faser.env.acceptance_model import AcceptanceModel, accept_chance, confidence_logit, next_chain
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CERTAIN: Final = 1e4  # above any logit
+
+
+@dataclass(slots=True)
+class _Life:
+    """One request's luck: what is its own, and by place in its answer the score's chain and the coin."""
+
+    dice: random.Random
+    level: float
+    residual: float
+    chain: list[float] = field(default_factory=list)
+    coins: list[float] = field(default_factory=list)
+
+
+class Fates:
+    """Which draft tokens are accepted, and how sure the drafter is of each; the same for the same seed."""
+
+    def __init__(self, model: AcceptanceModel, seed: int = 0) -> None:
+        self._intercepts, self._slopes, self._quantiles, shares = model.tables()
+        self._request_share, self._carry, self._hidden = map(float, shares)
+        self._seed = seed
+        self._lives: dict[int, _Life] = {}
+
+    def logit(self, request: int, place: int, position: int) -> float:
+        """Return the confidence's logit of the draft token that stands at `place` of the answer.
+
+        :param position: in its draft, 0 for the first
+        """
+        life = self._life(request, place)
+        found: float = confidence_logit(self._quantiles, position, life.level, life.chain[place], self._request_share)
+        return found
+
+    def confidence(self, request: int, place: int, position: int) -> float:
+        """Return the drafter's probability of that token."""
+        return 1.0 / (1.0 + math.exp(-self.logit(request, place, position)))
+
+    def is_accepted(self, request: int, place: int, position: int) -> bool:
+        """Return whether the target accepts that token, given that it accepted all before it."""
+        life, logit = self._life(request, place), self.logit(request, place, position)
+        chance = accept_chance(self._intercepts, self._slopes, position, logit, life.residual, self._hidden)
+        return life.coins[place] < chance
+
+    def _life(self, request: int, place: int) -> _Life:
+        life = self._lives.get(request)
+        if life is None:
+            dice = random.Random(f"{self._seed} {request}")
+            life = self._lives[request] = _Life(dice, dice.gauss(0.0, 1.0), dice.gauss(0.0, 1.0))
+        while len(life.chain) <= place:
+            before = life.chain[-1] if life.chain else life.dice.gauss(0.0, 1.0)
+            life.chain.append(next_chain(before, life.dice.gauss(0.0, 1.0), self._carry))
+            life.coins.append(life.dice.random())
+        return life
+
+
+class Decree:
+    """Puts the fates upon one engine's runner, for as long as it lives."""
+
+    def __init__(self, runner: Any, fates: Fates) -> None:
+        self._runner, self._fates = runner, fates
+        self._book: Any = None  # of the drafting under way, and how many of its passes were noted
+        self._column = 0
+        if hasattr(runner, "rejection_sampler"):
+            runner.rejection_sampler.register_forward_pre_hook(self._before_rejecting)
+        if hasattr(drafter := getattr(runner, "drafter", None), "book"):  # FASER's
+            drafter._note = self._note
+
+    def _places(self) -> list[tuple[int, int]]:
+        """Return of each request in the batch its number and the tokens it has emitted; vLLM may add to a name."""
+        return [
+            (int(name.split("-")[0]), len(self._runner.requests[name].output_token_ids))
+            for name in self._runner.input_batch.req_ids
+        ]
+
+    def _before_rejecting(self, _module: Any, arguments: tuple[Any, ...]) -> None:
+        verified, _, logits, _ = arguments
+        rows, kept, first = list[int](), list[bool](), 0  # a request has a row more than it has drafts
+        for (request, emitted), count in zip(self._places(), verified.num_draft_tokens, strict=True):
+            rows += range(first, first + count)
+            kept += [self._fates.is_accepted(request, emitted + j, j) for j in range(count)]
+            first += count + 1
+        if rows:
+            drafts = verified.draft_token_ids.long().clamp(min=0)  # below 0: a place kept for a draft, never accepted
+            is_kept = logits.new_tensor(kept).bool() & (verified.draft_token_ids >= 0)
+            tokens = drafts.where(is_kept, (drafts + 1) % logits.shape[-1])
+            logits[drafts.new_tensor(rows), tokens] = CERTAIN
+
+    def _note(self, logits: Tensor, tops: Tensor, offsets: Tensor | None = None) -> None:
+        """Take the place of RaggedModelDrafter's: the confidences that go with the fates, not the random weights'."""
+        drafter = self._runner.drafter
+        if drafter.book is None:
+            return
+        if drafter.book is not self._book:
+            self._book, self._column = drafter.book, 0
+        places = self._places()
+        rows = range(len(tops)) if drafter._drafting is None else drafter._drafting
+        sure = [
+            self._fates.confidence(request, emitted + self._column, self._column)
+            for request, emitted in (places[row] for row in rows)
+        ]
+        drafter.book.note(drafter._drafting, logits.new_tensor(sure).float())
+        self._column += 1
