@@ -89,6 +89,7 @@ def with_mechanism(options: argparse.Namespace, name: str) -> dict[str, Any]:
 
 def without(options: argparse.Namespace) -> dict[str, Any]:
     """Fit the shipped profile, and return what its surveys came to and how far a replay is from a run."""
+    where = provenance()
     calibration = told("calibrate", *options.surveys, "-o", options.profile, "--name", NAME)
     if options.answers:
         kept = ("--base", options.profile, "--keep-costs", "-o", options.profile)
@@ -97,7 +98,7 @@ def without(options: argparse.Namespace) -> dict[str, Any]:
     if options.run is not None:
         found["closed_loop"] = replay(options.profile, options.level, options.run, options.repeat)
     draw_surveys(options.surveys, options.picture)
-    return provenance() | found | {"published": published()}
+    return where | found | {"published": published()}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -75,8 +75,8 @@ class LengthTable:
         return 0
 
     def act(self, state: EngineState) -> Action:
-        """Return the row's length for all."""
-        length = self.length_for(state.load.running)
+        """Return the row's length for all; with nobody in the batch that of one: who comes next drafts at once."""
+        length = self.length_for(max(state.load.running, 1))
         return uniform(state, length, f"{state.load.running} running: length {length} by {self.name}")
 
 

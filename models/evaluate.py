@@ -147,7 +147,7 @@ def _by_requests(cell: Cell, scenario: Scenario, policy: Off | FixedLength | Len
 
 def _length(policy: Off | FixedLength | LengthTable, requests: int) -> int:
     if isinstance(policy, LengthTable):
-        return policy.length_for(requests)
+        return policy.length_for(max(requests, 1))
     return policy.length if isinstance(policy, FixedLength) else 0
 
 

@@ -83,6 +83,7 @@ class PricePolicy:
         self._can_stop = use_confidence and not capabilities.is_async
         self._point = OperatingPoint()
         self._points: dict[tuple[int, int], OperatingPoint] = {}  # by split and size of the batch
+        self._plans: dict[tuple[int, int], tuple[OperatingPoint, Plan]] = {}  # the newest of each
         self._next_search = self._interval = SETTLE_DECISIONS  # decisions from now, and from the last one
         self._held: Plan | None = None  # last searched for
         self.plan: Plan | None = None  # the newest action's, whether or not a probe took its place
@@ -102,13 +103,27 @@ class PricePolicy:
         decoding = state.decoding()
         requests = int(np.count_nonzero(decoding))
         self.plan = None
-        if self._k_max == 0 or requests == 0:
+        if self._k_max == 0:
             return uniform(state, 0, "nothing to speculate on")
+        if requests == 0:
+            return self._expecting(state, decoding)
         if self._can_split:
             return self._side_by_side(state, decoding, requests)
         plan = self.plan = self._plan(state, decoding, requests, 0)
         self._point.rate = plan.rate
         return self._probed(plan, state, decoding, requests)
+
+    def _expecting(self, state: EngineState, decoding: Bools) -> Action:
+        """Return what was last planned for as many as read their prompts now, or for one.
+
+        Decisions act steps later: with a request at a time an answer's first steps would else be without drafts.
+        """
+        coming = max(int(np.count_nonzero(state.in_batch())), 1)
+        if (kept := self._plans.get((0, _size(coming)))) is None:
+            return uniform(state, 0, "nothing to speculate on")
+        self._point, plan = kept
+        action = self._follow(plan, state, decoding).action
+        return msgspec.structs.replace(action, reason=f"nobody decodes: as last with {coming}")
 
     def _probed(self, plan: Plan, state: EngineState, decoding: Bools, requests: int) -> Action:
         begin_s = state.catch_up_s(decoding) if self._probes.is_due(state) else 0.0
@@ -173,6 +188,7 @@ class PricePolicy:
             frontier = _frontier(state, decoding, requests, self._held)
             action = msgspec.structs.replace(self._held.action, frontier=frontier)
             self._held = msgspec.structs.replace(self._held, action=action)
+        self._plans[split, _size(requests)] = self._point, self._held
         self._held_for = requests, forecast, split
         is_settled = is_similar and self._point.place == before
         self._interval = min(2 * self._interval, SETTLED_DECISIONS) if is_settled else SETTLE_DECISIONS

@@ -59,8 +59,10 @@ class Bandit:
         """Return the arm's length for all."""
         seen = self._watch.look(state)
         requests = int(np.count_nonzero(state.decoding()))
-        if requests == 0 or self._k_max == 0:
+        if self._k_max == 0:
             return uniform(state, 0, "nothing to speculate on")
+        if requests == 0:
+            return uniform(state, self._length, "nobody decodes: the arm in force")
         octave = round(math.log2(requests))  # powers of two, the usual limits, in the middle
         if octave != self._octave:
             self._begin(octave)

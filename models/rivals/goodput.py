@@ -46,9 +46,9 @@ class SmartSpec:
         seen = self._watch.look(state)
         if seen is not None:
             self.learn(seen)
-        requests = int(np.count_nonzero(state.decoding()))
-        if requests == 0 or self._k_max == 0:
+        if self._k_max == 0:
             return uniform(state, 0, "nothing to speculate on")
+        requests = max(int(np.count_nonzero(state.decoding())), 1)  # with nobody: for who comes next
         rate = self.goodput(state, requests)
         length = int(rate.argmax())
         return uniform(state, length, f"{requests} decoding at acceptance {self.acceptance:.2f}: length {length}")
@@ -94,11 +94,13 @@ class AdaptiveVerification:
         """Return the longest drafts with a cut by confidence, or lengths by rank."""
         decoding = state.decoding()
         requests = int(np.count_nonzero(decoding))
-        if requests == 0 or self._k_max == 0:
+        if self._k_max == 0:
             return uniform(state, 0, "nothing to speculate on")
         forecast = state.confidence.forecast
         if self._can_stop and forecast is not None and state.confidence.is_ready:
-            return self._by_confidence(state, forecast, requests)
+            return self._by_confidence(state, forecast, max(requests, 1))  # with nobody: for who comes next
+        if requests == 0:
+            return uniform(state, self._k_max, "nobody decodes: who comes next is ranked then")
         survival = state.acceptance()[decoding].cumprod(axis=1)
         chosen = self.ranked(state, survival)
         lengths = np.full(state.requests.size, self._k_max, np.int64)
@@ -155,9 +157,9 @@ class AdaSpec:
 
     def act(self, state: EngineState) -> Action:
         """Return the depth for all, and what is kept of it."""
-        requests = int(np.count_nonzero(state.decoding()))
-        if requests == 0 or self._k_max == 0:
+        if self._k_max == 0:
             return uniform(state, 0, "nothing to speculate on")
+        requests = max(int(np.count_nonzero(state.decoding())), 1)  # with nobody: for who comes next
         kept, gain = self._expected(state)
         rounds = np.arange(self._k_max + 1.0)[:, None]
         rows = requests * (1.0 + kept)

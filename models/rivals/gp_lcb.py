@@ -55,8 +55,11 @@ class GaussianProcessBound:
         seen = self._watch.look(state)
         decoding = state.decoding()
         requests = int(np.count_nonzero(decoding))
-        if requests == 0 or self._k_max == 0:
+        if self._k_max == 0:
             return uniform(state, 0, "nothing to speculate on")
+        if requests == 0:
+            length = int(self._best[level(float(state.population.mean[0]))])
+            return uniform(state, length, "nobody decodes: as for the usual request")
         if seen is not None:
             self._steps += 1
             if self._steps > SETTLING_STEPS and seen.is_pure:
