@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from faser.engine_adapter.protocol import Prune, RequestRow, StepRecord
+from faser.engine_adapter.protocol import Prune, RequestEvent, RequestRow, StepRecord
 from faser.env.cost_table import StepCost
 from faser.env.spaces import Capabilities
 from faser.env.state import EngineState, observe
@@ -59,6 +59,12 @@ def test_the_table_answers_by_requests_in_the_batch(requests: int, length: int) 
     assert table.length_for(requests) == length
 
 
+def test_with_nobody_in_the_batch_a_table_answers_for_who_comes_next() -> None:
+    state = EngineState(CAPABILITIES)
+    action = LengthTable.parse("1-4=3,5-=1", CAPABILITIES).act(state)
+    assert (state.load.running, action.default_length) == (0, 3)
+
+
 def make_state(
     levels: dict[int, float], row_ms: float, round_ms: float = 0.1, k_max: int = K_MAX, order: list[int] | None = None
 ) -> EngineState:
@@ -92,6 +98,49 @@ def lengths_of(state: EngineState) -> dict[int, int]:
 
 def test_high_acceptance_and_cheap_rows_draft_deep() -> None:
     assert min(lengths_of(make_state(dict.fromkeys(range(1, 5), 0.9), row_ms=0.01)).values()) >= 4
+
+
+def everybody_ends(state: EngineState) -> None:
+    """Let one more step end all requests."""
+    gone = [RequestEvent("finish", int(handle), state.time_s + 1.0, 50) for handle in state.handles()]
+    rows = [RequestRow(event.handle, 6, 5, 5, 5, 0, 2, 3, 50, False) for event in gone]
+    counter = state.counter + 1
+    record = StepRecord(
+        "b", counter, counter, state.time_s + 1.0, 0.01, 0.0, 0.0, 0.0, 5e-4, 0.0, 0.0, 0, 0, 0, len(rows),
+        5 * len(rows), 0.1, None, None, 0, 0, 0, 0, gone, rows,
+    )  # fmt: skip
+    observe(state, record)
+    assert not state.handles().size
+
+
+@pytest.mark.parametrize("spec", ["price", "price:history"])
+def test_who_comes_next_drafts_from_its_prompt_on_as_the_last_one_did(spec: str) -> None:
+    state = make_state({1: 0.9}, row_ms=0.01)
+    policy = make_policy(spec, state.capabilities)
+    while "probing" in (planned := policy.act(state)).reason:
+        pass
+    everybody_ends(state)
+    action = policy.act(state)
+    assert action.default_length == planned.default_length >= 4
+    assert action.stop == planned.stop
+    assert action.lengths.size == 0
+
+
+def test_who_comes_alone_behind_a_crowd_drafts_at_the_price_of_one_alone() -> None:
+    alone, crowd = make_state({1: 0.9}, row_ms=1.0), make_state(dict.fromkeys(range(1, 65), 0.7), row_ms=1.0)
+    policy = make_policy("price", alone.capabilities)
+    while "probing" in (planned := policy.act(alone)).reason:
+        pass
+    while "probing" in (crowded := policy.act(crowd)).reason:
+        pass
+    assert crowded.default_length == 0 < planned.default_length
+    everybody_ends(crowd)
+    assert policy.act(crowd).default_length > 0  # by the crowd's acceptance, at what one alone asked of it
+
+
+def test_before_anybody_was_planned_for_nobody_drafts() -> None:
+    action = make_policy("price", CAPABILITIES).act(EngineState(CAPABILITIES))
+    assert (action.default_length, action.reason) == (0, "nothing to speculate on")
 
 
 def test_past_the_knee_nobody_drafts() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from faser.engine_adapter.protocol import RequestRow, StepRecord
+from faser.engine_adapter.protocol import RequestEvent, RequestRow, StepRecord
 from faser.env.confidence import EDGES, Forecast
 from faser.env.spaces import Capabilities
 from faser.env.state import EngineState, learn, look
@@ -74,6 +75,21 @@ def confident(state: EngineState, survival: list[list[float]]) -> None:
     cube = [np.broadcast_to(part[:, None, :], shape).copy() for part in (kept, gain)]
     state.confidence.forecast = Forecast(blank, cube[0], cube[1], np.zeros(shape), 0.5)
     state.confidence.is_ready = True
+
+
+@pytest.mark.parametrize("spec", RIVALS)
+def test_with_nobody_decoding_every_rival_answers_for_who_comes_next(spec: str) -> None:
+    state = make_state([K_MAX], Costs(row_s=1e-5))
+    policy = make_policy(spec, CAPABILITIES)
+    before = policy.act(state)
+    assert before.default_length > 0 or spec == "bandit"  # which begins with any arm
+    gone = msgspec.structs.replace(
+        record(state.counter + 1, 0, [0], state.time_s + 0.01), running=0,
+        events=[RequestEvent("finish", 1, state.time_s + 0.01, 50)],
+    )  # fmt: skip
+    look(state, gone)
+    assert not state.decoding().any()
+    assert policy.act(state).default_length == before.default_length
 
 
 @pytest.mark.parametrize("spec", RIVALS)
