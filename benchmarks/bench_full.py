@@ -19,17 +19,11 @@ from faser.controller.bench_result import Point, Results, cost_of, name_of, poin
 from faser.controller.bench_table import described
 
 RESULT: Final = Path(__file__).resolve().parent / "results" / "bench_full.json"
-EXACT: Final = RESULT.with_name("bench_float32.json")  # in which all arms give the same texts
 
 
-def exact() -> str:
-    """Return the same of a run in float32."""
-    return table(EXACT)
-
-
-def table(path: Path = RESULT) -> str:
+def table() -> str:
     """Return FASER over every rival at every load, and over the best of them."""
-    results = read_results(path)
+    results = read_results(RESULT)
     arms = [arm for arm in results.arms() if is_rival(arm)]
     names = ("requests", *map(name_of, arms), "over the best", "which", "pairs", "bar")
     rows = []
@@ -53,8 +47,7 @@ def _said(results: Results) -> list[str]:
     lines = [
         f"{results.machine.name}, {results.machine.cores} cores, {results.settings.threads} of them for an engine's "
         f"threads; commit {results.commit}; {len(turns)} turns, {disturbed} of them disturbed by other work; "
-        f"{results.wall_s / 60:.0f} minutes."
-        + (f" The best table: {described(results.table)}." if results.table else "")
+        f"{results.wall_s / 60:.0f} minutes. The best table: {described(results.table)}."
     ]
     lines += [f"Left out: {name_of(arm)}: {reason}." for arm, reason in results.failed.items()]
     return lines

@@ -9,7 +9,6 @@ from typing import Any, Final
 from faser.controller.bench_ratio import LEAST_RATIO
 
 RESULTS: Final = Path(__file__).resolve().parent / "results"
-SETTLED: Final = "policies_long.json"  # of runs ten times as long
 SHOWN: Final = ("price", "learned")  # policies whose worlds are told one by one
 KNOWN: Final = {  # by what they know, most first
     "oracle:request": "which tokens will be accepted",
@@ -44,12 +43,12 @@ def policies_overall() -> str:
     return "\n".join(lines)
 
 
-def policies_by_world(file: str = "policies.json") -> str:
+def policies_by_world() -> str:
     """Return the ratios to the best rival of each world and load, and who that was."""
     lines = [f"| world | policy | {' | '.join(LOADS)} |", "|---" * (2 + len(LOADS)) + "|"]
-    found = read(file)["policies"]
+    found = read("policies.json")["policies"]
     for world in found[SHOWN[0]]["worlds"]:
-        for name in filter(found.__contains__, SHOWN):
+        for name in SHOWN:
             cells = [found[name]["worlds"][world][load] for load in LOADS]
             told = [f"{c['envelope_ratio']:.3f} ± {(c['envelope_ci'][1] - c['envelope_ci'][0]) / 2:.3f}" for c in cells]
             lines.append(f"| {world} | {name} | " + " | ".join(told) + " |")
@@ -58,56 +57,29 @@ def policies_by_world(file: str = "policies.json") -> str:
     return "\n".join(lines)
 
 
-def policies_settled() -> str:
-    """Return the same of runs ten times as long, in which little is left to learn."""
-    return policies_by_world(SETTLED)
-
-
 def policies_said() -> str:
     """Return in words how `price` and `learned` stand."""
     found = read("policies.json")["policies"]
     price, learned = found["price"], found["learned"]
+    points = [(world, load, cell) for world, loads in price["worlds"].items() for load, cell in loads.items()]
+    world, load, least = min(points, key=lambda point: point[2]["envelope_ratio"])
+    half = (least["envelope_ci"][1] - least["envelope_ci"][0]) / 2
+    below = [point for point in points if point[2]["envelope_ratio"] < LEAST_RATIO]
+    drift = [cell["over_best_fixed"] for _, at, cell in points if at == "drift"]
     low, high = learned["over_price_ci"]
     perfect = found["informed:rounds"]["gap_closed"]
+    where = load if load == "drift" else f"{load} requests"
     lines = [
-        _standing(price),
+        f"- `price` is at {price['envelope_ratio_mean']:.3f} of the envelope on average, and below {LEAST_RATIO:g} at "
+        f"{len(below)} of {len(points)} points; the lowest is {least['envelope_ratio']:.3f} ± {half:.3f} "
+        f"({world}, {where}). It is {min(drift):.2f} to {max(drift):.2f} times the best fixed length of each world on "
+        "drifting loads.",
         f"- It closes {price['gap_closed']:.0%} of the gap from the best fixed length to hindsight; a perfect "
         f"confidence and true costs, with nothing to learn, close {perfect:.0%}.",
         f"- `learned` emits {learned['over_price']:.4f} ({low:.4f} to {high:.4f}) times as much as `price`; its mean "
         f"is {learned['envelope_ratio_mean']:.3f} of the envelope, its lowest {learned['envelope_ratio_min']:.3f}.",
     ]
     return "\n".join(lines)
-
-
-def settled_said() -> str:
-    """Return in words how `price` stands in long runs, and what hindsight itself has of a drifting load."""
-    found = read(SETTLED)["policies"]
-    price, oracle = found["price"], found["oracle:request"]
-    drift = {world: rows["drift"]["over_best_fixed"] for world, rows in oracle["worlds"].items()}
-    told = ", ".join(f"{world} {ratio:.2f}" for world, ratio in drift.items())
-    return "\n".join(
-        [
-            _standing(price),
-            f"- It closes {price['gap_closed']:.0%} of the gap from the best fixed length to hindsight.",
-            f"- Hindsight, which knows every coin, is at {told} times the best fixed length on drifting loads.",
-        ]
-    )
-
-
-def _standing(price: Any) -> str:
-    """Return where a policy is below the envelope, and what it is worth on drifting loads."""
-    points = [(world, load, cell) for world, loads in price["worlds"].items() for load, cell in loads.items()]
-    world, load, least = min(points, key=lambda point: point[2]["envelope_ratio"])
-    half = (least["envelope_ci"][1] - least["envelope_ci"][0]) / 2
-    below = [point for point in points if point[2]["envelope_ratio"] < LEAST_RATIO]
-    drift = [cell["over_best_fixed"] for _, at, cell in points if at == "drift"]
-    where = load if load == "drift" else f"{load} requests"
-    return (
-        f"- `price` is at {price['envelope_ratio_mean']:.3f} of the envelope on average, and below {LEAST_RATIO:g} at "
-        f"{len(below)} of {len(points)} points; the lowest is {least['envelope_ratio']:.3f} ± {half:.3f} "
-        f"({world}, {where}). It is {min(drift):.2f} to {max(drift):.2f} times the best fixed length of each world on "
-        "drifting loads."
-    )
 
 
 def policies_bounds() -> str:
