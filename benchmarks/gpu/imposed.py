@@ -80,8 +80,11 @@ class Decree:
         self._runner, self._fates = runner, fates
         self._book: Any = None  # of the drafting under way, and how many of its passes were noted
         self._column = 0
+        self._next: list[tuple[int, int]] = []  # by batch row: request, and where its next draft begins
+        runner.sampler.register_forward_hook(self._after_sampling)
         if hasattr(runner, "rejection_sampler"):
             runner.rejection_sampler.register_forward_pre_hook(self._before_rejecting)
+            runner.rejection_sampler.register_forward_hook(self._after_sampling)
         if hasattr(drafter := getattr(runner, "drafter", None), "book"):  # FASER's
             drafter._note = self._note
 
@@ -105,6 +108,16 @@ class Decree:
             tokens = drafts.where(is_kept, (drafts + 1) % logits.shape[-1])
             logits[drafts.new_tensor(rows), tokens] = CERTAIN
 
+    def _after_sampling(self, _module: Any, _arguments: tuple[Any, ...], output: Any) -> None:
+        """Note where drafts begin: vLLM drafts before it counts the new tokens in.
+
+        The rejection sampler calls the plain one for its last rows; what it says itself comes last and counts.
+        """
+        counts = (output.sampled_token_ids >= 0).sum(dim=-1).tolist()
+        self._next = [
+            (request, emitted + count) for (request, emitted), count in zip(self._places(), counts, strict=False)
+        ]
+
     def _note(self, logits: Tensor, tops: Tensor, offsets: Tensor | None = None) -> None:
         """Take the place of RaggedModelDrafter's: the confidences that go with the fates, not the random weights'."""
         drafter = self._runner.drafter
@@ -112,11 +125,10 @@ class Decree:
             return
         if drafter.book is not self._book:
             self._book, self._column = drafter.book, 0
-        places = self._places()
         rows = range(len(tops)) if drafter._drafting is None else drafter._drafting
         sure = [
             self._fates.confidence(request, emitted + self._column, self._column)
-            for request, emitted in (places[row] for row in rows)
+            for request, emitted in (self._next[row] for row in rows)
         ]
         drafter.book.note(drafter._drafting, logits.new_tensor(sure).float())
         self._column += 1

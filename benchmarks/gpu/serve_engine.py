@@ -67,8 +67,6 @@ def speculation(task: dict[str, Any]) -> dict[str, Any] | None:
         config |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
     if arm == "adaptive":
         config["enable_adaptive_verification"] = True
-    if task["generator"]:  # drafts are made when it is known on the host what was sampled
-        config["disable_padded_drafter_batch"] = True
     return config
 
 

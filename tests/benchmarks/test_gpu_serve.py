@@ -146,7 +146,6 @@ def test_acceptance_by_decree_is_the_measured_one(serve: ModuleType) -> None:
     assert "enable_adaptive_verification" not in engine.speculation(task | {"arm": "faser"})
     by_request = engine.speculation(task | {"rates": None, "generator": {"some": "model"}})
     assert not {"rejection_sample_method", "synthetic_acceptance_rates"} & set(by_request)
-    assert by_request["disable_padded_drafter_batch"] is True
 
 
 def fates_of(serve: ModuleType, seed: int = 0) -> Any:
@@ -181,11 +180,15 @@ def test_every_arm_meets_the_same_luck_whatever_it_asks_first(serve: ModuleType)
 
 
 class Hooked:
-    """A module of a runner: what is registered on it is called before it."""
+    """A module of a runner: what is registered on it is called before it, or behind it."""
 
     def register_forward_pre_hook(self, hook: Callable[..., None]) -> None:
         """Keep the hook."""
-        self.hook = hook
+        self.before = hook
+
+    def register_forward_hook(self, hook: Callable[..., None]) -> None:
+        """Keep the hook."""
+        self.after = hook
 
 
 def test_the_decree_raises_a_drafts_own_token_where_its_fate_is_to_be_accepted_and_another_elsewhere(
@@ -196,26 +199,30 @@ def test_the_decree_raises_a_drafts_own_token_where_its_fate_is_to_be_accepted_a
     book = ConfidenceBook()
     drafter = SimpleNamespace(book=book, _drafting=[0, 2])
     runner = SimpleNamespace(
-        rejection_sampler=Hooked(), drafter=drafter, input_batch=SimpleNamespace(req_ids=list(emitted)),
+        sampler=Hooked(), rejection_sampler=Hooked(), drafter=drafter,
+        input_batch=SimpleNamespace(req_ids=list(emitted)),
         requests={name: SimpleNamespace(output_token_ids=[0] * many) for name, many in emitted.items()},
     )  # fmt: skip
     importlib.import_module("imposed").Decree(runner, fates)
     drafts, counts = [3, 4, 5, 6, -1], [3, 0, 2]
     logits = torch.zeros(8, 11)
     verified = SimpleNamespace(draft_token_ids=torch.tensor(drafts, dtype=torch.int32), num_draft_tokens=counts)
-    runner.rejection_sampler.hook(None, (verified, None, logits, None))
+    runner.rejection_sampler.before(None, (verified, None, logits, None))
     places = [(0, 4, 2, 0), (1, 4, 3, 1), (2, 4, 4, 2), (5, 5, 7, 0), (6, 5, 8, 1)]  # row, request, place, position
     for draft, (row, *key) in zip(drafts, places, strict=True):
         is_kept = draft >= 0 and fates.is_accepted(*key)
         assert (int(logits[row].argmax()) == draft) == is_kept
         assert (logits[row] > 1.0).sum() == 1
     assert not logits[[3, 4, 7]].any()  # bonus rows and the prompt's own are the target's
+    runner.sampler.after(None, (), SimpleNamespace(sampled_token_ids=torch.tensor([[1], [1]])))  # for bonus rows
+    sampled = torch.tensor([[3, 4, -1, -1], [7, -1, -1, -1], [6, -1, -1, -1]])
+    runner.rejection_sampler.after(None, (), SimpleNamespace(sampled_token_ids=sampled))
     for column, rows in enumerate(([0, 2], [2])):
         drafter._drafting = rows
         drafter._note(torch.zeros(len(rows), 11), torch.zeros(len(rows), dtype=torch.long))
-        wanted = [fates.confidence(*((4, 2) if row == 0 else (5, 7)), 0) for row in rows]
+        wanted = [fates.confidence(*((4, 4) if row == 0 else (5, 8)), 0) for row in rows]  # behind two tokens, and one
         if column:
-            wanted = [fates.confidence(5, 8, 1)]
+            wanted = [fates.confidence(5, 9, 1)]
         assert book.newest() == pytest.approx(wanted)
     drafter.book = None
     drafter._note(torch.zeros(1, 11), torch.zeros(1, dtype=torch.long))  # nobody wants to know
