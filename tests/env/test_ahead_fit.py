@@ -44,6 +44,12 @@ def test_steps_of_which_the_wait_is_not_known_say_nothing() -> None:
     assert fit_ahead(unknown, VERIFY, DRAFT).hidden == pytest.approx(fit_ahead(steps, VERIFY, DRAFT).hidden)
 
 
+def test_on_a_faster_machine_drafts_are_waited_for_as_much_less() -> None:
+    steps = make_steps()
+    faster = replace(steps, samples=steps.samples.on_a_machine(np.full(len(steps.samples), 2.0)))
+    assert faster.waited_s == pytest.approx(steps.waited_s / 2.0)
+
+
 def test_the_numbers_by_hand() -> None:
     found = fit_ahead(make_steps(), VERIFY, DRAFT)
     assert found.ready == pytest.approx(0.5)  # four of four, or none
