@@ -10,7 +10,9 @@ them. Every arm is held to the same answers, recorded before by the first arm (h
 happen to be easier would win. At each load arms with a sidecar serve for half a minute before they are measured, for
 their sidecar is new to the engine. A round is as many slices as make an answer of every client, or of eight of them.
 Every step counts: with a first step left out, whose caches are cold, an arm that emits a token a step would have had
-the same of its prompts left out in every round, those that end an answer in step with the slices. The best table is the
+the same of its prompts left out in every round, those that end an answer in step with the slices. Where an engine has
+one thread, all engines' stay on one core: left to the system, two engines of the same kind differed by 1.5 %, run after
+run, for each keeps coming back to the core it was on. The best table is the
 one that the sweep of `faser bench` found (benchmarks/results/bench_full.json), unless --table gives another. After
 --rounds full rounds a load goes on with FASER, no speculation and the rivals near the best until its ratio is sharp,
 with eight rounds at least, or its minutes are over. Every round is in the JSON file when it is over;
@@ -23,6 +25,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -158,7 +161,7 @@ class Bench:
         settings = self.plan.settings
         order = {
             "speculative": self.bed.drafting(name, self.plan.table), "is_steered": is_steered(name),
-            "max_tokens": settings.max_tokens, "max_prompt_tokens": settings.max_prompt_tokens,
+            "max_tokens": settings.max_tokens, "max_prompt_tokens": settings.max_prompt_tokens, "core": settings.core,
         }  # fmt: skip
         environment = {"VLLM_PLUGINS": "none"}
         if is_steered(name):
@@ -322,11 +325,12 @@ def table_of(text: str | None) -> BatchLengths:
 def settings_of(options: argparse.Namespace) -> Settings:
     """Return what must be the same for rounds to be compared."""
     card = json.loads((ROOT / "models" / "weights" / "drafter.card.json").read_text())
+    threads, cores = options.threads or default_threads(available_cores()), os.sched_getaffinity(0)
     return Settings(
         slice_s=options.slice_s, answers=options.answers, max_tokens=options.max_tokens,
         max_prompt_tokens=options.max_prompt_tokens,
-        threads=options.threads or default_threads(available_cores()), k_max=EMBEDDED_K_MAX, policy=options.policy,
-        target=TARGET_NAME, drafter_sha256=card["sha256"],
+        threads=threads, k_max=EMBEDDED_K_MAX, policy=options.policy, target=TARGET_NAME,
+        drafter_sha256=card["sha256"], core=max(cores) if threads == 1 and len(cores) > 1 else None,
     )  # fmt: skip
 
 

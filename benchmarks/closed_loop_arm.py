@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 import time
 from collections import deque
@@ -57,6 +58,8 @@ class Engine:
         self.answers: dict[int, list[int]] = {}  # by prompt
         self.arrivals: deque[tuple[float, int]] | None = None  # of a replay; None: a constant number of clients
         self.held = HeldText(self.engine.model_executor.driver_worker.worker.model_runner)
+        if order["core"] is not None:
+            os.sched_setaffinity(0, {order["core"]})  # this thread's alone; those that are there already stay free
 
     def record(self, order: list[int], at_once: int) -> list[list[int]]:
         """Return this engine's own answers to prompts."""

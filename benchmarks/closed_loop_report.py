@@ -50,6 +50,7 @@ class Settings(msgspec.Struct, frozen=True):
     policy: str
     target: str
     drafter_sha256: str
+    core: int | None = None  # on which every engine's only thread stays; None: wherever the system puts it
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -205,11 +206,15 @@ def _conditions(results: Results) -> list[str]:
         f"all are held to the same {settings.answers} answers, recorded before, lest the easier text win.",
         "Every arm is a vLLM engine in a process of its own, FASER's with its sidecar beside it; they take turns in",
         f"slices of {low_s:.1f} to {high_s:.1f} s, each serving as many tokens as the others; those that wait use no",
-        "time, and FASER's lease outlives their wait.",
+        "time, and FASER's lease outlives their wait." + _pinned(settings),
         f"Policy: {settings.policy}, longest draft {settings.k_max}." + _table(results),
         "",
         "![tokens/s relative to no speculation](closed_loop.svg)",
     ]
+
+
+def _pinned(settings: Settings) -> str:
+    return "" if settings.core is None else f" Every engine's thread stays on core {settings.core}."
 
 
 def _table(results: Results) -> str:

@@ -19,6 +19,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from .keys import EngineKeys
+from .lull import LULLS, wait
 from .operator_log import operator_log
 from .protocol import FromController, FromEngine, ProtocolError, decode_from_controller, encode
 
@@ -59,6 +60,7 @@ class EngineLink:
         self._outbox: deque[FromEngine | Callable[[], FromEngine]] = deque()
         self._inbox: deque[FromController] = deque(maxlen=INBOX_LIMIT)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lull = LULLS.open()
         self._rest_s = 0.0  # asked for by the newest message
         self._closing = False
         self._endpoint = endpoint
@@ -69,6 +71,7 @@ class EngineLink:
         except Exception:
             self._context.destroy(linger=0)
             os.close(self._wake)
+            LULLS.close(self._lull)
             raise
         self._thread = threading.Thread(target=self._run, name="faser-link", daemon=True)
         self._thread.start()
@@ -99,7 +102,7 @@ class EngineLink:
     def send_later(self, make: Callable[[], FromEngine], rest_s: float = 0.0) -> None:
         """Have the link's thread make a message and send it, as `send` does; what is dropped is not made.
 
-        :param rest_s: the thread waits so long first, lest it take the interpreter from the engine's thread
+        :param rest_s: the thread waits so long first, or for a lull, lest it take the interpreter from the engine's
         """
         self._hand_over(make, rest_s)
 
@@ -125,8 +128,9 @@ class EngineLink:
         self._closing = True
         os.eventfd_write(self._wake, 1)
         self._thread.join(wait_s)
-        if not self._thread.is_alive():  # only this thread closes it: the other may be done before the write above
+        if not self._thread.is_alive():  # only this thread closes them: the other may be done before the write above
             os.close(self._wake)
+            LULLS.close(self._lull)
 
     def _run(self) -> None:
         give_way()
@@ -139,7 +143,7 @@ class EngineLink:
             if self._wake in ready:
                 os.eventfd_read(self._wake)
                 if self._rest_s and not self._closing:
-                    time.sleep(self._rest_s)
+                    wait(self._lull, self._rest_s)
                 self._send_waiting()  # only now: what woke the thread besides must not cut the rest short
             if self._socket in ready:
                 self._take_arrived()

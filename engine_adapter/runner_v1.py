@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from .catch_up import CacheShape, CatchUp, Limits
+from .lull import LULLS
 from .operator_log import operator_log
 from .patches.v1 import RunnerHooks, inner_output, shared_cache, undrafted_step
 from .phases import DevicePhases, HostPhases, Phases
@@ -117,7 +118,9 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
     def around_verify(self, verify: Callable[[], Any]) -> Any:
         """Time the target's forward pass."""
         with self._timed("verify"):
-            return verify()
+            hidden = verify()
+        LULLS.tell()
+        return hidden
 
     def around_sample(self, sample: Callable[[], Any]) -> Any:
         """Time the sampler."""

@@ -16,6 +16,7 @@ from typing import Final, Protocol
 import msgspec
 
 from .lease import Lease
+from .lull import LULLS, MOST_S
 from .operator_log import operator_log
 from .protocol import (
     MAX_DRAFT_LENGTH,
@@ -38,7 +39,8 @@ logger = operator_log(__name__)
 
 _NO_REPORT = StepReport()
 # Behind a step the engine's thread is in Python for a millisecond or two, and waits while the link's thread is.
-# Behind a long step a record may come so much later: its answer is looked for when the next one is over.
+# A record may come later: its answer is looked for when the next step is over. Best in that one's lull, which an engine
+# that is idle has not; where the runner is in another process, so much later behind a long step.
 LONG_STEP_S: Final = 0.04
 REST_S: Final = 0.003
 CLIENT_LIMIT: Final = "faser_max_draft"  # in a request's extra_args
@@ -240,8 +242,7 @@ class Steering:
         self._last_end_s = now_s
         self.cost_s = 0.0
         self.events, self._preempted = [], []
-        rest_s = REST_S if trace.step_s >= LONG_STEP_S else 0.0
-        self.link.send_later(partial(self._builder.build, trace), rest_s)
+        self.link.send_later(partial(self._builder.build, trace), rest_s(trace.step_s))
         if self._departed:
             self._forget_departed()
 
@@ -280,6 +281,13 @@ class Steering:
         """Say goodbye without waiting for anything, after a failure on the engine thread."""
         self.link.send(Goodbye(self.hello.boot_id))
         self.link.close(wait_s=0.0)
+
+
+def rest_s(step_s: float) -> float:
+    """Return how long a record may wait behind a step that took so long; a lull in the next one ends the wait."""
+    if LULLS.is_told:
+        return min(step_s, MOST_S)
+    return REST_S if step_s >= LONG_STEP_S else 0.0
 
 
 def most_drafted(request: LiveRequest) -> tuple[int, str]:

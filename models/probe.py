@@ -1,7 +1,7 @@
 """Deliberate exploration for the price policy: when a length that is not chosen could be better, try it once.
 
-Deterministic and paid from an account that grows by one percent of the step time, so that probing costs at most
-about that; what cannot win even if everything unknown turned out well is never probed.
+Deterministic and paid from an account that grows by one percent of the step time at most, and by less with every probe
+that changed nothing; what cannot win even if everything unknown turned out well is never probed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ BUDGET_SHARE = 0.01  # of the time
 FIRST_CREDIT_STEPS = 10.0  # what a fresh controller may spend at once, in steps
 CREDIT_CAP_STEPS = 20.0
 MARGIN = 0.02  # a probe must promise this much more tokens/s
+HALVING_PROBES = 4  # of batches of a size: after so many that changed nothing half as much is spent
+LEAST_ZEAL = 1.0 / 16.0  # of the budget is spent at least: what is worth drafting for may change
 LEAST_LOSS = 0.05  # what a probe is charged at least, in its own steps
 SPACING_RECORDS = 4  # looked for this often; a probe's result comes back within as many records
 IDLE_SPACING_RECORDS = 16  # ... where nothing promised enough the last time
@@ -30,6 +32,13 @@ class Chances(NamedTuple):
     deviation: Floats
 
 
+class Tries(NamedTuple):
+    """What probing has come to for batches of a size."""
+
+    depth: int  # in force when last probed
+    fruitless: int  # probes behind which the same depth stayed in force
+
+
 class ProbeAccount:
     """Decides which length, if any, is probed in this step."""
 
@@ -37,6 +46,7 @@ class ProbeAccount:
         self._credit_s = 0.0
         self._time_s: float | None = None
         self._next_record = SPACING_RECORDS
+        self._tries: dict[int, Tries] = {}  # by octave of running requests
         self.budget_share = BUDGET_SHARE
         self.probes = 0
 
@@ -56,7 +66,10 @@ class ProbeAccount:
         :param begin_s: what the drafter must make up for before anything is drafted, charged to a probe.
         """
         is_due = self.is_due(state)
-        self._earn(state)
+        octave = requests.bit_length()
+        tries = self._tries.get(octave, Tries(depth, 0))
+        fruitless = tries.fruitless if tries.depth == depth else 0
+        self._earn(state, self.budget_share * max(0.5 ** (fruitless / HALVING_PROBES), LEAST_ZEAL))
         if not is_due:
             return None
         population = state.population
@@ -71,6 +84,7 @@ class ProbeAccount:
         if length < 0:
             return None
         self._credit_s -= loss_s
+        self._tries[octave] = Tries(depth, fruitless + 1)
         self.probes += 1
         return length
 
@@ -78,12 +92,12 @@ class ProbeAccount:
         """Return whether `choose` will look for a probe now."""
         return state.link.records >= self._next_record
 
-    def _earn(self, state: EngineState) -> None:
+    def _earn(self, state: EngineState, share: float) -> None:
         step_s = state.load.step_s
         if self._time_s is None:
             self._credit_s = FIRST_CREDIT_STEPS * step_s
         else:
-            self._credit_s += self.budget_share * min(max(state.time_s - self._time_s, 0.0), 10.0 * step_s)
+            self._credit_s += share * min(max(state.time_s - self._time_s, 0.0), 10.0 * step_s)
         self._credit_s = min(self._credit_s, CREDIT_CAP_STEPS * step_s)
         self._time_s = state.time_s
 

@@ -139,7 +139,7 @@ def test_every_arm_drafts_as_its_name_says_and_those_with_a_sidecar_are_told_whe
         started[log.stem] = json.loads(arguments[0]), environment
 
     monkeypatch.setattr(bench, "Remote", remote)
-    settings = SimpleNamespace(max_tokens=96, max_prompt_tokens=300, threads=1)
+    settings = SimpleNamespace(max_tokens=96, max_prompt_tokens=300, threads=1, core=1)
     plan = bench.Plan((1,), (), 1, 1.0, True, settings, ((1, 4, 3), (5, 64, 0)))
     run = bench.Bench(plan, SimpleNamespace(turns=[]), tmp_path, tmp_path, bench.Console())
     run.bed = bench.Bed(EmbeddedPair(tmp_path / "t", tmp_path / "d"), tmp_path, tmp_path, "price", 1)
@@ -155,6 +155,7 @@ def test_every_arm_drafts_as_its_name_says_and_those_with_a_sidecar_are_told_whe
     for name, (order, environment) in started.items():
         has_sidecar = name in ("adaspec", "faser")
         assert order["is_steered"] == has_sidecar
+        assert order["core"] == 1, "all on the same"
         assert environment["VLLM_PLUGINS"] == ("faser" if has_sidecar else "none")
         assert environment.get("FASER_ENDPOINT") == (run.bed.config(name).link.endpoint if has_sidecar else None)
 

@@ -20,6 +20,7 @@ import zmq
 from faser.engine_adapter import protocol as wire
 from faser.engine_adapter.lease import Lease
 from faser.engine_adapter.link import CUT_OFF, HIGH_WATER_MARK, MAX_INCOMING_BYTES, TRIES_AGAIN_S, EngineLink
+from faser.engine_adapter.lull import Lulls
 from faser.engine_adapter.steering import CLIENT_LIMIT, LONG_STEP_S, REST_S, BatchOutcome, Default, Steering
 from faser.engine_adapter.steps import StepReport
 
@@ -489,7 +490,10 @@ def test_what_was_sent_before_the_end_arrives_the_goodbye_included(endpoint: str
         assert arrived[-1] == wire.Goodbye("boot")
 
 
-def test_behind_a_long_step_only_the_record_leaves_the_interpreter_to_the_engine_first() -> None:
+def test_behind_a_long_step_only_the_record_leaves_the_interpreter_to_the_engine_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("faser.engine_adapter.steering.LULLS", Lulls())  # as where the runner is in another process
     adapter, link = steering()
     adapter.arrive("a", Request())
     for seconds in (2 * LONG_STEP_S, LONG_STEP_S / 2):

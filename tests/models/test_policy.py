@@ -14,7 +14,7 @@ from faser.env.state import EngineState, observe
 from faser.models.baselines import LengthTable
 from faser.models.policy import POLICIES, PolicyError, make_policy
 from faser.models.price import COMPARE_SEARCHES, SETTLED_DECISIONS
-from faser.models.probe import Chances, ProbeAccount
+from faser.models.probe import BUDGET_SHARE, HALVING_PROBES, LEAST_ZEAL, Chances, ProbeAccount
 from faser.models.stopping import NO_RULE, predict_stops, rule_of
 
 COMPARE_DECISIONS = COMPARE_SEARCHES * SETTLED_DECISIONS  # within so many it has weighed both ways
@@ -362,3 +362,29 @@ def test_amid_prompts_most_of_the_credit_for_probes_waits() -> None:
 
     assert probe(0.0) is not None
     assert probe(0.9) is None
+
+
+def test_probes_that_change_nothing_get_rarer_and_one_that_does_brings_the_budget_back() -> None:
+    def earned_s(account: ProbeAccount, depth: int) -> float:
+        """Return what a second of steps adds to the credit, with nothing to spend it on."""
+        state.time_s += 1e-3
+        before = account._credit_s
+        account.choose(state, 8, 1e9, depth)
+        return (account._credit_s - before) / 1e-3
+
+    state = make_state(dict.fromkeys(range(1, 9), 0.6), row_ms=0.05)
+    account, people = ProbeAccount(), Chances(np.full(K_MAX, 0.5), np.full(K_MAX, 0.4))
+    account.choose(state, 8, 1e9, 0)
+    account._credit_s = 0.0
+    assert earned_s(account, 0) == pytest.approx(BUDGET_SHARE, rel=0.01)
+    for _ in range(HALVING_PROBES):
+        account._credit_s, account._next_record = 1e3, 0
+        assert account.choose(state, 8, 1.0, 0, people) is not None
+    account._credit_s = 0.0
+    assert earned_s(account, 0) == pytest.approx(BUDGET_SHARE / 2, rel=0.01)
+    assert earned_s(account, 2) == pytest.approx(BUDGET_SHARE, rel=0.01), "another depth is in force now"
+    for _ in range(100):
+        account._credit_s, account._next_record = 1e3, 0
+        account.choose(state, 8, 1.0, 0, people)
+    account._credit_s = 0.0
+    assert earned_s(account, 0) == pytest.approx(BUDGET_SHARE * LEAST_ZEAL, rel=0.01), "never nothing"
