@@ -127,6 +127,7 @@ class EngineLink:
             return
         self._closing = True
         os.eventfd_write(self._wake, 1)
+        os.eventfd_write(self._lull, 1)  # nobody rests any more
         self._thread.join(wait_s)
         if not self._thread.is_alive():  # only this thread closes them: the other may be done before the write above
             os.close(self._wake)

@@ -66,7 +66,8 @@ def test_a_lull_before_the_record_does_not_count(link: EngineLink, lulls: Lulls)
 
 
 def test_the_end_does_not_wait_for_a_lull(link: EngineLink) -> None:
-    is_made = sending(link, 0.5)
+    is_made = sending(link, LONG_S)
+    assert not is_made.wait(0.2)
     link.close(5.0)
     assert is_made.is_set()
 
