@@ -12,7 +12,7 @@ their sidecar is new to the engine. A round is as many slices as make an answer 
 Every step counts: with a first step left out, whose caches are cold, an arm that emits a token a step would have had
 the same of its prompts left out in every round, those that end an answer in step with the slices. Where an engine has
 one thread, all engines' stay on one core: left to the system, two engines of the same kind differed by over a per cent
-in two runs of five, and slices scatter twice as much. The best table is the
+in two runs of five. What else differs between two processes, no interval over rounds shows. The best table is the
 one that the sweep of `faser bench` found (benchmarks/results/bench_full.json), unless --table gives another. After
 --rounds full rounds a load goes on with FASER, no speculation and the rivals near the best until its ratio is sharp,
 with eight rounds at least, or its minutes are over. Every round is in the JSON file when it is over;
