@@ -192,18 +192,17 @@ def draw_like(model: AcceptanceModel, drafts: Iterable[DraftTrial], seed: int) -
     """Return drafts of the same requests and lengths with confidences and acceptances drawn from the generator."""
     intercepts, slopes, quantiles, (share, carry, hidden) = model.tables()
     chance = np.random.default_rng(seed)
-    state: dict[tuple[int, int], list[float]] = {}
+    traits: dict[tuple[int, int], list[float]] = {}
     drawn = []
     for draft in drafts:
-        level, residual, chain = state.setdefault(draft.request, chance.standard_normal(3).tolist())
-        confidences, accepted, is_alive = [], 0, True
+        level, residual = traits.setdefault(draft.request, chance.standard_normal(2).tolist())
+        chain, confidences, accepted, is_alive = 0.0, [], 0, True
         for position in range(min(draft.verified, model.k_max)):
-            chain = next_chain(chain, float(chance.standard_normal()), carry)
+            chain = next_chain(chain, float(chance.standard_normal()), carry if position else 0.0)
             x = confidence_logit(quantiles, position, level, chain, share)
             confidences.append(1.0 / (1.0 + math.exp(-x)))
             is_alive = is_alive and chance.random() < accept_chance(intercepts, slopes, position, x, residual, hidden)
             accepted += is_alive
-        state[draft.request][2] = chain
         drawn.append(DraftTrial(draft.request, draft.verified, draft.tested, accepted, tuple(confidences)))
     return drawn
 
@@ -221,18 +220,17 @@ def _quantiles(scores: list[list[Floats]], k_max: int) -> Floats:
 
 
 def _score_structure(scores: list[list[Floats]]) -> tuple[float, float]:
-    """Return (share of the score's variance that is the request's own, correlation of neighbours besides)."""
+    """Return (share of the score's variance that is the request's own, correlation of a draft's neighbours besides)."""
     k_max = max((len(row) for request in scores for row in request), default=0)
-    normal = _normal_scores(scores, k_max)
-    sums = [np.concatenate(request) for request in normal if request]
-    sums = [values for values in sums if len(values) >= 8]
-    if len(sums) < 8:
+    normal = [request for request in _normal_scores(scores, k_max) if sum(map(len, request)) >= 8]
+    if len(normal) < 8:
         return 0.1, 0.3
-    # Neighbours within a request share the level and, besides, a fading part; far ones share the level only.
+    # Neighbours within a draft share the request's level and, besides, a fading part; far ones share the level only.
     far_products: list[float] = []
-    near_products: list[float] = []
-    for values in sums:
-        near_products.extend((values[1:] * values[:-1]).tolist())
+    near_products = [float(x) for request in normal for row in request for x in row[1:] * row[:-1]]
+    if not near_products:
+        return 0.1, 0.3
+    for values in map(np.concatenate, normal):
         half = len(values) // 2
         far_products.append(float(values[:half].mean() * values[half:].mean()))
     share = float(np.clip(np.mean(far_products), 0.0, 0.9))

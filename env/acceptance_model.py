@@ -1,8 +1,9 @@
 """Which draft tokens the target accepts, as a generator: per request, per position, with the drafter's confidence.
 
 Called by the simulator (draws) and by calibration (fits). For each draft token a Gaussian score is drawn that is partly
-the request's own, partly that of the token before it; the score's rank becomes the drafter's confidence, and acceptance
-is a coin whose chance is the calibrated confidence, shifted by what the request's confidences do not tell.
+the request's own, partly that of the token before it in the draft; the score's rank becomes the drafter's confidence,
+and acceptance is a coin whose chance is the calibrated confidence, shifted by what the request's confidences do not
+tell.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class AcceptanceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything per draft position is a tuple of k_max numbers; logit as in engine_adapter/stop_rule.py.
 
     score_j = sqrt(request_share) * level + sqrt(1 - request_share) * chain_j, where level ~ N(0, 1) once per request,
-    and chain_j = carry * chain_{j-1} + sqrt(1 - carry^2) * N(0, 1), chain_0 the last of the step before.
+    chain_0 ~ N(0, 1), and chain_j = carry * chain_{j-1} + sqrt(1 - carry^2) * N(0, 1). A draft begins at the target's
+    own state, whatever the draft before ended with: carried over, that would punish who stops where the drafter is
+    unsure.
     x_j = logit of confidence = the quantile of position j at rank Phi(score_j).
     P(accept j | j-1 accepted) = sigmoid(intercept_j + slope_j * x_j + hidden * residual), residual ~ N(0, 1) once per
     request.
@@ -34,7 +37,7 @@ class AcceptanceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slopes: tuple[float, ...]
     quantiles: tuple[tuple[float, ...], ...]  # (k_max, QUANTILES) of x_j, non-decreasing
     request_share: float = 0.0  # 0..1, of the score's variance
-    carry: float = 0.0  # 0..1, from token to token
+    carry: float = 0.0  # 0..1, from token to token of a draft
     hidden: float = 0.0  # standard deviation on the logit scale
     auc: tuple[float, ...] = ()  # measured, of confidence against acceptance; for comparison
     means: tuple[float, ...] = ()  # measured conditional acceptance; for comparison

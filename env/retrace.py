@@ -87,7 +87,6 @@ class _Live:
     request: RecordedRequest
     level: float
     residual: float
-    chain: float
     computed: int = 0
     held: int = 0  # tokens the drafter has computed
     emitted: int = 0
@@ -139,8 +138,8 @@ class _Engine:
         return Retraced(self.first_token_s, self.end_s, steps, outside / max(steps, 1))
 
     def _arrive(self, number: int) -> None:
-        level, residual, chain = self.chance.standard_normal(3).tolist()
-        self.waiting.append(_Live(number, self.requests[number], level, residual, chain))
+        level, residual = self.chance.standard_normal(2).tolist()
+        self.waiting.append(_Live(number, self.requests[number], level, residual))
 
     def _schedule(self) -> list[_Live]:
         budget, scheduled = self.profile.token_budget, []
@@ -224,10 +223,10 @@ class _Engine:
 
     def _draw(self, live: _Live, told: tuple[float, ...]) -> None:
         _, _, quantiles, (share, carry, _) = self.tables
-        live.logits = []
+        chain, live.logits = 0.0, []
         for position in range(min(live.draft, self.profile.acceptance.k_max)):
-            live.chain = next_chain(live.chain, float(self.chance.standard_normal()), carry)
-            live.logits.append(confidence_logit(quantiles, position, live.level, live.chain, share))
+            chain = next_chain(chain, float(self.chance.standard_normal()), carry if position else 0.0)
+            live.logits.append(confidence_logit(quantiles, position, live.level, chain, share))
         if len(told) >= len(live.logits):
             live.logits = [logit(confidence) for confidence in told[: len(live.logits)]]
 

@@ -2,7 +2,7 @@
 
 Called by env/simulator_step.py. The acceptance model is env/acceptance_model.py's, read from tables: one score per
 token, its rank is the drafter's confidence, and acceptance is a coin. A token's luck is keyed by request and place in
-the answer, so that two policies meet the same tokens.
+the answer, so that two policies meet the same luck, and how one's draft ended does not follow it into the next.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from .simulator_state import (
     ACCEPTED,
     ALIVE,
     CELL,
-    CHAIN,
     COMPUTED,
     CONTEXT,
     DRAFT_LIMIT,
@@ -178,11 +177,11 @@ def _first_token(
     sigmoid: Singles, normal: Singles, notes: Shorts, token: Singles,
 ) -> None:  # fmt: skip
     """Draw every slot's first token, whoever drafts: loops of few arrays, which compilers turn into vectors."""
-    place, cell, number, survival = notes[PLACE], notes[CELL], token[NUMBER], token[SURVIVAL]
+    place, cell, score, number, survival = notes[PLACE], notes[CELL], token[SCORE], token[NUMBER], token[SURVIVAL]
     _draw(keys, ints[EMITTED], place, token[LUCK])
     for i in range(len(place)):
-        number[i] = normal[np.uint64(place[i])]  # numba takes signed ones from the end where below 0: it need not look
-    _score(profile, np.float32(engine.hardness_now), traits[LEVEL], traits[CHAIN], number, token[SCORE], cell)
+        score[i] = normal[np.uint64(place[i])]  # numba takes signed ones from the end where below 0: it need not look
+    _rank(profile, np.float32(engine.hardness_now), traits[LEVEL], score, cell)
     for i in range(len(place)):
         number[i] = values[VALUES, 0, np.uint64(cell[i])]
         survival[i] = chances[0, np.uint64(cell[i])]
@@ -200,12 +199,9 @@ def _draw(keys: Words, emitted: Column, place: Column, luck: Singles) -> None:
 
 
 @apart
-def _score(
-    profile: Any, hardness: np.float32, level: Singles, chain: Singles, number: Singles, score: Singles, cell: Column
-) -> None:
-    carry, fresh, request_share, token_share = profile.carry, profile.fresh, profile.request_share, profile.token_share
+def _rank(profile: Any, hardness: np.float32, level: Singles, score: Singles, cell: Column) -> None:
+    request_share, token_share = profile.request_share, profile.token_share
     for i in range(len(cell)):
-        score[i] = carry * chain[i] + fresh * number[i]
         cell[i] = score_cell(request_share * (level[i] + hardness) + token_share * score[i])
 
 
@@ -234,8 +230,8 @@ def _further_tokens(
         bars[GO_ON_BAR, j] = rules[GO_ON_FROM, j] if engine.is_ruled != 0 else -_ONE
     survival, goes_on, ahead, alive = token[SURVIVAL], notes[GOES_ON], notes[IS_AHEAD], notes[ALIVE]
     _keep(
-        bars[KEEP_BAR, 0], bars[GO_ON_BAR, 0], ints[SCHEDULED], want, survival, token[SCORE], alive, drawn, goes_on,
-        ints[KEPT], ints[LUCKY], traits[CHAIN],
+        bars[KEEP_BAR, 0], bars[GO_ON_BAR, 0], ints[SCHEDULED], want, survival, alive, drawn, goes_on, ints[KEPT],
+        ints[LUCKY],
     )  # fmt: skip
     going = 0
     for i in range(size):
@@ -250,18 +246,17 @@ def _further_tokens(
     for at in range(going):
         slot = np.uint64(order[np.uint64(at)])
         base, residual = request_share * (traits[LEVEL, slot] + hardness), hidden * traits[RESIDUAL, slot]
-        chain, lucky, is_alive, now, kept, draws = traits[CHAIN, slot], alive[slot], alive[slot], survival[slot], 1, 1
+        score, lucky, is_alive, now, kept, draws = token[SCORE, slot], alive[slot], alive[slot], survival[slot], 1, 1
         last, is_on, factor_here = want[slot], 1, factor if ahead[slot] != 0 else _ONE
         key = keys[slot] + (np.uint64(ints[EMITTED, slot]) + _FIRST_TOKEN) * GOLDEN
         for j in range(1, longest):  # as often for every draft: processors would guess each one's own end wrongly
             place = np.uint64(j)
             key += GOLDEN
             bits = mixed(key)
-            score = carry * chain + fresh * gaussian(normal, bits)
+            score = carry * score + fresh * gaussian(normal, bits)
             cell = np.uint64(score_cell(base + token_share * score))
             chance = sigmoid[np.uint64(_sigmoid_cell(values[VALUES, place, cell] + residual))] * factor_here
             is_on = is_on if j < last else 0
-            chain = score if is_on != 0 else chain
             cells[slot, place] = cell if is_on != 0 else cells[slot, place]
             is_alive = is_alive if _luck(bits) < chance else 0
             lucky += is_alive & is_on
@@ -270,7 +265,6 @@ def _further_tokens(
             is_kept = 0 if now < bars[KEEP_BAR, place] else is_on
             kept += is_kept
             is_on = 0 if now < bars[GO_ON_BAR, place] else is_kept
-        traits[CHAIN, slot] = chain
         ints[KEPT, slot], ints[LUCKY, slot], drawn[slot] = kept, min(lucky, kept), draws
 
 
@@ -299,19 +293,17 @@ def _toss_as_told(
 
 @apart
 def _keep(
-    keep_from: np.float32, go_on_from: np.float32, scheduled: Column, want: Column, survival: Singles, score: Singles,
-    alive: Column, drawn: Column, goes_on: Column, kept: Column, lucky: Column, chain: Singles,
+    keep_from: np.float32, go_on_from: np.float32, scheduled: Column, want: Column, survival: Singles, alive: Column,
+    drawn: Column, goes_on: Column, kept: Column, lucky: Column,
 ) -> None:  # fmt: skip
     """Decide on each first token."""
     for i in range(len(want)):  # loads before choices: a choice between numbers is no branch
-        chance, longest, lucky_before, chain_before = survival[i], want[i], lucky[i], chain[i]
-        lucky_now, chain_now = alive[i], score[i]
+        chance, longest, lucky_before, lucky_now = survival[i], want[i], lucky[i], alive[i]
         drafts = (scheduled[i] > 0) & (longest > 0)
         keeps = drafts & (not chance < keep_from)
         drawn[i], kept[i] = drafts, keeps
         goes_on[i] = keeps & (not chance < go_on_from) & (longest > 1)
         lucky[i] = (lucky_now if keeps else 0) if drafts else lucky_before
-        chain[i] = chain_now if drafts else chain_before
 
 
 @apart

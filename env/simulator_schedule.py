@@ -18,7 +18,6 @@ from .simulator_state import (
     ARRIVED,
     BEGAN,
     BLOCKS,
-    CHAIN,
     COMPUTED,
     DRAFT_LIMIT,
     DRAFTER,
@@ -292,7 +291,6 @@ def move_in(
     keys[i] = key
     traits[LEVEL, i] = gaussian(normal, mixed(key + np.uint64(1))) + row.ease
     traits[RESIDUAL, i] = gaussian(normal, mixed(key + np.uint64(2)))
-    traits[CHAIN, i] = gaussian(normal, mixed(key + np.uint64(3)))
     for j in range(evidence.shape[1]):
         evidence[TRIALS, j, i] = evidence[SUCCESSES, j, i] = np.float32(0.0)
         evidence[ACCEPTANCE, j, i] = np.float32(population[MEAN, j])

@@ -48,9 +48,9 @@ INT_COLUMNS: Final = (
     PHASE, HANDLE, ROW, PROMPT, OUTPUT, LIMIT, EMITTED, COMPUTED, BLOCKS, DRAFTER, DRAFTS, LUCKY, SERVICE, SCHEDULED,
     VERIFIED, ACCEPTED, FRESH, PRUNED, DRAFT_LIMIT, KEPT, CONTEXT, IS_PREFILL, FINISHED, FIRST, PREEMPTED_NOW,
 ) = range(len(INT_COLUMNS))  # fmt: skip
-# State.traits, (engines, 3, slots) float32, all hidden: how easy the request is and what its confidences do not tell,
-# in standard deviations; score of its last drafted token.
-LEVEL, RESIDUAL, CHAIN = range(3)
+# State.traits, (engines, 2, slots) float32, both hidden: how easy the request is and what its confidences do not tell,
+# in standard deviations.
+LEVEL, RESIDUAL = range(2)
 ARRIVED, BEGAN = range(2)  # State.times, (engines, 2, slots) float64: arrival and first token, seconds
 TRIALS, SUCCESSES, ACCEPTANCE = range(3)  # State.evidence, (engines, 3, positions, slots) float32
 TRIED, HIT, MEAN = range(3)  # State.population, (engines, 3, positions) float64
@@ -142,7 +142,7 @@ def allocate(engines: int, slots: int, positions: int, cells: int, delay: int, t
     return State(
         engines=np.zeros(engines, ENGINE),
         ints=np.zeros((engines, len(INT_COLUMNS), slots), np.int32),
-        traits=np.zeros((engines, 3, slots), np.float32),
+        traits=np.zeros((engines, 2, slots), np.float32),
         keys=np.zeros((engines, slots), np.uint64),
         times=np.zeros((engines, 2, slots)),
         evidence=np.zeros((engines, 3, positions, slots), np.float32),

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..env.acceptance import Floats, Ints
 from ..env.scenario import Scenario
-from ..env.simulator_state import CHAIN, HANDLE, LEVEL, RESIDUAL
+from ..env.simulator_state import LEVEL, RESIDUAL
 from ..env.spaces import Lengths
 from ..env.world import CELLS, VALUES
 from .hindsight import CutAfterwards
@@ -27,7 +27,7 @@ class Informed(CutAfterwards):
     drafts: the chance of every token that could be drafted, beforehand; more than any policy can know.
     rounds: the chance of a token once it is drafted, as a perfect confidence would tell; after every round the whole
     batch decides who goes on.
-    lengths: what a request is like and how sure its last token was; lengths are fixed before anything is drafted.
+    lengths: what a request is like; lengths are fixed before anything is drafted.
     """
 
     def __init__(self, scenario: Scenario, seed: int, knows: Knows) -> None:
@@ -43,13 +43,6 @@ class Informed(CutAfterwards):
         self._coming = np.zeros(0)  # (n, positions, len(GRID)) chances of those who draft, by score of the token
         self._values = world.tables[profile, VALUES].astype(np.float64)  # (positions, CELLS) logits of acceptance
         self._base = self._residual = np.zeros(0)  # of those who draft: mean score, and shift of the chances' logits
-        self._before = (np.zeros(0, np.int32), np.zeros(0, np.float32))  # handles and scores before the step
-
-    def step(self) -> None:
-        """Keep how sure the last tokens were: drafting changes it."""
-        state = self.simulator.state
-        self._before = (state.ints[0, HANDLE].copy(), state.traits[0, CHAIN].copy())
-        super().step()
 
     def choose(self, drafting: Ints, longest: Ints) -> tuple[Lengths, Lengths]:
         """Return the lengths that bring most tokens net of what their time is worth."""
@@ -62,11 +55,12 @@ class Informed(CutAfterwards):
         if self._knows != "drafts":
             grid = self._base[:, None] + self._token_share * GRID
             self._coming = self._chances(np.broadcast_to(grid[:, None], (len(grid), self.k_max, len(GRID))))
-        last = self._last(drafting)
-        survival = self._outlook(0, last) if self._knows == "lengths" else chances.cumprod(axis=1)
+        survival = (
+            self._outlook(0, np.full(len(drafting), np.nan)) if self._knows == "lengths" else chances.cumprod(axis=1)
+        )
         survival[np.arange(self.k_max) >= longest[:, None]] = 0.0  # the answer's end
         if self._knows == "rounds":
-            kept, drawn = self._by_rounds(running, survival, scores, last)
+            kept, drawn = self._by_rounds(running, survival, scores)
         else:
             kept = drawn = self._ranked(running, survival)
         gained = float(survival[np.arange(self.k_max) < kept[:, None]].sum())
@@ -80,16 +74,14 @@ class Informed(CutAfterwards):
         chances: Floats = 1.0 / (1.0 + np.exp(-(values + self._residual[:, None, None])))
         return chances
 
-    def _last(self, drafting: Ints) -> Floats:
-        """Return (n,) the chain of scores before the drafts, NaN for requests that are new."""
-        handles, chain = self._before
-        return np.where(handles[drafting] == self.simulator.state.ints[0, HANDLE, drafting], chain[drafting], np.nan)
-
     def _outlook(self, first: int, chain: Floats) -> Floats:
-        """Return (n, positions from `first` on) survival expected of drafts that go on; `chain` is the last token's."""
-        is_new = np.isnan(chain)
-        mean = np.where(is_new, 0.0, self._carry * chain)
-        weights = _bells(mean, np.where(is_new, 1.0, self._fresh))
+        """Return (n, positions from `first` on) survival expected of drafts that go on.
+
+        :param chain: (n,) of each draft's last token, NaN where it has none yet
+        """
+        begins = np.isnan(chain)
+        mean = np.where(begins, 0.0, self._carry * chain)
+        weights = _bells(mean, np.where(begins, 1.0, self._fresh))
         survival = np.empty((len(chain), self.k_max - first))
         for j in range(first, self.k_max):
             weights = weights * self._coming[:, j]
@@ -112,11 +104,11 @@ class Informed(CutAfterwards):
         chosen = order[:last][within[deepest, :last]]
         return np.bincount(chosen // self.k_max, minlength=len(survival))
 
-    def _by_rounds(self, running: int, survival: Floats, scores: Floats, last: Floats) -> tuple[Lengths, Lengths]:
+    def _by_rounds(self, running: int, survival: Floats, scores: Floats) -> tuple[Lengths, Lengths]:
         """Return what is kept and what is drafted, decided round after round on what the rounds before have shown."""
         n = len(survival)
         kept, drawn = np.zeros(n, np.int64), np.zeros(n, np.int64)
-        goes, alive, chain = np.ones(n, np.bool_), np.ones(n), last
+        goes, alive, chain = np.ones(n, np.bool_), np.ones(n), np.full(n, np.nan)
         rate = self.rate(running)
         row_price = rate * self.cost.row_s(running, float(n))
         for j in range(self.k_max):

@@ -53,6 +53,7 @@ class Plan(msgspec.Struct, frozen=True):
     rate: float  # tokens/s
     depth: int  # deepest round
     drafted: float  # tokens in all
+    even_rates: Floats  # (k_max + 1,) what it expects of one length for all, tokens/s
     people: Chances | None = None  # None: the population as seen without stop rules
 
 
@@ -202,7 +203,7 @@ class PricePolicy:
         else:
             lengths, default = self._placed(state.acceptance(decoding), state, decoding)
         action = msgspec.structs.replace(plan.action, lengths=lengths, default_length=default)
-        return Plan(action, plan.rate, plan.depth, plan.drafted, plan.people)
+        return msgspec.structs.replace(plan, action=action)
 
     def _search(
         self, state: EngineState, forecast: Forecast | None, decoding: Bools, requests: int, split: int
@@ -217,7 +218,7 @@ class PricePolicy:
             way = self._by_confidence if point.is_stopping else self._by_history
             return way(state, decoding, requests)
         history, stops = (way(state, decoding, requests) for way in (self._by_history, self._by_confidence))
-        ahead = stops.rate / history.rate - 1.0 + self._advice.stop_lead
+        ahead = _lead(stops, history) + self._advice.stop_lead
         point.is_stopping = ahead > (-HYSTERESIS if point.is_stopping else HYSTERESIS)
         return stops if point.is_stopping else history
 
@@ -239,7 +240,8 @@ class PricePolicy:
         stop = rule_of(go_on, state.confidence, keep, depth) if depth else None
         prune = state.capabilities.released_prune  # asked for; the gate in the engine finds out whether it pays
         action = Action(lengths, depth, price=1.0 / choice.rate, prune=prune, stop=stop, reason=reason)
-        return Plan(action, choice.rate, depth, choice.drafted, all_drafts(state, forecast))
+        people = all_drafts(state, forecast)
+        return Plan(action, choice.rate, depth, choice.drafted, choice.even_rates, people)
 
     def _by_history(self, state: EngineState, decoding: Bools, requests: int) -> Plan:
         acceptance = state.acceptance(decoding)
@@ -257,7 +259,7 @@ class PricePolicy:
         )
         prune = state.capabilities.released_prune
         action = Action(lengths, default, price=1.0 / choice.rate, prune=prune, reason=reason)
-        return Plan(action, choice.rate, choice.depth, choice.drafted)
+        return Plan(action, choice.rate, choice.depth, choice.drafted, choice.even_rates)
 
     def _placed(self, acceptance: Floats, state: EngineState, decoding: Bools) -> tuple[Ints, int]:
         """Return (n,) lengths, as deep as survival is worth a row, and that of who is not known or not decoding."""
@@ -265,6 +267,17 @@ class PricePolicy:
         lengths = np.empty(len(decoding), np.int64)
         mean = state.population.mean
         return lengths, _place(acceptance, decoding, mean, least_survival(threshold), depth, lengths)
+
+
+def _lead(stops: Plan, history: Plan) -> float:
+    """Return by how much more stop rules add to the best length for all than lengths by history do, as a share.
+
+    Rules are weighed by recent drafts, whoever's, lengths by those who run now: rates would tell which of these are the
+    luckier. So each way is compared with one length for all under its own estimates.
+    """
+    even = int(np.argmax(stops.even_rates))
+    by_stops, by_history = (plan.rate / plan.even_rates.item(even) for plan in (stops, history))
+    return by_stops / by_history - 1.0
 
 
 def _size(requests: int) -> int:

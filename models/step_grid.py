@@ -27,13 +27,13 @@ class Choice(NamedTuple):
     threshold: int
     depth: int  # deepest round
     rate: float  # tokens/s
-    plain_rate: float  # tokens/s without drafts
     drafted: float  # draft tokens
+    even_rates: Floats  # (k_max + 1,) tokens/s of one length for all, of which everything is verified
 
     @property
     def gain_percent(self) -> float:
         """Over no drafts."""
-        return (self.rate / self.plain_rate - 1.0) * 100.0
+        return (self.rate / self.even_rates.item(0) - 1.0) * 100.0
 
 
 def choose(
@@ -42,6 +42,7 @@ def choose(
 ) -> Choice:  # fmt: skip
     """Return the best cell, or the one in force if that is nearly as good.
 
+    :param table: whose last threshold lets everything pass
     :param reading_s: what a step in which all draft is charged for what the drafter missed, and for new prompts
     :param cell: (threshold, deepest round) in force
     :param verify_s: seconds of everything but drafting and prompts per cell, where they are not those of its rows
@@ -51,16 +52,18 @@ def choose(
     if verify_s is None:
         verify_s = state.cost.beside_prompts_s(rows, requests, state.prompts())
     draft_s = state.cost.draft_time_s(rows, rounds, drafted)
-    return Choice(*_best(table, verify_s, draft_s, reading_s, requests, time_weight, *cell))
+    even_rates = np.empty(table.shape[2])
+    chosen = _best(table, verify_s, draft_s, reading_s, requests, time_weight, *cell, even_rates)
+    return Choice(*chosen, even_rates)
 
 
 @compiled
 def _best(
     table: Floats, verify_s: Floats, draft_s: Floats, reading_s: float, requests: int, time_weight: float,
-    threshold: int, depth: int,
-) -> tuple[int, int, float, float, float]:  # fmt: skip
+    threshold: int, depth: int, even_rates: Floats,
+) -> tuple[int, int, float, float]:  # fmt: skip
     most, best, best_threshold, best_depth = -np.inf, 0.0, 0, 0
-    held, now, plain = -np.inf, 0.0, 0.0
+    held, now = -np.inf, 0.0
     for i in range(table.shape[1]):
         for j in range(table.shape[2]):
             step_s = verify_s[i, j] + draft_s[i, j]
@@ -68,12 +71,11 @@ def _best(
                 step_s += reading_s * min(table[DRAFTED, i, 1] / requests, 1.0)
             rate = table[TOKENS, i, j] / step_s
             worth = rate if time_weight == 1.0 else table[TOKENS, i, j] / step_s**time_weight
-            if i == 0 and j == 0:
-                plain = rate
+            even_rates[j] = rate  # at last that of the last threshold
             if i == threshold and j == depth:
                 held, now = worth, rate
             if worth > most:
                 most, best, best_threshold, best_depth = worth, rate, i, j
     if held < most * (1.0 - HYSTERESIS):
         now, threshold, depth = best, best_threshold, best_depth
-    return threshold, depth, now, plain, table[DRAFTED, threshold, depth]
+    return threshold, depth, now, table[DRAFTED, threshold, depth]

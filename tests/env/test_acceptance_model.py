@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from faser.env.accept_traces import SHIPPED, depth_of, read_accept_trace, shipped_accept_trace
 from faser.env.acceptance_fit import DraftTrial, auc, describe, draw_like, fit_acceptance
@@ -67,6 +68,14 @@ def test_confidence_follows_its_quantiles_and_chance_follows_confidence() -> Non
     assert confidence_logit(quantiles, 0, 0.0, 0.0, 0.5) == pytest.approx(TRUE.quantiles[0][QUANTILES // 2])
     intercepts, slopes, _, _ = TRUE.tables()
     assert accept_chance(intercepts, slopes, 0, 2.0, 0.0, 0.5) == pytest.approx(1 / (1 + math.exp(-2.1)))
+
+
+def test_neighbours_in_a_draft_resemble_each_other_and_two_drafts_do_not() -> None:
+    alike = replace(TRUE, request_share=0.0, carry=0.9)
+    drawn = np.array([draft.confidences for draft in draw_like(alike, asked(1, 2000), seed=3)])
+    logits = np.log(drawn / (1.0 - drawn))
+    assert np.corrcoef(logits[:, 0], logits[:, 1])[0, 1] > 0.8
+    assert abs(np.corrcoef(logits[:-1, 2], logits[1:, 0])[0, 1]) < 0.07
 
 
 def test_drawing_is_repeatable_by_seed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 
 import msgspec
@@ -24,6 +25,8 @@ from faser.env.simulator_state import (
     COMPUTED,
     EMITTED,
     FREE,
+    HANDLE,
+    KEPT,
     OUTPUT,
     PHASE,
     PREEMPTED,
@@ -127,13 +130,34 @@ def test_a_request_is_as_lucky_under_any_policy() -> None:
             simulator.step(vector)
             ints = simulator.state.ints[0]
             for i in np.flatnonzero(ints[PHASE] == RUNNING):
-                seen[int(ints[1, i])] = simulator.state.traits[0, :2, i].tobytes()
+                seen[int(ints[1, i])] = simulator.state.traits[0, :, i].tobytes()
         return seen
 
     off, deep = traits(outside()[None]), traits(outside(depth=1.0, threshold=0.1)[None])
     common = set(off) & set(deep)
     assert len(common) > 5
     assert all(off[handle] == deep[handle] for handle in common)
+
+
+def test_how_sure_a_draft_begins_does_not_depend_on_how_the_one_before_ended() -> None:
+    """Else rules that end drafts where the drafter is unsure would meet a worse drafter than fixed lengths do."""
+
+    def first_cells(vector: Vectors) -> dict[tuple[int, int], int]:
+        simulator = Simulator(dataclasses.replace(short_of_blocks(), hardness=0.0), 1, seed=5)
+        simulator.reset()
+        seen: dict[tuple[int, int], int] = {}
+        for _ in range(200):
+            simulator.step(vector)
+            ints = simulator.state.ints[0]
+            for i in np.flatnonzero((ints[PHASE] == RUNNING) & (ints[KEPT] > 0)):
+                seen[int(ints[HANDLE, i]), int(ints[EMITTED, i])] = int(simulator.state.cells[0, i, 0])
+        return seen
+
+    short, deep = first_cells(outside(depth=0.2)[None]), first_cells(outside(depth=1.0, threshold=0.1)[None])
+    common = set(short) & set(deep)
+    assert len(common) > 50
+    assert len({short[place] for place in common}) > 20
+    assert all(short[place] == deep[place] for place in common)
 
 
 def test_observations_do_not_depend_on_what_the_future_holds() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -74,9 +75,10 @@ def test_splits_are_chosen_as_price_chooses_them() -> None:
 
 
 def test_eagerness_lengthens_drafts() -> None:
-    capabilities = SimulatedEngine(EAGLE.closed(32), 5).capabilities
+    world = dataclasses.replace(EAGLE, has_confidence=False)  # under stop rules a length is only what is allowed
+    capabilities = SimulatedEngine(world.closed(32), 5).capabilities
     lengths = [
-        drafted(served(LearnedPolicy(make_network((eagerness, 0.0, 0.0)), capabilities), EAGLE, 32)[150:])
+        drafted(served(LearnedPolicy(make_network((eagerness, 0.0, 0.0)), capabilities), world, 32)[150:])
         for eagerness in (-1.0, 0.0, 1.0)
     ]
     assert lengths[0] < lengths[1] < lengths[2]

@@ -9,11 +9,11 @@ import pytest
 
 from faser.engine_adapter.protocol import Prune, RequestEvent, RequestRow, StepRecord
 from faser.env.cost_table import StepCost
-from faser.env.spaces import Capabilities
+from faser.env.spaces import Action, Capabilities
 from faser.env.state import EngineState, observe
 from faser.models.baselines import LengthTable
 from faser.models.policy import POLICIES, PolicyError, make_policy
-from faser.models.price import COMPARE_SEARCHES, SETTLED_DECISIONS
+from faser.models.price import COMPARE_SEARCHES, SETTLED_DECISIONS, Plan, PricePolicy, _lead
 from faser.models.probe import BUDGET_SHARE, HALVING_PROBES, LEAST_ZEAL, Chances, ProbeAccount
 from faser.models.stopping import NO_RULE, predict_stops, rule_of
 
@@ -298,6 +298,33 @@ def test_drafts_without_a_rule_are_in_the_table_of_stop_rules() -> None:
     assert found.verify_s[NO_RULE] == pytest.approx(state.cost.verify_time_s(3.0 * (depths + 1)))
     assert rule_of(found.go_on, state.confidence, NO_RULE, K_MAX) is None
     assert (tokens >= found.table[1, :NO_RULE] - 1e-9).all(), "a rule only ever takes tokens away"
+
+
+def test_stop_rules_are_not_weighed_by_how_lucky_the_requests_are_that_run_now() -> None:
+    def plan(rate: float, even: float) -> Plan:
+        return Plan(Action(np.zeros(1, np.int64), 0), rate, 2, 2.0, np.array([50.0, even, 0.9 * even]))
+
+    assert _lead(plan(110.0, 100.0), plan(120.0, 120.0)) == pytest.approx(0.1)
+    assert _lead(plan(110.0, 100.0), plan(88.0, 80.0)) == pytest.approx(0.0)
+    assert _lead(plan(50.0, 40.0), plan(50.0, 40.0)) == 0.0, "nothing drafted is best for all"
+
+
+def test_each_way_tells_what_one_length_for_all_would_bring() -> None:
+    state = make_confident_state(0.3, batch=3)
+    policy = make_policy("price", CAPABILITIES)
+    assert isinstance(policy, PricePolicy)
+    requests, rows = 3, 3.0 * np.arange(1, K_MAX + 2)
+    for _ in range(2 * COMPARE_DECISIONS):
+        policy.act(state)
+    forecast = state.confidence.forecast
+    assert forecast is not None
+    assert policy.plan is not None
+    tokens = requests * (1.0 + np.append(0.0, forecast.gain[:, -1, -1].cumsum()))
+    rounds, drafted = np.arange(K_MAX + 1.0), rows - requests
+    step_s = state.cost.beside_prompts_s(rows, requests, state.prompts()) + state.cost.draft_time_s(
+        rows, rounds, drafted
+    )
+    assert policy.plan.even_rates == pytest.approx(tokens / step_s, rel=1e-6)
 
 
 def test_an_operating_point_outlives_a_short_time_with_another_number_of_requests() -> None:
