@@ -140,15 +140,16 @@ class Engine:
     def turn(self, until: int) -> dict[str, float]:
         """Serve until so many tokens are emitted since the start, a step at least; return what it took."""
         tokens, drafting, sent, read = self.emitted, self._drafting(), self.sent, self.read
-        began_s, cpu_s, steps = time.perf_counter(), time.process_time(), 0
+        began_s, cpu_s, steps, first_step_s = time.perf_counter(), time.process_time(), 0, 0.0
         while self.live and (self.emitted < until or not steps):
             self.step()
             steps += 1
+            first_step_s = first_step_s or time.perf_counter() - began_s
         seconds, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
         after = self._drafting()
         return {
             "seconds": seconds, "cpu_s": cpu_s, "steps": steps, "tokens": self.emitted - tokens,
-            "requests": self.sent - sent, "prompt_tokens": self.read - read,
+            "requests": self.sent - sent, "prompt_tokens": self.read - read, "first_step_s": first_step_s,
             **{name: after[name] - drafting[name] for name in after},
         }  # fmt: skip
 

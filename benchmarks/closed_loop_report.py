@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from faser.controller.bench_machine import Machine
 from faser.controller.bench_plan import ARMS
@@ -36,6 +37,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "closed_loop.json"
 BEGIN, END = "<!-- closed loop: begin -->", "<!-- closed loop: end -->"
 HEADING = "# Results\n"
+
+Ints = npt.NDArray[np.int64]
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -74,6 +77,8 @@ class Turn(msgspec.Struct, frozen=True):
     is_disturbed: bool
     at: str
     prompt_tokens: int = 0  # read; 0 in all turns of a load of before it was counted
+    start: int = 0  # which start of the engines
+    first_steps_s: float = 0.0  # of its slices, together; 0 in turns of before they were told
 
 
 class Results(msgspec.Struct):
@@ -93,6 +98,15 @@ class Results(msgspec.Struct):
     def arms(self) -> list[str]:
         """Return the arms measured, in the table's order."""
         return sorted({turn.arm for turn in self.turns}, key=ARMS.index)
+
+    def starts(self, load: int | None = None) -> list[int]:
+        """Return the starts of the engines in which there were turns, of a load if one is named, ascending."""
+        return sorted({turn.start for turn in self.turns if load in (None, turn.load)})
+
+    def start_of(self, load: int) -> Ints:
+        """Return the start that each round of a load was in, (rounds,)."""
+        starts = {turn.round: turn.start for turn in self.turns if turn.load == load}
+        return np.array([starts.get(round_, 0) for round_ in range(1 + max(starts, default=-1))], np.int64)
 
     def rates(self, load: int, is_clean: bool = False, is_even: bool = False) -> dict[str, Floats]:
         """Return tokens/s by arm, (rounds,) each; NaN where an arm was not measured or, if asked for, disturbed.
@@ -139,14 +153,36 @@ def write_results(results: msgspec.Struct, path: Path) -> None:
     part.replace(path)
 
 
+def by_start(rates: dict[str, Floats], starts: Ints) -> dict[str, Floats]:
+    """Return a rate for each start of the engines, in units of FASER's own, geometric means over its rounds.
+
+    What differs between two processes of one kind stays for as long as they live: rounds of one start do not tell of
+    it. With a single start the rounds are all there is.
+    """
+    places = np.unique(starts)
+    if len(places) < 2 or OURS not in rates:
+        return rates
+    logs = {arm: np.log(rate) - np.log(rates[OURS]) for arm, rate in rates.items()}
+    return {arm: np.exp([_mean(log[starts == place]) for place in places]) for arm, log in logs.items()}
+
+
+def _mean(values: Floats) -> float:
+    values = values[~np.isnan(values)]
+    return float(values.mean()) if len(values) else math.nan
+
+
+def _compared(results: Results, load: int, is_clean: bool) -> dict[str, Floats]:
+    return by_start(results.rates(load, is_clean, is_even=True), results.start_of(load))
+
+
 def envelope_at(results: Results, load: int) -> Envelope:
     """Return the envelope ratio at a load, from undisturbed turns if there are enough of them."""
-    return cleanest(results.rates(load, is_clean=True, is_even=True), results.rates(load, is_even=True))
+    return cleanest(_compared(results, load, is_clean=True), _compared(results, load, is_clean=False))
 
 
 def over_none(results: Results, load: int) -> Ratio:
     """Return FASER over no speculation at a load, from the same turns as the envelope."""
-    rates = results.rates(load, is_clean=not envelope_at(results, load).is_disturbed, is_even=True)
+    rates = _compared(results, load, is_clean=not envelope_at(results, load).is_disturbed)
     return paired_ratio(np.log(rates[OURS]) - np.log(rates["none"]))
 
 
@@ -155,7 +191,8 @@ def table_rows(results: Results) -> tuple[list[str], list[list[str]]]:
     arms, has_ratio = results.arms(), OURS in results.arms()
     heading = ["requests", *(name_of(arm) for arm in arms)]
     if has_ratio:
-        heading += ["FASER's length", "over none", "over the best rival", "rival", "pairs", "bar"]
+        pairs = "starts" if len(results.starts()) > 1 else "pairs"
+        heading += ["FASER's length", "over none", "over the best rival", "rival", pairs, "bar"]
     return heading, [_row(results, load, arms, has_ratio) for load in results.loads()]
 
 
@@ -226,10 +263,7 @@ def _legend(results: Results) -> list[str]:
     return [
         "Tokens/s: median (lowest to highest) over rounds. *FASER's length*: draft tokens verified per request and",
         "step. Ratios: of rounds in which all arms read as many prompt tokens (a regression's slope takes out the time",
-        "of prompts beyond the round's average; over a load all arms read the same). Geometric mean over paired rounds",
-        "with its 95 % interval. The best rival is chosen on every other round and compared on the rounds between, and",
-        "the other way round, among arms that were in half of the rounds at least: after the first rounds arms that",
-        "fall behind are left out.",
+        "of prompts beyond the round's average; over a load all arms read the same). " + _intervals(results),
         f"*Bar*: ratio at least {LEAST_RATIO}, lower end at least {LEAST_LOW}, half-width at most "
         f"{WANTED_HALF_WIDTH:.0%}; *open*: the interval is still wider.",
         f"{len(results.turns)} rounds of an arm, {disturbed} of them disturbed by other work or stolen time and left",
@@ -237,6 +271,37 @@ def _legend(results: Results) -> list[str]:
         "Reproduce: `python benchmarks/closed_loop.py --docs docs`.",
         "",
     ]
+
+
+def _intervals(results: Results) -> str:
+    count = len(results.starts())
+    pair, place = ("rounds", "round") if count < 2 else ("starts", "start")
+    told = "Geometric mean over paired rounds with its 95 % interval."
+    if count > 1:
+        told = (
+            f"All engines were started anew {count} times: what differs between two processes of one kind stays for\n"
+            "as long as they live. Geometric means over a start's rounds, and over starts with their 95 % interval."
+        )
+    return (
+        f"{told}\nThe best rival is chosen on every other {place} and compared on the {pair} between, and the other\n"
+        f"way round, among arms that were in half of the {pair} at least: after the first {pair} arms that fall\n"
+        "behind are left out." + _first_steps(results)
+    )
+
+
+def _first_steps(results: Results) -> str:
+    """Return what a slice's first step takes beyond its others, by arm, where that was told."""
+    told = []
+    for arm in ("none", OURS):
+        turns = [turn for turn in results.turns if turn.arm == arm and turn.first_steps_s and turn.steps > turn.slices]
+        if turns:
+            first_s = sum(turn.first_steps_s for turn in turns) / sum(turn.slices for turn in turns)
+            others_s = sum(turn.seconds - turn.first_steps_s for turn in turns)
+            other_s = others_s / sum(turn.steps - turn.slices for turn in turns)
+            told.append(f"{(first_s - other_s) * 1e3:+.1f} ms ({name_of(arm)})")
+    if not told:
+        return ""
+    return f"\nA slice's first step, behind the others' turns, took {' and '.join(told)} beyond its others."
 
 
 def _uncounted(results: Results) -> str:

@@ -23,7 +23,7 @@ class Slice:
     steal_s: float
 
 
-def as_turn(name: str, load: int, round_: int, slices: Sequence[Slice]) -> Turn:
+def as_turn(name: str, load: int, round_: int, slices: Sequence[Slice], start: int = 0) -> Turn:
     """Return an arm's round: the sums of its slices."""
     total = {key: sum(each.served[key] for each in slices) for key in slices[0].served}
     whole_s, own_s = sum(each.whole_s for each in slices), sum(each.own_s for each in slices)
@@ -38,5 +38,5 @@ def as_turn(name: str, load: int, round_: int, slices: Sequence[Slice]) -> Turn:
         draft_tokens=int(total["draft_tokens"]), accepted_tokens=int(total["accepted_tokens"]),
         engine_cpu=total["cpu_s"] / seconds, own_cpu=own_s / whole_s, other_cpu=noise.other_cpu,
         steal_share=noise.steal_share, is_disturbed=bool(noise.reason(cores)),
-        at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), start=start, first_steps_s=total["first_step_s"],
     )  # fmt: skip

@@ -15,14 +15,14 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
 import msgspec
 import numpy as np
-from closed_loop import Bench, Plan, add_shared_options, exit_with, settings_of
+from closed_loop import add_shared_options, exit_with, settings_of
 from closed_loop_report import OURS, RESULTS, Results, Settings, name_of, read_results, write_results
+from closed_loop_run import Bench, Plan
 from closed_loop_turn import Slice, as_turn
 from rich.console import Console
 from swing_report import RESULT, SWING, TABLE, Swings, lines
@@ -31,7 +31,6 @@ from faser.controller.bench_machine import commit, machine_facts, versions
 from faser.controller.bench_plan import length_of, turn_order
 from faser.controller.bench_table import best_table
 from faser.controller.bench_turn import LEAST_STEPS
-from faser.controller.endpoint import socket_folder
 from faser.controller.errors import UsageError
 from faser.controller.serve import stopping_on_sigterm
 from faser.env.trace import shipped_trace
@@ -149,16 +148,12 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"{options.json} has {', '.join(results.arms())}", "the same arms", "drop --resume")
     folder = (Path("runs") / time.strftime("swing-%Y%m%d-%H%M%S")).absolute()
     rows = tuple((first, last, length) for first, last, length in table)
-    plan = Plan((SWING,), arms, options.rounds, 0.0, False, settings, rows)
+    plan = Plan({SWING: arms}, options.rounds, settings, rows)
     bench = SwingBench(plan, results, options.json, folder, Console(stderr=True, highlight=False))
     code = 0
-    with stopping_on_sigterm(), socket_folder("bench") as sockets:
+    with stopping_on_sigterm():
         try:
-            with ExitStack() as stack:
-                bench.say(f"{len(arms)} engines, {settings.threads} threads each, logs in {folder}")
-                bench.start(stack, sockets)
-                bench.record()
-                bench.run()
+            bench.measure()
         except KeyboardInterrupt:
             code = 130
     print("\n".join(lines(results)))

@@ -29,7 +29,14 @@ def bench(load_script: Callable[[str], ModuleType]) -> ModuleType:
     return load_script("closed_loop")
 
 
-def results(report: ModuleType, rates: dict[str, list[float]], disturbed: tuple[int, ...] = ()) -> object:
+@pytest.fixture(scope="module")
+def start(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    return load_script("closed_loop_run")
+
+
+def results(
+    report: ModuleType, rates: dict[str, list[float]], disturbed: tuple[int, ...] = (), rounds_per_start: int = 99
+) -> object:
     settings = report.Settings(1.0, 160, 96, 300, 1, 4, "price", "target", "ab" * 32)
     turns = [
         report.Turn(
@@ -51,6 +58,7 @@ def results(report: ModuleType, rates: dict[str, list[float]], disturbed: tuple[
             steal_share=0.0,
             is_disturbed=round_ in disturbed,
             at="",
+            start=round_ // rounds_per_start,
         )
         for arm, values in rates.items()
         for round_, rate in enumerate(values)
@@ -64,6 +72,31 @@ def test_disturbed_turns_count_only_where_there_are_too_few_others(report: Modul
     assert (clean.ratio.value, clean.is_disturbed) == (pytest.approx(1.3), False)
     dirty = report.envelope_at(results(report, rates, disturbed=(1, 2, 3, 4)), 1)
     assert (dirty.ratio.pairs, dirty.is_disturbed) == (5, True)
+
+
+def test_intervals_are_over_starts_where_engines_were_started_anew(report: ModuleType) -> None:
+    """Four starts of three rounds: rounds of a start agree with each other, starts do not."""
+    ours = [103.0] * 3 + [97.0] * 3 + [103.0] * 3 + [97.0] * 3
+    told = results(report, {"none": [100.0] * 12, "k1": [90.0] * 12, "faser": ours}, rounds_per_start=3)
+    ratio = report.envelope_at(told, 1).ratio
+    assert (ratio.pairs, ratio.value) == (4, pytest.approx(np.sqrt(1.03 * 0.97)))
+    by_rounds = report.envelope_at(results(report, {"none": [100.0] * 12, "k1": [90.0] * 12, "faser": ours}), 1).ratio
+    assert ratio.half_width > 2.0 * by_rounds.half_width, "the control: rounds of one start know nothing of the others"
+    assert report.over_none(told, 1) == ratio
+    assert "started anew 4 times" in report.markdown(told)
+    assert "| starts | bar |" in report.markdown(told)
+
+
+def test_a_start_that_lacks_an_arm_says_nothing_of_it(report: ModuleType) -> None:
+    nothing = float("nan")
+    rates = {
+        "none": np.array([100.0, 100.0, 100.0, 100.0]), "k2": np.array([150.0, 150.0, nothing, nothing]),
+        "faser": np.array([110.0, 90.0, 100.0, 100.0]),
+    }  # fmt: skip
+    found = report.by_start(rates, np.array([0, 0, 1, 1]))
+    assert found["faser"] == pytest.approx([1.0, 1.0])
+    assert found["k2"][0] == pytest.approx(150.0 / np.sqrt(110.0 * 90.0))
+    assert np.isnan(found["k2"][1])
 
 
 def test_prompts_that_fall_into_another_round_do_not_make_arms_differ(report: ModuleType) -> None:
@@ -125,11 +158,11 @@ def test_the_table_is_the_one_that_a_sweep_found_unless_another_is_given(
     monkeypatch.setattr(bench, "TUNED", tmp_path / "bench_full.json")
     with pytest.raises(bench.UsageError, match="no bench_full"):
         bench.table_of(None)
-    assert bench.plan_of(bench.parsed(["--arms", "none,faser"])).table == ()  # nobody asks for it
+    assert bench.orders_of(bench.parsed(["--arms", "none,faser"])).table == ()  # nobody asks for it
 
 
 def test_every_arm_drafts_as_its_name_says_and_those_with_a_sidecar_are_told_where_it_is(
-    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: dict[str, tuple[dict[str, object], dict[str, str]]] = {}
 
@@ -138,11 +171,11 @@ def test_every_arm_drafts_as_its_name_says_and_those_with_a_sidecar_are_told_whe
     ) -> None:
         started[log.stem] = json.loads(arguments[0]), environment
 
-    monkeypatch.setattr(bench, "Remote", remote)
+    monkeypatch.setattr(start, "Remote", remote)
     settings = SimpleNamespace(max_tokens=96, max_prompt_tokens=300, threads=1, core=1)
-    plan = bench.Plan((1,), (), 1, 1.0, True, settings, ((1, 4, 3), (5, 64, 0)))
-    run = bench.Bench(plan, SimpleNamespace(turns=[]), tmp_path, tmp_path, bench.Console())
-    run.bed = bench.Bed(EmbeddedPair(tmp_path / "t", tmp_path / "d"), tmp_path, tmp_path, "price", 1)
+    plan = start.Plan({}, 1, settings, ((1, 4, 3), (5, 64, 0)))
+    run = start.Bench(plan, SimpleNamespace(turns=[]), tmp_path, tmp_path, start.Console())
+    run.bed = start.Bed(EmbeddedPair(tmp_path / "t", tmp_path / "d"), tmp_path, tmp_path, "price", 1)
     for name in ("none", "k6", "table", "ngram", "adaspec", "faser"):
         run._launch(name)
     drafting = {name: order["speculative"] for name, (order, _) in started.items()}
@@ -166,46 +199,59 @@ def test_arms_have_names_for_people(report: ModuleType) -> None:
     assert [report.name_of(arm) for arm in arms] == told
 
 
-def test_a_run_goes_on_with_its_own_table_only(bench: ModuleType, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_its_own_table_only(bench: ModuleType, report: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     settings = bench.Settings(1.0, 160, 96, 300, 1, 4, "price", "target", "ab" * 32)
     plan, other = (
-        bench.Plan((1,), ("none", "faser"), 1, 1.0, True, settings, table) for table in (((1, 64, 2),), ((1, 64, 0),))
+        bench.Orders((1,), ("none", "faser"), 1, 1, settings, table) for table in (((1, 64, 2),), ((1, 64, 0),))
     )
-    bench.write_results(bench.open_results(path, plan, is_resumed=False), path)
+    report.write_results(bench.open_results(path, plan, is_resumed=False), path)
     assert bench.open_results(path, plan, is_resumed=True).table == ((1, 64, 2),)
     with pytest.raises(bench.UsageError, match=r"table 1-64=2.*table 1-64=0"):
         bench.open_results(path, other, is_resumed=True)
 
 
-def test_a_round_is_an_answer_of_every_client_or_of_enough(bench: ModuleType) -> None:
-    assert [bench.round_tokens(load, 96) for load in (1, 4, 8, 32)] == [192, 384, 768, 768]
-    assert [bench.settled_tokens(load, 96) % 96 for load in (1, 4, 8, 32)] == [48] * 4
+def test_a_round_is_an_answer_of_every_client_or_of_enough(start: ModuleType) -> None:
+    assert [start.round_tokens(load, 96) for load in (1, 4, 8, 32)] == [192, 384, 768, 768]
+    assert [start.settled_tokens(load, 96) % 96 for load in (1, 4, 8, 32)] == [48] * 4
 
 
-def test_a_turn_is_the_sum_of_its_slices(bench: ModuleType) -> None:
-    served = {"seconds": 1.0, "cpu_s": 0.9, "steps": 10, "tokens": 30, "requests": 1}
+def test_a_turn_is_the_sum_of_its_slices(start: ModuleType) -> None:
+    served = {"seconds": 1.0, "cpu_s": 0.9, "steps": 10, "tokens": 30, "requests": 1, "first_step_s": 0.2}
     served |= {"draft_tokens": 20, "accepted_tokens": 15, "prompt_tokens": 100}
     slow = served | {"seconds": 3.0, "tokens": 30}
-    quiet = bench.Slice(served, 1.1, 1.0, 1.05, 0.0)
-    turn = bench.as_turn("k2", 4, 7, [quiet, bench.Slice(slow, 3.1, 3.0, 3.0, 0.0)])
+    quiet = start.Slice(served, 1.1, 1.0, 1.05, 0.0)
+    turn = start.as_turn("k2", 4, 7, [quiet, start.Slice(slow, 3.1, 3.0, 3.0, 0.0)], start=3)
     assert (turn.tokens_per_s, turn.seconds, turn.slices, turn.draft_tokens) == (15.0, 4.0, 2, 40)
+    assert (turn.start, turn.first_steps_s) == (3, pytest.approx(0.4))
     assert not turn.is_disturbed
-    loud = bench.as_turn("k2", 4, 7, [quiet, bench.Slice(slow, 3.1, 3.0, 4.5, 0.0)])
+    loud = start.as_turn("k2", 4, 7, [quiet, start.Slice(slow, 3.1, 3.0, 4.5, 0.0)])
     assert loud.is_disturbed
 
 
-def test_a_load_is_done_when_its_ratio_is_sharp_and_not_after_three_lucky_rounds(
-    bench: ModuleType, report: ModuleType, tmp_path: Path
+def test_what_a_first_step_takes_beyond_others_is_told(report: ModuleType) -> None:
+    told = results(report, {"none": [100.0] * 2, "faser": [110.0] * 2})
+    assert "first step" not in report.markdown(told), "turns of before it was told"
+    told.turns = [msgspec.structs.replace(turn, first_steps_s=0.06) for turn in told.turns]  # type: ignore[attr-defined]
+    # Two slices of 4 s with 200 steps: firsts of 30 ms, others of 3.94 s / 198.
+    assert "took +10.1 ms (no speculation) and +10.1 ms (FASER)" in report.markdown(told)
+
+
+def test_the_first_start_measures_every_arm_later_ones_those_near_the_best_until_the_ratio_is_sharp(
+    bench: ModuleType, report: ModuleType
 ) -> None:
-    steady = [100.0, 101.0, 100.0, 101.0, 100.0, 101.0, 100.0, 101.0]
-    measured = results(report, {"none": steady, "k1": [90.0] * 8, "faser": [1.02 * rate for rate in steady]})
     arms = ("none", "k1", "faser")
-    plan = bench.Plan((1,), arms, 3, 1.0, True, measured.settings)
-    ours = bench.Bench(plan, measured, tmp_path / "a", tmp_path, bench.Console())
-    assert ours.contenders(1, 2, arms) == arms
-    assert ours.contenders(1, 3, arms) == ("none", "faser")
-    assert ours.contenders(1, 8, arms) == ()
+
+    def planned(starts: int, ours: float = 1.02) -> dict[int, tuple[str, ...]]:
+        rates = {"none": [100.0] * starts, "k1": [90.0] * starts, "faser": [100.0 * ours, 100.0] * (starts // 2)}
+        rates["faser"] += [100.0] * (starts % 2)
+        measured = results(report, rates, rounds_per_start=1)
+        return dict(bench.Orders((1,), arms, 3, 6, measured.settings).plan(measured).arms_at)  # type: ignore[attr-defined]
+
+    assert planned(0) == {1: arms}
+    assert planned(2, ours=1.0) == {1: ("none", "faser")}, "two alike starts may be luck"
+    assert planned(4, ours=1.0) == {}
+    assert planned(4, ours=1.10) == {1: ("none", "faser")}
 
 
 @pytest.mark.engine
