@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import closed_loop_report
+import closed_loop_result
 import numpy as np
 import overlap_report
 import pruning_report
 import swing_report
 
 from faser.controller.bench_ratio import OURS, paired_ratio, wider_interval
+from faser.controller.bench_result import name_of
 from faser.models.evaluate import DRIFT
 
 RESULTS: Final = Path(__file__).resolve().parent / "results"
@@ -44,7 +45,7 @@ def lengths() -> Iterator[Row]:
     rates = swing_report.read().rates()
     fixed = max((arm for arm in rates if arm.startswith("k")), key=lambda arm: _level(rates[arm].tolist()))
     where = "engine, a swinging load"
-    said = closed_loop_report.name_of(fixed)
+    said = name_of(fixed)
     for name, arm, beside, told in (
         (f"the best fixed length in hindsight, {said}", fixed, "none", "no speculation"),
         ("a length for each size of the batch", swing_report.TABLE, fixed, said),
@@ -55,10 +56,10 @@ def lengths() -> Iterator[Row]:
 
 def by_load() -> Iterator[Row]:
     """Yield what lengths and stops bring at steady loads."""
-    results = closed_loop_report.read_results(closed_loop_report.RESULTS)
+    results = closed_loop_result.read_results(closed_loop_result.RESULTS)
     loads = sorted({turn.load for turn in results.turns})
-    over_none = [f"{closed_loop_report.over_none(results, load).value:.2f}" for load in loads]
-    over_best = [f"{closed_loop_report.envelope_at(results, load).ratio.value:.2f}" for load in loads]
+    over_none = [f"{closed_loop_result.over_none(results, load).value:.2f}" for load in loads]
+    over_best = [f"{closed_loop_result.envelope_at(results, load).ratio.value:.2f}" for load in loads]
     where = f"engine, {', '.join(map(str, loads))} requests"
     yield "lengths and stops together", "no speculation", where, ", ".join(over_none)
     yield "lengths and stops together", "the best rival of each", where, ", ".join(over_best)

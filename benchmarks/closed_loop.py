@@ -32,17 +32,8 @@ from pathlib import Path
 from typing import NoReturn
 
 import msgspec
-from closed_loop_report import (
-    OURS,
-    RESULTS,
-    ROOT,
-    Results,
-    Settings,
-    envelope_at,
-    read_results,
-    table_rows,
-    write_documents,
-)
+from closed_loop_report import ROOT, table_rows, write_documents
+from closed_loop_result import RESULTS, Results, Settings, envelope_at, read_results
 from closed_loop_run import Bench, Plan
 from remote import RemoteError
 from rich.console import Console
@@ -51,6 +42,7 @@ from rich.table import Table
 from faser.controller.bench_machine import commit, machine_facts, versions
 from faser.controller.bench_plan import ARMS as EVERY_ARM
 from faser.controller.bench_plan import MAX_LENGTH, NONE, SUFFIX, TABLE, VARIANTS, contenders
+from faser.controller.bench_ratio import OURS
 from faser.controller.bench_table import Table as BatchLengths
 from faser.controller.bench_table import described
 from faser.controller.errors import FaserError, UsageError

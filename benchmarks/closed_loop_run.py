@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from closed_loop_report import Results, Settings, envelope_at, name_of, write_results
+from closed_loop_result import Results, Settings, envelope_at, write_results
 from closed_loop_turn import Slice, as_turn
 from remote import Remote, process_cpu_s
 from rich.console import Console
 
 from faser.controller.bench_machine import Processor, require_memory
 from faser.controller.bench_plan import ARMS, turn_order
+from faser.controller.bench_result import name_of
 from faser.controller.bench_server import LEASE_MS, Bed, is_steered
 from faser.controller.bench_table import Table as BatchLengths
 from faser.controller.bench_turn import slice_ends, slice_tokens

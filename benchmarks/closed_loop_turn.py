@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from closed_loop_report import Turn
+from closed_loop_result import Turn
 
 from faser.controller.bench_machine import Noise, Processor
 

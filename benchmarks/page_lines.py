@@ -10,7 +10,10 @@ import statistics
 from pathlib import Path
 from typing import Any, Final
 
-import closed_loop_report as report
+import closed_loop_result as closed
+
+from faser.controller.bench_ratio import OURS
+from faser.controller.bench_result import name_of
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = ROOT / "benchmarks" / "results"
@@ -21,15 +24,15 @@ def read(name: str) -> Any:
     return json.loads((RESULTS / name).read_text())
 
 
-def closed_loop(path: Path = report.RESULTS) -> str:
+def closed_loop(path: Path = closed.RESULTS) -> str:
     """Return the README's ratios at each load; docs/results.md has all of it."""
-    told = report.read_results(path)
-    rivals = [report.name_of(arm) for arm in told.arms() if arm != report.OURS]
+    told = closed.read_results(path)
+    rivals = [name_of(arm) for arm in told.arms() if arm != OURS]
     lines = ["| concurrent requests | over no speculation | over the best rival | which |", "|---|---|---|---|"]
     for load in told.loads():
-        best = report.envelope_at(told, load)
-        which = " / ".join(dict.fromkeys(map(report.name_of, best.rivals)))
-        both = (report.over_none(told, load), best.ratio)
+        best = closed.envelope_at(told, load)
+        which = " / ".join(dict.fromkeys(map(name_of, best.rivals)))
+        both = (closed.over_none(told, load), best.ratio)
         ratios = " | ".join(f"{each.value:.2f} ({each.low:.2f} to {each.high:.2f})" for each in both)
         lines.append(f"| {load} | {ratios} | {which} |")
     return "\n".join([*lines, "", f"Rivals: {', '.join(rivals)}."])

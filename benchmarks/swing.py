@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 import numpy as np
 from closed_loop import add_shared_options, exit_with, settings_of
-from closed_loop_report import OURS, RESULTS, Results, Settings, name_of, read_results, write_results
+from closed_loop_result import RESULTS, Results, Settings, read_results, write_results
 from closed_loop_run import Bench, Plan
 from closed_loop_turn import Slice, as_turn
 from rich.console import Console
@@ -29,6 +29,8 @@ from swing_report import RESULT, SWING, TABLE, Swings, lines
 
 from faser.controller.bench_machine import commit, machine_facts, versions
 from faser.controller.bench_plan import length_of, turn_order
+from faser.controller.bench_ratio import OURS
+from faser.controller.bench_result import name_of
 from faser.controller.bench_table import best_table
 from faser.controller.bench_turn import LEAST_STEPS
 from faser.controller.errors import UsageError

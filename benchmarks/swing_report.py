@@ -8,11 +8,11 @@ from typing import Final
 
 import msgspec
 import numpy as np
-from closed_loop_report import Settings, Turn
-from closed_loop_report import name_of as arm_name
+from closed_loop_result import Settings, Turn
 
 from faser.controller.bench_machine import Machine
 from faser.controller.bench_ratio import OURS, Floats, Ratio, paired_ratio, wider_interval
+from faser.controller.bench_result import name_of as arm_name
 from faser.controller.bench_table import described
 
 RESULT: Final = Path(__file__).resolve().parent / "results" / "swing.json"

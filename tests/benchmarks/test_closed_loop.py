@@ -25,6 +25,11 @@ def report(load_script: Callable[[str], ModuleType]) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
+def result(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    return load_script("closed_loop_result")
+
+
+@pytest.fixture(scope="module")
 def bench(load_script: Callable[[str], ModuleType]) -> ModuleType:
     return load_script("closed_loop")
 
@@ -35,11 +40,11 @@ def start(load_script: Callable[[str], ModuleType]) -> ModuleType:
 
 
 def results(
-    report: ModuleType, rates: dict[str, list[float]], disturbed: tuple[int, ...] = (), rounds_per_start: int = 99
+    result: ModuleType, rates: dict[str, list[float]], disturbed: tuple[int, ...] = (), rounds_per_start: int = 99
 ) -> object:
-    settings = report.Settings(1.0, 160, 96, 300, 1, 4, "price", "target", "ab" * 32)
+    settings = result.Settings(1.0, 160, 96, 300, 1, 4, "price", "target", "ab" * 32)
     turns = [
-        report.Turn(
+        result.Turn(
             round=round_,
             load=1,
             arm=arm,
@@ -63,44 +68,44 @@ def results(
         for arm, values in rates.items()
         for round_, rate in enumerate(values)
     ]
-    return report.Results(report.Machine("cpu", 2, 23.5, "Linux"), {"vllm": "0.32"}, ["abc"], settings, turns)
+    return result.Results(result.Machine("cpu", 2, 23.5, "Linux"), {"vllm": "0.32"}, ["abc"], settings, turns)
 
 
-def test_disturbed_turns_count_only_where_there_are_too_few_others(report: ModuleType) -> None:
+def test_disturbed_turns_count_only_where_there_are_too_few_others(result: ModuleType) -> None:
     rates = {"none": [100.0] * 4 + [10.0], "faser": [130.0] * 4 + [100.0]}
-    clean = report.envelope_at(results(report, rates, disturbed=(4,)), 1)
+    clean = result.envelope_at(results(result, rates, disturbed=(4,)), 1)
     assert (clean.ratio.value, clean.is_disturbed) == (pytest.approx(1.3), False)
-    dirty = report.envelope_at(results(report, rates, disturbed=(1, 2, 3, 4)), 1)
+    dirty = result.envelope_at(results(result, rates, disturbed=(1, 2, 3, 4)), 1)
     assert (dirty.ratio.pairs, dirty.is_disturbed) == (5, True)
 
 
-def test_intervals_are_over_starts_where_engines_were_started_anew(report: ModuleType) -> None:
+def test_intervals_are_over_starts_where_engines_were_started_anew(report: ModuleType, result: ModuleType) -> None:
     """Four starts of three rounds: rounds of a start agree with each other, starts do not."""
     ours = [103.0] * 3 + [97.0] * 3 + [103.0] * 3 + [97.0] * 3
-    told = results(report, {"none": [100.0] * 12, "k1": [90.0] * 12, "faser": ours}, rounds_per_start=3)
-    ratio = report.envelope_at(told, 1).ratio
+    told = results(result, {"none": [100.0] * 12, "k1": [90.0] * 12, "faser": ours}, rounds_per_start=3)
+    ratio = result.envelope_at(told, 1).ratio
     assert (ratio.pairs, ratio.value) == (4, pytest.approx(np.sqrt(1.03 * 0.97)))
-    by_rounds = report.envelope_at(results(report, {"none": [100.0] * 12, "k1": [90.0] * 12, "faser": ours}), 1).ratio
+    by_rounds = result.envelope_at(results(result, {"none": [100.0] * 12, "k1": [90.0] * 12, "faser": ours}), 1).ratio
     assert ratio.half_width > 2.0 * by_rounds.half_width, "the control: rounds of one start know nothing of the others"
-    assert report.over_none(told, 1) == ratio
+    assert result.over_none(told, 1) == ratio
     assert "started anew 4 times" in report.markdown(told)
     assert "| starts | bar |" in report.markdown(told)
 
 
-def test_a_start_that_lacks_an_arm_says_nothing_of_it(report: ModuleType) -> None:
+def test_a_start_that_lacks_an_arm_says_nothing_of_it(result: ModuleType) -> None:
     nothing = float("nan")
     rates = {
         "none": np.array([100.0, 100.0, 100.0, 100.0]), "k2": np.array([150.0, 150.0, nothing, nothing]),
         "faser": np.array([110.0, 90.0, 100.0, 100.0]),
     }  # fmt: skip
-    found = report.by_start(rates, np.array([0, 0, 1, 1]))
+    found = result.by_start(rates, np.array([0, 0, 1, 1]))
     assert found["faser"] == pytest.approx([1.0, 1.0])
     assert found["k2"][0] == pytest.approx(150.0 / np.sqrt(110.0 * 90.0))
     assert np.isnan(found["k2"][1])
 
 
-def test_prompts_that_fall_into_another_round_do_not_make_arms_differ(report: ModuleType) -> None:
-    told, random = results(report, {"none": [100.0] * 8, "faser": [100.0] * 8}), np.random.default_rng(0)
+def test_prompts_that_fall_into_another_round_do_not_make_arms_differ(result: ModuleType) -> None:
+    told, random = results(result, {"none": [100.0] * 8, "faser": [100.0] * 8}), np.random.default_rng(0)
     turns = []
     for turn in told.turns:  # type: ignore[attr-defined]
         prompts, mood = int(random.integers(100, 900)), 1.0 + 0.3 * (turn.round % 3)
@@ -114,11 +119,11 @@ def test_prompts_that_fall_into_another_round_do_not_make_arms_differ(report: Mo
 
 
 def test_the_documents_come_from_the_file_alone_and_replace_only_their_own_section(
-    report: ModuleType, tmp_path: Path
+    report: ModuleType, result: ModuleType, tmp_path: Path
 ) -> None:
     rates = {"none": [100.0, 101.0, 99.0], "k2": [120.0, 121.0, 119.0], "faser": [126.0, 127.0, 125.0]}
     file = tmp_path / "closed_loop.json"
-    report.write_results(results(report, rates), file)
+    result.write_results(results(result, rates), file)
     docs = tmp_path / "docs"
     docs.mkdir()
     (docs / "results.md").write_text("# Results\n\nbefore\n\n" + report.BEGIN + "old" + report.END + "\nafter\n")
@@ -199,13 +204,13 @@ def test_arms_have_names_for_people(report: ModuleType) -> None:
     assert [report.name_of(arm) for arm in arms] == told
 
 
-def test_a_run_goes_on_with_its_own_table_only(bench: ModuleType, report: ModuleType, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_its_own_table_only(bench: ModuleType, result: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     settings = bench.Settings(1.0, 160, 96, 300, 1, 4, "price", "target", "ab" * 32)
     plan, other = (
         bench.Orders((1,), ("none", "faser"), 1, 1, settings, table) for table in (((1, 64, 2),), ((1, 64, 0),))
     )
-    report.write_results(bench.open_results(path, plan, is_resumed=False), path)
+    result.write_results(bench.open_results(path, plan, is_resumed=False), path)
     assert bench.open_results(path, plan, is_resumed=True).table == ((1, 64, 2),)
     with pytest.raises(bench.UsageError, match=r"table 1-64=2.*table 1-64=0"):
         bench.open_results(path, other, is_resumed=True)
@@ -229,8 +234,8 @@ def test_a_turn_is_the_sum_of_its_slices(start: ModuleType) -> None:
     assert loud.is_disturbed
 
 
-def test_what_a_first_step_takes_beyond_others_is_told(report: ModuleType) -> None:
-    told = results(report, {"none": [100.0] * 2, "faser": [110.0] * 2})
+def test_what_a_first_step_takes_beyond_others_is_told(report: ModuleType, result: ModuleType) -> None:
+    told = results(result, {"none": [100.0] * 2, "faser": [110.0] * 2})
     assert "first step" not in report.markdown(told), "turns of before it was told"
     told.turns = [msgspec.structs.replace(turn, first_steps_s=0.06) for turn in told.turns]  # type: ignore[attr-defined]
     # Two slices of 4 s with 200 steps: firsts of 30 ms, others of 3.94 s / 198.
@@ -238,14 +243,14 @@ def test_what_a_first_step_takes_beyond_others_is_told(report: ModuleType) -> No
 
 
 def test_the_first_start_measures_every_arm_later_ones_those_near_the_best_until_the_ratio_is_sharp(
-    bench: ModuleType, report: ModuleType
+    bench: ModuleType, result: ModuleType
 ) -> None:
     arms = ("none", "k1", "faser")
 
     def planned(starts: int, ours: float = 1.02) -> dict[int, tuple[str, ...]]:
         rates = {"none": [100.0] * starts, "k1": [90.0] * starts, "faser": [100.0 * ours, 100.0] * (starts // 2)}
         rates["faser"] += [100.0] * (starts % 2)
-        measured = results(report, rates, rounds_per_start=1)
+        measured = results(result, rates, rounds_per_start=1)
         return dict(bench.Orders((1,), arms, 3, 6, measured.settings).plan(measured).arms_at)  # type: ignore[attr-defined]
 
     assert planned(0) == {1: arms}
@@ -256,25 +261,25 @@ def test_the_first_start_measures_every_arm_later_ones_those_near_the_best_until
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_short_run_measures_every_turn(report: ModuleType, tmp_path: Path) -> None:
+def test_a_short_run_measures_every_turn(result: ModuleType, tmp_path: Path) -> None:
     file = tmp_path / "smoke.json"
     command = [sys.executable, str(FOLDER / "closed_loop.py"), "--smoke", "--json", str(file)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    turns = report.read_results(file).turns
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    turns = result.read_results(file).turns
     assert {(turn.arm, turn.load) for turn in turns} == {(a, n) for a in ("none", "faser") for n in (1, 2)}
     assert all(turn.tokens_per_s > 0 for turn in turns)
     assert any(turn.accepted_tokens for turn in turns)
 
 
-def test_what_is_told_of_the_committed_figures_is_in_them(report: ModuleType) -> None:
+def test_what_is_told_of_the_committed_figures_is_in_them(report: ModuleType, result: ModuleType) -> None:
     """docs/results.md, the README's table and the drafter's card."""
-    told, root = report.read_results(report.RESULTS), report.ROOT
+    told, root = result.read_results(result.RESULTS), report.ROOT
     assert report.markdown(told).strip() in (root / "docs" / "results.md").read_text()
     readme = (root / "README.md").read_text()
     for load in (1, 2, 4, 8, 16, 32):
-        ratios = (report.over_none(told, load), report.envelope_at(told, load).ratio)
+        ratios = (result.over_none(told, load), result.envelope_at(told, load).ratio)
         cells = " | ".join(f"{each.value:.2f} ({each.low:.2f} to {each.high:.2f})" for each in ratios)
         assert f"| {load} | {cells} |" in readme
     card = json.loads((root / "models" / "weights" / "drafter.card.json").read_text())
-    assert card["tokens_per_s_ratio_batch1"] == round(report.over_none(told, 1).value, 3)
+    assert card["tokens_per_s_ratio_batch1"] == round(result.over_none(told, 1).value, 3)
