@@ -162,15 +162,22 @@ class PricePolicy:
     def _rate_at(
         self, state: EngineState, decoding: Bools, requests: int, split: int, cost: CostTable | SplitCost
     ) -> float:
-        """Return the tokens per second of the best plan at some costs, from the split's operating point on."""
-        point, points, key = self._point, self._points, (split, _size(requests))
-        # On a copy: what is only asked about must not move what is followed. It compares both ways to choose lengths.
-        self._points = {key: msgspec.structs.replace(points.get(key, point), searches=-1)}
+        """Return the tokens per second of the best plan at some costs, from the split's operating point on.
+
+        Of those who run now, whichever way is the better: so the rates of two splits tell of the splits.
+        """
+        before = self._point
+        # On a copy: what is only asked about must not move what is followed.
+        self._point = msgspec.structs.replace(self._points.get((split, _size(requests)), before))
         try:
             with state.planning_for(cost):
-                return self._search(state, self._forecast(state), decoding, requests, split).rate
+                history = self._by_history(state, decoding, requests)
+                if self._forecast(state) is None:
+                    return history.rate
+                lead = _lead(self._by_confidence(state, decoding, requests), history)
+                return history.rate * (1.0 + max(lead, 0.0))
         finally:
-            self._point, self._points = point, points
+            self._point = before
 
     def _forecast(self, state: EngineState) -> Forecast | None:
         return state.confidence.forecast if self._can_stop and state.confidence.is_ready else None

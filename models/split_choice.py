@@ -18,6 +18,7 @@ TRIAL_RECORDS: Final = 20  # shown under a split until it is judged; the first o
 LEAST_RECORDS: Final = 7  # ... before it can be hopeless
 HOPELESS: Final = 0.1  # a split that promises so much less is left at once ...
 HOPELESS_PATIENCE: Final = 8  # ... and the next trial comes so many times as late
+UNTOLD_PATIENCE: Final = 1.5  # ... and one that told nothing says nothing against it, but may never tell
 PATIENCE: Final = 2 * TRIAL_RECORDS  # records without it, and the engine does not act on a split
 FIRST_INTERVAL, LAST_INTERVAL = 96, 4096  # records between two trials of a split, longer while they change nothing
 LEAST_INTERVAL: Final = 16  # records between two trials
@@ -58,9 +59,9 @@ class Standing(msgspec.Struct):
         others = [split for split in range(len(self.due)) if split != self.split and self.due[split] <= self.clock]
         return min(others, key=self.due.__getitem__, default=None)
 
-    def keep(self, tried: int, patience: int = 2) -> None:
+    def keep(self, tried: int, patience: float = 2.0) -> None:
         """End a trial with the split in force as before; the next trial of that split comes so many times as late."""
-        self.waits[tried] = min(patience * self.waits[tried], LAST_INTERVAL)
+        self.waits[tried] = min(int(patience * self.waits[tried]), LAST_INTERVAL)
         self.due[tried] = self.clock + self.waits[tried]
         self.since = self.clock
         self.begin(None)
@@ -133,7 +134,7 @@ class SplitChoice:
         ahead, behind = promises.of(tried), promises.of(standing.split)
         if not ahead or not behind:  # such as beside prompts, which tell nothing
             if standing.shown >= PATIENCE:
-                standing.keep(tried)
+                standing.keep(tried, UNTOLD_PATIENCE)
             return
         gain = ahead / behind - 1.0
         if tried and gain < -HOPELESS:

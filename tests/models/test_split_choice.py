@@ -208,6 +208,13 @@ def test_a_split_that_does_not_pay_is_tried_ever_more_rarely(rate: float, length
     assert found == [length] * trials
 
 
+def test_a_trial_that_told_nothing_is_repeated_sooner_than_one_that_told_of_a_loss() -> None:
+    """But ever more rarely too: it may never tell."""
+    planned = choose(SplitChoice(2), [100.0, None], 1600)
+    waits = [len(wait) for wait in "".join(map(str, planned)).split("1") if wait]
+    assert waits[:4] == [FIRST_INTERVAL, 144, 216, 324]
+
+
 def test_a_split_that_pays_no_more_is_given_up() -> None:
     """The whole device's own trial tells."""
     choice = SplitChoice(2)
@@ -266,6 +273,6 @@ def test_a_split_at_best_reads_the_weights_twice_and_hides_all_drafting() -> Non
 def test_a_promise_of_nothing_is_none() -> None:
     """A split of which nothing could be learnt, as beside prompts alone."""
     planned = choose(SplitChoice(2), [100.0, None], 600)
-    assert sum(planned) == 2 * PATIENCE
+    assert sum(planned) == 3 * PATIENCE
     assert planned[-1] == 0
     assert choose(SplitChoice(2), [0.0, 0.0], 300)[-1] == 0
