@@ -272,7 +272,7 @@ def test_a_split_at_best_reads_the_weights_twice_and_hides_all_drafting() -> Non
 
 def test_a_promise_of_nothing_is_none() -> None:
     """A split of which nothing could be learnt, as beside prompts alone."""
-    planned = choose(SplitChoice(2), [100.0, None], 600)
-    assert sum(planned) == 3 * PATIENCE
+    planned = choose(SplitChoice(2), [100.0, None], 500)
+    assert sum(planned) == 2 * PATIENCE
     assert planned[-1] == 0
     assert choose(SplitChoice(2), [0.0, 0.0], 300)[-1] == 0
