@@ -275,4 +275,4 @@ def test_a_promise_of_nothing_is_none() -> None:
     planned = choose(SplitChoice(2), [100.0, None], 500)
     assert sum(planned) == 2 * PATIENCE
     assert planned[-1] == 0
-    assert choose(SplitChoice(2), [0.0, 0.0], 300)[-1] == 0
+    assert choose(SplitChoice(2), [0.0, 0.0], 250)[-1] == 0
