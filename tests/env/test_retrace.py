@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from faser.env.engine_model import EngineProfile, Range, synthetic_profile
-from faser.env.retrace import Decision, RecordedRequest, retrace
+from faser.env.retrace import Decision, RecordedRequest, _Engine, _Live, retrace
 from faser.env.step_basis import HOST_BASIS
 
 STEP_S, ROW_S, HOST_S = 5.886e-3, 21e-6, 1.207e-3
@@ -119,3 +119,18 @@ def test_between_two_decisions_a_replay_takes_any_around() -> None:
 def test_steps_outside_the_profile_are_counted() -> None:
     run = retrace(quiet(domain={"rows": Range(0, 5)}), [RecordedRequest(0.0, 10, 3)], seed=0)
     assert math.isclose(run.outside_share, 1 / 3)
+
+
+def test_how_a_draft_ended_does_not_follow_into_the_next() -> None:
+    """As in env/acceptance_model.py: neighbours in a draft resemble each other, and all positions scatter alike."""
+    model = replace(quiet().acceptance, request_share=0.0, carry=0.9)
+    request = RecordedRequest(0.0, 10, 31)
+    engine, live = _Engine(quiet(acceptance=model), [request], seed=1), _Live(0, request, 0.0, 0.0, draft=4)
+    drawn = []
+    for _ in range(2000):
+        engine._draw(live, ())
+        drawn.append(live.logits)
+    logits = np.array(drawn)
+    assert abs(np.corrcoef(logits[:-1, 3], logits[1:, 0])[0, 1]) < 0.07
+    assert np.corrcoef(logits[:, 0], logits[:, 1])[0, 1] > 0.8
+    assert logits[:, 0].std() == pytest.approx(logits[:, 3].std(), rel=0.1)

@@ -327,6 +327,25 @@ def test_each_way_tells_what_one_length_for_all_would_bring() -> None:
     assert policy.plan.even_rates == pytest.approx(tokens / step_s, rel=1e-6)
 
 
+def test_a_splits_promise_is_of_who_runs_now_and_of_the_better_way() -> None:
+    state = make_confident_state(1.0)
+    decoding = state.decoding()
+    requests = int(decoding.sum())
+    policies = [make_policy(name, CAPABILITIES) for name in ("price", "price:history")]
+    for policy in policies:
+        for _ in range(2 * COMPARE_DECISIONS):
+            policy.act(state)
+    confident, history = (
+        policy._rate_at(state, decoding, requests, 0, state.unsplit_cost)  # type: ignore[attr-defined]
+        for policy in policies
+    )
+    assert policies[0].plan.action.stop is not None  # type: ignore[attr-defined]
+    assert confident > 1.01 * history
+    before = policies[0]._point  # type: ignore[attr-defined]
+    policies[0]._rate_at(state, decoding, requests, 0, state.unsplit_cost)  # type: ignore[attr-defined]
+    assert policies[0]._point is before, "asking moves nothing"  # type: ignore[attr-defined]
+
+
 def test_an_operating_point_outlives_a_short_time_with_another_number_of_requests() -> None:
     many, few = make_confident_state(0.3, batch=8), make_state({1: 0.6}, 0.3)
     policy = make_policy("price", CAPABILITIES)
