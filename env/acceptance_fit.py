@@ -23,7 +23,7 @@ from .acceptance_model import (
     accept_chance,
     confidence_logit,
     default_acceptance,
-    next_chain,
+    draft_chain,
 )
 
 Floats = npt.NDArray[np.float64]
@@ -196,10 +196,9 @@ def draw_like(model: AcceptanceModel, drafts: Iterable[DraftTrial], seed: int) -
     drawn = []
     for draft in drafts:
         level, residual = traits.setdefault(draft.request, chance.standard_normal(2).tolist())
-        chain, confidences, accepted, is_alive = 0.0, [], 0, True
-        for position in range(min(draft.verified, model.k_max)):
-            chain = next_chain(chain, float(chance.standard_normal()), carry if position else 0.0)
-            x = confidence_logit(quantiles, position, level, chain, share)
+        confidences, accepted, is_alive = [], 0, True
+        for position, score in enumerate(draft_chain(chance, min(draft.verified, model.k_max), carry)):
+            x = confidence_logit(quantiles, position, level, score, share)
             confidences.append(1.0 / (1.0 + math.exp(-x)))
             is_alive = is_alive and chance.random() < accept_chance(intercepts, slopes, position, x, residual, hidden)
             accepted += is_alive

@@ -64,6 +64,16 @@ def next_chain(chain: float, normal: float, carry: float) -> float:
     return carry * chain + math.sqrt(1.0 - carry * carry) * normal
 
 
+def draft_chain(chance: np.random.Generator, tokens: int, carry: float) -> list[float]:
+    """Return the chain of one draft's tokens; it begins anew with each draft."""
+    chain = float(chance.standard_normal()) if tokens else 0.0
+    found = [chain][:tokens]
+    for _ in range(1, tokens):
+        chain = next_chain(chain, float(chance.standard_normal()), carry)
+        found.append(chain)
+    return found
+
+
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def confidence_logit(quantiles: Floats, position: int, level: float, chain: float, request_share: float) -> float:
     """Return x of draft position `position` (0 is the first); a policy may see it."""

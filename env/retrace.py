@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..engine_adapter.stop_rule import logit
-from .acceptance_model import accept_chance, confidence_logit, next_chain
+from .acceptance_model import accept_chance, confidence_logit, draft_chain
 from .engine_model import EngineProfile, Work
 from .step_basis import DRAFT_BASIS, HOST_BASIS, VERIFY_BASIS, fill_draft_basis, fill_host_basis, fill_verify_basis
 
@@ -223,10 +223,8 @@ class _Engine:
 
     def _draw(self, live: _Live, told: tuple[float, ...]) -> None:
         _, _, quantiles, (share, carry, _) = self.tables
-        chain, live.logits = 0.0, []
-        for position in range(min(live.draft, self.profile.acceptance.k_max)):
-            chain = next_chain(chain, float(self.chance.standard_normal()), carry if position else 0.0)
-            live.logits.append(confidence_logit(quantiles, position, live.level, chain, share))
+        chain = draft_chain(self.chance, min(live.draft, self.profile.acceptance.k_max), carry)
+        live.logits = [confidence_logit(quantiles, at, live.level, score, share) for at, score in enumerate(chain)]
         if len(told) >= len(live.logits):
             live.logits = [logit(confidence) for confidence in told[: len(live.logits)]]
 
