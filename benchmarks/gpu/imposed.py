@@ -1,10 +1,11 @@
 """Acceptance and confidence by decree, request by request, for engines whose weights are random.
 
 Each draft token gets a confidence and a fate from a generator fitted to a measured run (env/acceptance_model.py), keyed
-by request and place in the answer, so that every arm meets the same luck. The target's logits are raised at the draft's
-own token, or at another one, before vLLM's rejection sampler looks (V1 runner, greedy, synchronous scheduling), and
-FASER's drafter notes the confidence. Everything else is computed as always, and costs what it costs. Called by
-serve_engine.py behind the engine's start: numba comes with the generator, and vLLM's start does not bear it.
+by request and by the place in its answer where the draft begins, so that every arm meets the same luck. The target's
+logits are raised at the draft's own token, or at another one, before vLLM's rejection sampler looks (V1 runner, greedy,
+synchronous scheduling), and FASER's drafter notes the confidence. Everything else is computed as always, and costs what
+it costs. Called by serve_engine.py behind the engine's start: numba comes with the generator, and vLLM's start does not
+bear it.
 """
 
 from __future__ import annotations
@@ -23,14 +24,21 @@ CERTAIN: Final = 1e4  # above any logit
 
 
 @dataclass(slots=True)
-class _Life:
-    """One request's luck: what is its own, and by place in its answer the score's chain and the coin."""
+class _Draft:
+    """One draft's luck: its scores, which begin anew with it, and a coin for each token."""
 
     dice: random.Random
-    level: float
-    residual: float
     chain: list[float] = field(default_factory=list)
     coins: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Life:
+    """One request's luck: what is its own, and its drafts by the place in the answer where they begin."""
+
+    level: float
+    residual: float
+    drafts: dict[int, _Draft] = field(default_factory=dict)
 
 
 class Fates:
@@ -42,35 +50,44 @@ class Fates:
         self._seed = seed
         self._lives: dict[int, _Life] = {}
 
-    def logit(self, request: int, place: int, position: int) -> float:
-        """Return the confidence's logit of the draft token that stands at `place` of the answer.
+    def logit(self, request: int, begin: int, position: int) -> float:
+        """Return the confidence's logit of a draft's token.
 
+        :param begin: the place in the answer where the draft begins
         :param position: in its draft, 0 for the first
         """
-        life = self._life(request, place)
-        found: float = confidence_logit(self._quantiles, position, life.level, life.chain[place], self._request_share)
+        life = self._life(request)
+        chain = self._draft(request, begin, position).chain[position]
+        found: float = confidence_logit(self._quantiles, position, life.level, chain, self._request_share)
         return found
 
-    def confidence(self, request: int, place: int, position: int) -> float:
+    def confidence(self, request: int, begin: int, position: int) -> float:
         """Return the drafter's probability of that token."""
-        return 1.0 / (1.0 + math.exp(-self.logit(request, place, position)))
+        return 1.0 / (1.0 + math.exp(-self.logit(request, begin, position)))
 
-    def is_accepted(self, request: int, place: int, position: int) -> bool:
-        """Return whether the target accepts that token, given that it accepted all before it."""
-        life, logit = self._life(request, place), self.logit(request, place, position)
-        chance = accept_chance(self._intercepts, self._slopes, position, logit, life.residual, self._hidden)
-        return life.coins[place] < chance
+    def is_accepted(self, request: int, begin: int, position: int) -> bool:
+        """Return whether the target accepts that token, given that it accepted all before it in the draft."""
+        logit, residual = self.logit(request, begin, position), self._life(request).residual
+        chance = accept_chance(self._intercepts, self._slopes, position, logit, residual, self._hidden)
+        return self._draft(request, begin, position).coins[position] < chance
 
-    def _life(self, request: int, place: int) -> _Life:
-        life = self._lives.get(request)
-        if life is None:
+    def _life(self, request: int) -> _Life:
+        if request not in self._lives:
             dice = random.Random(f"{self._seed} {request}")
-            life = self._lives[request] = _Life(dice, dice.gauss(0.0, 1.0), dice.gauss(0.0, 1.0))
-        while len(life.chain) <= place:
-            before = life.chain[-1] if life.chain else life.dice.gauss(0.0, 1.0)
-            life.chain.append(next_chain(before, life.dice.gauss(0.0, 1.0), self._carry))
-            life.coins.append(life.dice.random())
-        return life
+            self._lives[request] = _Life(dice.gauss(0.0, 1.0), dice.gauss(0.0, 1.0))
+        return self._lives[request]
+
+    def _draft(self, request: int, begin: int, position: int) -> _Draft:
+        """Return that draft's luck, known up to `position`; it does not depend on what was asked before."""
+        drafts = self._life(request).drafts
+        if begin not in drafts:
+            drafts[begin] = _Draft(random.Random(f"{self._seed} {request} {begin}"))
+        draft = drafts[begin]
+        while len(draft.chain) <= position:
+            normal = draft.dice.gauss(0.0, 1.0)
+            draft.chain.append(next_chain(draft.chain[-1], normal, self._carry) if draft.chain else normal)
+            draft.coins.append(draft.dice.random())
+        return draft
 
 
 class Decree:
@@ -100,7 +117,7 @@ class Decree:
         rows, kept, first = list[int](), list[bool](), 0  # a request has a row more than it has drafts
         for (request, emitted), count in zip(self._places(), verified.num_draft_tokens, strict=True):
             rows += range(first, first + count)
-            kept += [self._fates.is_accepted(request, emitted + j, j) for j in range(count)]
+            kept += [self._fates.is_accepted(request, emitted, j) for j in range(count)]
             first += count + 1
         if rows:
             drafts = verified.draft_token_ids.long().clamp(min=0)  # below 0: a place kept for a draft, never accepted
@@ -127,8 +144,7 @@ class Decree:
             self._book, self._column = drafter.book, 0
         rows = range(len(tops)) if drafter._drafting is None else drafter._drafting
         sure = [
-            self._fates.confidence(request, emitted + self._column, self._column)
-            for request, emitted in (self._next[row] for row in rows)
+            self._fates.confidence(request, begin, self._column) for request, begin in (self._next[row] for row in rows)
         ]
         drafter.book.note(drafter._drafting, logits.new_tensor(sure).float())
         self._column += 1
