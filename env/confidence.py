@@ -19,6 +19,8 @@ from .confidence_kernel import CALIBRATION_ROWS, CAME, DEPTH, HIT, INTERCEPT, RI
 from .step_rows import Confidences
 
 SAMPLED_ROWS = 16  # of a record at most, in turn: more teach little more and cost time
+FIRST_ROWS = 64  # ... and until there is a forecast
+FIRST_DRAFTS = 160  # worked off at once until there is a forecast
 BATCH_RECORDS = 16  # taken in together: numpy's cost is per call
 MEMORY_RECORDS = 1000.0  # a remembered draft fades over this many records
 MEMORY_DRAFTS = 4096.0  # ... and a forecast over this many newer drafts
@@ -69,6 +71,7 @@ class Confidence:
     """p = sigmoid(intercept + slope * logit(confidence)) per draft position, and a ring of recent drafts."""
 
     k_max: int
+    is_told: bool = False  # a drafter has said how sure it was; some never do
     is_ready: bool = False  # calibrated and informative enough to be acted upon
     forecast: Forecast | None = None
     _calibration: Floats = field(init=False)  # (CALIBRATION_ROWS, k_max)
@@ -114,16 +117,21 @@ class Confidence:
         """Take in one record, of many requests some, others in each; batches are worked off together."""
         counts, values = rows.confidences
         if self.k_max == 0 or not len(values) or not np.count_nonzero(rows.limit):
+            if self._waiting and rows.record - self._notes.item(CAME, 0) >= FORECAST_RECORDS:
+                self._work_off(rows.record)  # nobody may draft again
             return
+        self.is_told = True
         assert rows.trials.shape == rows.successes.shape == (len(rows.limit), self.k_max)  # the kernel does not look
         assert len(counts) == len(rows.limit)
-        step = -(-len(counts) // SAMPLED_ROWS)
+        step = -(-len(counts) // (FIRST_ROWS if self.forecast is None else SAMPLED_ROWS))
         self._waiting = kernel.gather(
             self._notes, self._drawn, self._tests, self._waiting, counts, values, rows.limit, rows.trials,
             rows.successes, rows.record, rows.record % step, step, LEAST,
         )  # fmt: skip
         self._records += 1
-        if self._records >= BATCH_RECORDS or rows.record - self._notes.item(CAME, 0) >= FORECAST_RECORDS:
+        is_enough = self.forecast is None and self._waiting >= FIRST_DRAFTS
+        is_old = rows.record - self._notes.item(CAME, 0) >= FORECAST_RECORDS
+        if is_enough or self._records >= BATCH_RECORDS or is_old:
             self._work_off(rows.record)
 
     def probability(self, logits: Floats) -> Floats:

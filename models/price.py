@@ -26,6 +26,7 @@ from ..env.split_cost import IdealSplit, SplitCost
 from ..env.state import EngineState
 from .advice import NEUTRAL, Advice
 from .baselines import uniform
+from .first_lesson import FirstLesson
 from .probe import BUDGET_SHARE, Chances, ProbeAccount
 from .split_choice import Promises, SplitChoice
 from .step_grid import HYSTERESIS, PLANES, choose
@@ -90,6 +91,7 @@ class PricePolicy:
         self.plan: Plan | None = None  # the newest action's, whether or not a probe took its place
         self._held_for: tuple[int, Forecast | None, int] = (0, None, 0)  # requests, forecast if followed, split
         self._probes = ProbeAccount()
+        self._lesson = FirstLesson()
         self._can_split = len(capabilities.splits) > 1
         self._splits = SplitChoice(len(capabilities.splits))
         self._advice = NEUTRAL
@@ -127,6 +129,10 @@ class PricePolicy:
         return msgspec.structs.replace(action, reason=f"nobody decodes: as last with {coming}")
 
     def _probed(self, plan: Plan, state: EngineState, decoding: Bools, requests: int) -> Action:
+        if plan.depth == 0 and self._can_stop and self._lesson.begins(state, requests, plan.rate):
+            return uniform(state, 1, f"{requests} decoding: learning what confidence tells")
+        if plan.depth > 0 and self._probes.looks_back(state, plan.rate / plan.even_rates.item(0) - 1.0):
+            return uniform(state, 0, f"{requests} decoding: probing length 0")
         begin_s = state.catch_up_s(decoding) if self._probes.is_due(state) else 0.0
         probe = self._probes.choose(state, requests, plan.rate, plan.depth, plan.people, begin_s)
         if probe is not None:

@@ -23,6 +23,11 @@ LEAST_ZEAL = 1.0 / 16.0  # of the budget is spent at least: what is worth drafti
 LEAST_LOSS = 0.05  # what a probe is charged at least, in its own steps
 SPACING_RECORDS = 4  # looked for this often; a probe's result comes back within as many records
 IDLE_SPACING_RECORDS = 16  # ... where nothing promised enough the last time
+# What steps without drafts cost shows only without drafts: while they may be as good as what is in force, they get this
+# share of the time's tokens, in steps that lie so many records apart at least.
+NEARLY_AS_GOOD = 0.1
+LOOK_BACK_SHARE = 0.002
+LOOK_BACK_RECORDS = 16
 
 
 class Chances(NamedTuple):
@@ -46,6 +51,7 @@ class ProbeAccount:
         self._credit_s = 0.0
         self._time_s: float | None = None
         self._next_record = SPACING_RECORDS
+        self._next_look_back = 0
         self._tries: dict[int, Tries] = {}  # by octave of running requests
         self.budget_share = BUDGET_SHARE
         self.probes = 0
@@ -87,6 +93,19 @@ class ProbeAccount:
         self._tries[octave] = Tries(depth, fruitless + 1)
         self.probes += 1
         return length
+
+    def looks_back(self, state: EngineState, lead: float) -> bool:
+        """Return whether nothing is to be drafted in this step, which drafts would promise `lead` more than (a share).
+
+        Else a table that was wrong about it once is believed for as long as drafts are made.
+        """
+        if not 0.0 < lead < NEARLY_AS_GOOD or state.link.records < self._next_look_back:
+            return False
+        share = LOOK_BACK_SHARE * self.budget_share / BUDGET_SHARE
+        apart = max(LOOK_BACK_RECORDS, lead / share)
+        self._next_look_back = state.link.records + int(apart)
+        self.probes += 1
+        return True
 
     def is_due(self, state: EngineState) -> bool:
         """Return whether `choose` will look for a probe now."""

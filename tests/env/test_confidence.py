@@ -185,14 +185,32 @@ def test_unseen_continuations_are_taken_from_drafts_that_survived_alike() -> Non
     assert chance[:, 1] == pytest.approx(np.linspace(0.1, 0.9, 200), abs=0.12)
 
 
+def crowd(confidence: Confidence, record: int, rows: int) -> None:
+    """Learn from 256 requests of which only every so-many-th tells anything: `rows` of them, others in each record."""
+    apart = 256 // rows
+    chances = np.where(np.arange(256) % apart == record % apart, 1.0, 0.0)[:, None]
+    confidence.learn(DraftRows(Confidences.of([(0.5,)] * 256), np.ones(256, np.int64), chances, chances, None, record))
+
+
 def test_many_requests_do_not_take_more_than_a_sample() -> None:
-    confidence = Confidence(1)
-    for record in range(16):
-        chances = np.where(np.arange(256) % 16 == record, 1.0, 0.0)[:, None]  # each record's sample is another one
-        confidence.learn(
-            DraftRows(Confidences.of([(0.5,)] * 256), np.ones(256, np.int64), chances, chances, None, record)
-        )
-    assert confidence.trials.tolist() == [256.0]
+    first = Confidence(1)
+    for record in range(3):  # 64 of each until there is a forecast, which is then made at once
+        assert first.forecast is None
+        crowd(first, record, 64)
+    assert first.forecast is not None
+    assert first.trials.tolist() == [192.0]
+    for record in range(16, 32):
+        crowd(first, record, 16)
+    kept = 192.0 * (100.0 + 0.5 * 192.0) / (192.0 + 256.0 + 1.0)  # the memory grows with what was seen
+    assert first.trials.tolist() == pytest.approx([kept + 256.0])
+
+
+def test_drafts_that_nobody_follows_are_looked_at_all_the_same() -> None:
+    confidence, tried = Confidence(K_MAX), np.ones((8, K_MAX))
+    confidence.learn(DraftRows(Confidences.of([(0.5,) * K_MAX] * 8), np.full(8, K_MAX), tried, tried, None, 0))
+    for record in range(1, 60):
+        assert (confidence.trials[0] > 0.0) == (record > 48)
+        confidence.learn(DraftRows(Confidences.of([()] * 8), np.zeros(8, np.int64), 0 * tried, 0 * tried, None, record))
 
 
 @settings(deadline=None, max_examples=50)

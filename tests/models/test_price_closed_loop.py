@@ -223,6 +223,14 @@ def test_price_is_at_least_as_good_as_off_and_every_fixed_length(
     assert rate >= 0.98 * best_fixed(batch, acceptance, cheap_draft)
 
 
+@pytest.mark.parametrize("seed", [5, 6, 10])
+def test_no_seed_gets_stuck_with_drafts_that_seemed_to_pay_once(seed: int) -> None:
+    """Without looks at steps that draft nothing the first and the last lose 2 % for good."""
+    engine = SyntheticEngine(32, lambda _: GOOD, seed=seed, spread=SPREAD)
+    rate = run_policy(engine, make_policy("price", Capabilities(k_max=K_MAX)), 1200)
+    assert rate >= 0.99 * best_fixed(32, lambda _: GOOD, cheap_draft=False)
+
+
 def test_probing_past_the_knee_costs_about_one_percent_at_most() -> None:
     """The bill includes a cold start's first credit of ten steps."""
     off = run_fixed(SyntheticEngine(64, lambda _: PILOT, seed=3), 0, 1500)
