@@ -141,15 +141,21 @@ class Engine:
         """Serve until so many tokens are emitted since the start, a step at least; return what it took."""
         tokens, drafting, sent, read = self.emitted, self._drafting(), self.sent, self.read
         began_s, cpu_s, steps, first_step_s = time.perf_counter(), time.process_time(), 0, 0.0
+        step_began_s, prompt_steps, prompt_steps_s = began_s, 0, 0.0
         while self.live and (self.emitted < until or not steps):
+            known = self.read
             self.step()
-            steps += 1
-            first_step_s = first_step_s or time.perf_counter() - began_s
+            ended_s = time.perf_counter()
+            if self.read > known:
+                prompt_steps, prompt_steps_s = prompt_steps + 1, prompt_steps_s + ended_s - step_began_s
+            steps, step_began_s = steps + 1, ended_s
+            first_step_s = first_step_s or ended_s - began_s
         seconds, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
         after = self._drafting()
         return {
             "seconds": seconds, "cpu_s": cpu_s, "steps": steps, "tokens": self.emitted - tokens,
             "requests": self.sent - sent, "prompt_tokens": self.read - read, "first_step_s": first_step_s,
+            "prompt_steps": prompt_steps, "prompt_steps_s": prompt_steps_s,
             **{name: after[name] - drafting[name] for name in after},
         }  # fmt: skip
 

@@ -124,7 +124,7 @@ def _intervals(results: Results) -> str:
     return (
         f"{told}\nThe best rival is chosen on every other {place} and compared on the {pair} between, and the other\n"
         f"way round, among arms that were in half of the {pair} at least: after the first {pair} arms that fall\n"
-        "behind are left out." + _first_steps(results)
+        "behind are left out." + _first_steps(results) + _steps_by_prompts(results)
     )
 
 
@@ -147,21 +147,50 @@ def _first_steps(results: Results) -> str:
     )
 
 
+def _steps_by_prompts(results: Results) -> str:
+    """Return how much longer FASER's steps are, with and without prompts, where both arms emit a token a step."""
+    told = []
+    for load in results.loads():
+        ours, theirs = (_slices(results, load, arm) for arm in (OURS, "none"))
+        if not ours or not theirs or not all(0 < each.prompt_steps < each.steps for each in (ours, theirs)):
+            continue
+        if abs(ours.steps - theirs.steps) < 0.02 * theirs.steps:
+            plain, prompts = ours.plain_step_s / theirs.plain_step_s, ours.prompt_step_s / theirs.prompt_step_s
+            told.append(f"{plain - 1.0:+.1%} and {prompts - 1.0:+.1%} at {load} requests")
+    if not told:
+        return ""
+    return f"\nThere a step of FASER's takes so much longer without prompts and with them: {', '.join(told)}."
+
+
 class Slices(NamedTuple):
     """An arm's slices at a load, on average."""
 
     steps: float
     seconds: float
     first_s: float  # of its first step
+    prompt_steps: float
+    prompt_steps_s: float
+
+    @property
+    def prompt_step_s(self) -> float:
+        """A step that ends the reading of a prompt."""
+        return self.prompt_steps_s / self.prompt_steps
+
+    @property
+    def plain_step_s(self) -> float:
+        """Any other step."""
+        return (self.seconds - self.prompt_steps_s) / (self.steps - self.prompt_steps)
 
 
 def _slices(results: Results, load: int, arm: str) -> Slices | None:
     """Return them; None where first steps were not told."""
     turns = [turn for turn in results.turns if (turn.load, turn.arm) == (load, arm) and turn.first_steps_s]
+    turns = [turn for turn in turns if turn.prompt_steps] or turns  # of before they were told: none of them
     if not turns:
         return None
     count = sum(turn.slices for turn in turns)
-    totals = (sum(getattr(turn, name) for turn in turns) for name in ("steps", "seconds", "first_steps_s"))
+    names = ("steps", "seconds", "first_steps_s", "prompt_steps", "prompt_steps_s")
+    totals = (sum(getattr(turn, name) for turn in turns) for name in names)
     return Slices(*(total / count for total in totals))
 
 

@@ -224,11 +224,13 @@ def test_a_round_is_an_answer_of_every_client_or_of_enough(start: ModuleType) ->
 def test_a_turn_is_the_sum_of_its_slices(start: ModuleType) -> None:
     served = {"seconds": 1.0, "cpu_s": 0.9, "steps": 10, "tokens": 30, "requests": 1, "first_step_s": 0.2}
     served |= {"draft_tokens": 20, "accepted_tokens": 15, "prompt_tokens": 100}
+    served |= {"prompt_steps": 2, "prompt_steps_s": 0.7}
     slow = served | {"seconds": 3.0, "tokens": 30}
     quiet = start.Slice(served, 1.1, 1.0, 1.05, 0.0)
     turn = start.as_turn("k2", 4, 7, [quiet, start.Slice(slow, 3.1, 3.0, 3.0, 0.0)], start=3)
     assert (turn.tokens_per_s, turn.seconds, turn.slices, turn.draft_tokens) == (15.0, 4.0, 2, 40)
     assert (turn.start, turn.first_steps_s) == (3, pytest.approx(0.4))
+    assert (turn.prompt_steps, turn.prompt_steps_s) == (4, pytest.approx(1.4))
     assert not turn.is_disturbed
     loud = start.as_turn("k2", 4, 7, [quiet, start.Slice(slow, 3.1, 3.0, 4.5, 0.0)])
     assert loud.is_disturbed
@@ -247,6 +249,24 @@ def test_how_much_longer_a_first_step_is_is_told_where_slices_begin_alike(
         for turn in told.turns  # type: ignore[attr-defined]
     ]
     assert "first step" not in report.markdown(told), "prompts would be most of it"
+
+
+def test_steps_with_and_without_prompts_are_told_apart_where_slices_begin_alike(
+    report: ModuleType, result: ModuleType
+) -> None:
+    told = results(result, {"none": [100.0] * 2, "faser": [100.0] * 2})
+    spent_s = {"none": 1.0, "faser": 1.1}
+    told.turns = [  # type: ignore[attr-defined]
+        msgspec.structs.replace(
+            turn, first_steps_s=0.1, steps=40, seconds=5.0, prompt_steps=10, prompt_steps_s=spent_s[turn.arm]
+        )
+        for turn in told.turns  # type: ignore[attr-defined]
+    ]
+    assert "without prompts and with them: -2.5% and +10.0% at 1 requests" in report.markdown(told)
+    told.turns[0] = msgspec.structs.replace(told.turns[0], prompt_steps=0)  # type: ignore[attr-defined]
+    assert "without prompts and with them" in report.markdown(told), "a turn of before it was told is left out"
+    told.turns = [msgspec.structs.replace(turn, prompt_steps=0) for turn in told.turns]  # type: ignore[attr-defined]
+    assert "without prompts and with them" not in report.markdown(told)
 
 
 def test_the_first_start_measures_every_arm_later_ones_those_near_the_best_until_the_ratio_is_sharp(

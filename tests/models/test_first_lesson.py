@@ -11,6 +11,7 @@ from faser.controller.evaluate import decided
 from faser.engine_adapter.protocol import ActionSet
 from faser.env.spaces import Capabilities
 from faser.env.state import EngineState
+from faser.models import first_lesson
 from faser.models.first_lesson import DRAFTS, FROM_RECORD, FirstLesson
 from faser.models.policy import make_policy
 from faser.models.probe import LOOK_BACK_RECORDS, NEARLY_AS_GOOD, ProbeAccount
@@ -68,6 +69,19 @@ def test_a_drafter_that_could_not_pay_even_if_it_were_never_verified_in_vain_cos
 ) -> None:
     run("price", "cpu-weak-drafter", 128, 200)
     assert lessons == []
+
+
+@pytest.mark.parametrize(("requests", "steps"), [(1, 176), (16, 11), (64, 3), (128, 3)])
+def test_a_lesson_is_as_long_as_a_forecast_needs_and_of_a_crowd_a_sample_counts(
+    requests: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_lesson, "_could_pay", lambda *_: True)
+    confidence = SimpleNamespace(is_told=True, forecast=None)
+    state = cast(EngineState, SimpleNamespace(link=SimpleNamespace(records=FROM_RECORD), confidence=confidence))
+    lesson = FirstLesson()
+    assert sum(lesson.begins(state, requests, 1.0) for _ in range(1000)) == steps
+    confidence.forecast = object()
+    assert not FirstLesson().begins(state, requests, 1.0)
 
 
 def following(records: int) -> EngineState:
