@@ -297,6 +297,8 @@ def test_a_short_run_measures_every_turn(result: ModuleType, tmp_path: Path) -> 
     assert {(turn.arm, turn.load) for turn in turns} == {(a, n) for a in ("none", "faser") for n in (1, 2)}
     assert all(turn.tokens_per_s > 0 for turn in turns)
     assert any(turn.accepted_tokens for turn in turns)
+    assert all(turn.prompt_steps < turn.steps for turn in turns)
+    assert any(0.0 < turn.prompt_steps_s < turn.seconds for turn in turns)
 
 
 def test_what_is_told_of_the_committed_figures_is_in_them(report: ModuleType, result: ModuleType) -> None:
