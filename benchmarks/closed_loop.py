@@ -3,7 +3,7 @@
     python benchmarks/closed_loop.py [--loads 1,2,4,8] [--arms none,k3,faser] [--starts 5] [--resume] [--docs docs]
 
 Every arm is a vLLM engine in a process of its own, FASER's with a real sidecar beside it, as those of papers' rules;
-the other rivals are vLLM without FASER. The engines take turns in slices of half a second or more: who is not at work
+the other rivals are vLLM without FASER. The engines take turns in slices of a dozen steps or more: who is not at work
 waits with its requests half done. All serve the same stream of held-out prompts, and a slice ends when its arm has
 emitted the same total of tokens as the others, so that what the machine's speed does within seconds falls on all of
 them. Every arm is held to the same answers, recorded before by the first arm (held_text.py): else those whose texts
@@ -11,12 +11,12 @@ happen to be easier would win. At each load arms with a sidecar serve for half a
 their sidecar is new to the engine. A round is as many slices as make an answer of every client, or of eight of them.
 Every step counts: with a first step left out, whose caches are cold, an arm that emits a token a step would have had
 the same of its prompts left out in every round, those that end an answer in step with the slices. Where an engine has
-one thread, all engines' stay on one core. Two engines of the same kind still differ by one to three per cent, for as
-long as they live, which no interval over rounds would see: so all are started anew several times, and intervals are
-over these starts. The first start measures every arm, later ones FASER, no speculation and the rivals near the best of
-each load. A load is done when its ratio is sharp, with LEAST_STARTS starts at least, or --starts are over. The best
-table is the one that the sweep of `faser bench` found (benchmarks/results/bench_full.json), unless --table gives
-another. Every round is in the JSON file when it is over; closed_loop_report.py makes table and picture of it.
+one thread, all engines' stay on one core. What an engine is like for as long as it lives no interval over rounds would
+see: so all are started anew several times, and intervals are over these starts. The first start measures every arm,
+later ones FASER, no speculation and the rivals near the best of each load. A load is done when its ratio is sharp, with
+LEAST_STARTS starts at least, or --starts are over. The best table is the one that the sweep of `faser bench` found
+(benchmarks/results/bench_full.json), unless --table gives another. Every round is in the JSON file when it is over;
+closed_loop_report.py makes table and picture of it.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--table", help="the best table, as 1-5=3,6-64=0; default: that of bench_full.json")
     parser.add_argument("--starts", type=int, default=6, help="of all engines, at most")
     parser.add_argument("--rounds", type=int, default=3, help="at each load in each start")
-    parser.add_argument("--slice-s", type=float, default=0.5, help="about what a slice takes without speculation")
+    parser.add_argument("--slice-s", type=float, default=0.25, help="about what a slice takes without speculation")
     add_shared_options(parser, RESULTS)
     parser.add_argument(
         "--docs", type=Path, help="folder whose results.md and closed_loop.svg are rewritten at the end"

@@ -39,7 +39,7 @@ ARM: Final = str(Path(__file__).with_name("closed_loop_arm.py"))
 RECORDED_AT_ONCE: Final = 32  # answers
 LEAST_TOKENS: Final = 192  # of a round: fewer depend too much on where in a text it begins and ends
 WHOLE_ANSWERS: Final = 8  # of a round at most: one prompt more or less is then a small part of it
-LEAST_STEPS: Final = 24  # of a slice without speculation: its first comes behind the others' turns
+LEAST_STEPS: Final = 12  # of a slice without speculation: its first comes behind the others' turns
 LEARNING_TOKENS: Final = 300  # of each client: the sidecar has never seen this engine, a user's has after half a minute
 ENGINE_GIB: Final = 1.5 + 0.35 * number_bytes(dtype_on("cpu"))  # of memory an engine takes
 
