@@ -3,12 +3,12 @@
     python benchmarks/closed_loop.py [--loads 1,2,4,8] [--arms none,k3,faser] [--starts 5] [--resume] [--docs docs]
 
 Every arm is a vLLM engine in a process of its own, FASER's with a real sidecar beside it, as those of papers' rules;
-the other rivals are vLLM without FASER. The engines take turns in slices of a dozen steps or more: who is not at work
+the other rivals are vLLM without FASER. The engines take turns in slices of eight steps or more: who is not at work
 waits with its requests half done. All serve the same stream of held-out prompts, and a slice ends when its arm has
 emitted the same total of tokens as the others, so that what the machine's speed does within seconds falls on all of
 them. Every arm is held to the same answers, recorded before by the first arm (held_text.py): else those whose texts
 happen to be easier would win. At each load arms with a sidecar serve for half a minute before they are measured, for
-their sidecar is new to the engine. A round is as many slices as make an answer of every client, or of eight of them.
+their sidecar is new to the engine. A round is as many slices as make an answer of every client, or of sixteen of them.
 Every step counts: with a first step left out, whose caches are cold, an arm that emits a token a step would have had
 the same of its prompts left out in every round, those that end an answer in step with the slices. Where an engine has
 one thread, all engines' stay on one core. What an engine is like for as long as it lives no interval over rounds would

@@ -37,9 +37,8 @@ from faser.models.precision import dtype_on, number_bytes
 
 ARM: Final = str(Path(__file__).with_name("closed_loop_arm.py"))
 RECORDED_AT_ONCE: Final = 32  # answers
-LEAST_TOKENS: Final = 192  # of a round: fewer depend too much on where in a text it begins and ends
-WHOLE_ANSWERS: Final = 8  # of a round at most: one prompt more or less is then a small part of it
-LEAST_STEPS: Final = 12  # of a slice without speculation: its first comes behind the others' turns
+LEAST_TOKENS: Final = 384  # of a round: fewer depend too much on where in a text it begins and ends
+WHOLE_ANSWERS: Final = 16  # of a round at most: one prompt more or less is then a small part of it
 LEARNING_TOKENS: Final = 300  # of each client: the sidecar has never seen this engine, a user's has after half a minute
 ENGINE_GIB: Final = 1.5 + 0.35 * number_bytes(dtype_on("cpu"))  # of memory an engine takes
 
@@ -173,7 +172,7 @@ class Bench:
             rate = self._settle(load, names)
             first = max((turn.round for turn in self.results.turns if turn.load == load), default=-1) + 1
             tokens = round_tokens(load, settings.max_tokens)
-            ends = slice_ends(tokens, slice_tokens(rate, settings.slice_s, load, LEAST_STEPS))
+            ends = slice_ends(tokens, slice_tokens(rate, settings.slice_s, load))
             for done in range(self.plan.rounds):
                 began = settled_tokens(load, settings.max_tokens) + done * tokens
                 self._round(load, first + done, names, [began + end for end in ends])
