@@ -21,6 +21,7 @@ from closed_loop_result import (
     mean_length,
     over_none,
     read_results,
+    scatter_at,
 )
 
 from faser.controller.bench_ratio import LEAST_LOW, LEAST_RATIO, OURS, WANTED_HALF_WIDTH, Floats, paired_ratio
@@ -118,13 +119,25 @@ def _intervals(results: Results) -> str:
     told = "Geometric mean over paired rounds with its 95 % interval."
     if count > 1:
         told = (
-            f"All engines were started anew {count} times: what differs between two processes of one kind stays for\n"
-            "as long as they live. Geometric means over a start's rounds, and over starts with their 95 % interval."
+            f"All engines were started anew {count} times.{_scatter(results)}\n"
+            "Geometric means over a start's rounds, and over starts with their 95 % interval."
         )
     return (
         f"{told}\nThe best rival is chosen on every other {place} and compared on the {pair} between, and the other\n"
         f"way round, among arms that were in half of the {pair} at least: after the first {pair} arms that fall\n"
         "behind are left out." + _first_steps(results) + _steps_by_prompts(results)
+    )
+
+
+def _scatter(results: Results) -> str:
+    """Return how far starts lie apart, and how far by what happens within them: is an engine as good as another?"""
+    found = [found for load in results.loads() if (found := scatter_at(results, load)) is not None]
+    if not found:
+        return ""
+    seen, expected = np.sqrt(np.mean(np.square(found), axis=0))
+    return (
+        f" Starts' ratios of FASER to no\nspeculation scatter by {seen:.1%} (root mean square over loads); by the "
+        f"scatter of rounds within a start {expected:.1%} is to be expected."
     )
 
 

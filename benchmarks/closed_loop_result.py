@@ -141,8 +141,8 @@ def write_results(results: msgspec.Struct, path: Path) -> None:
 def by_start(rates: dict[str, Floats], starts: Ints) -> dict[str, Floats]:
     """Return a rate for each start of the engines, in units of FASER's own, geometric means over its rounds.
 
-    What differs between two processes of one kind stays for as long as they live: rounds of one start do not tell of
-    it. With a single start the rounds are all there is.
+    What differs between two processes of one kind stays for as long as they live, and rounds of one start would not
+    tell of it; `scatter_at` says how much that is. With a single start the rounds are all there is.
     """
     places = np.unique(starts)
     if len(places) < 2 or OURS not in rates:
@@ -169,6 +169,24 @@ def over_none(results: Results, load: int) -> Ratio:
     """Return FASER over no speculation at a load, from the same turns as the envelope."""
     rates = _compared(results, load, is_clean=not envelope_at(results, load).is_disturbed)
     return paired_ratio(np.log(rates[OURS]) - np.log(rates["none"]))
+
+
+def scatter_at(results: Results, load: int) -> tuple[float, float] | None:
+    """Return the standard deviation of starts' ratios of FASER to no speculation, and the one to be expected of them.
+
+    Expected is what rounds within starts scatter by, over the root of their number: more than that is what differs
+    between processes. None with fewer than two starts of two rounds.
+    """
+    rates, starts = results.rates(load, is_even=True), results.start_of(load)
+    if not {OURS, "none"} <= set(rates):
+        return None
+    logs = np.log(rates[OURS]) - np.log(rates["none"])
+    own = [logs[(starts == place) & ~np.isnan(logs)] for place in np.unique(starts)]
+    rounds = [found for found in own if len(found) > 1]
+    if len(rounds) < 2:
+        return None
+    expected = math.sqrt(float(np.mean([found.var(ddof=1) / len(found) for found in rounds])))
+    return float(np.std([found.mean() for found in rounds], ddof=1)), expected
 
 
 def mean_length(results: Results, load: int, arm: str = OURS) -> float:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from faser.controller.bench_ratio import LEAST_RATIO
 
 RESULTS: Final = Path(__file__).resolve().parent / "results"
@@ -18,7 +20,8 @@ KNOWN: Final = {  # by what they know, most first
     "price": "what it has learnt, with confidence",
     "price:history": "what it has learnt, without",
 }
-LOADS: Final = ("1", "2", "4", "8", "16", "32", "64", "128", "drift")
+CHANGING: Final = ("oracle:request", "informed:rounds", "price", "learned", "table")  # shown where the load changes
+LOADS: Final = ("1", "2", "4", "8", "16", "32", "64", "128", "drift", "swing")
 
 
 def read(name: str) -> Any:
@@ -65,15 +68,17 @@ def policies_said() -> str:
     world, load, least = min(points, key=lambda point: point[2]["envelope_ratio"])
     half = (least["envelope_ci"][1] - least["envelope_ci"][0]) / 2
     below = [point for point in points if point[2]["envelope_ratio"] < LEAST_RATIO]
-    drift = [cell["over_best_fixed"] for _, at, cell in points if at == "drift"]
+    drift, swing = ([cell["over_best_fixed"] for _, at, cell in points if at == name] for name in ("drift", "swing"))
     low, high = learned["over_price_ci"]
     perfect = found["informed:rounds"]["gap_closed"]
-    where = load if load == "drift" else f"{load} requests"
+    where = f"{load} requests" if load.isdigit() else load
     lines = [
         f"- `price` is at {price['envelope_ratio_mean']:.3f} of the envelope on average, and below {LEAST_RATIO:g} at "
         f"{len(below)} of {len(points)} points; the lowest is {least['envelope_ratio']:.3f} ± {half:.3f} "
-        f"({world}, {where}). It is {min(drift):.2f} to {max(drift):.2f} times the best fixed length of each world on "
-        "drifting loads.",
+        f"({world}, {where}).",
+        f"- Over the best fixed length of each world, chosen in hindsight: {np.mean(swing):.3f} on average where the "
+        f"load swings ({min(swing):.2f} to {max(swing):.2f}), {np.mean(drift):.3f} where it drifts "
+        f"({min(drift):.2f} to {max(drift):.2f}).",
         f"- It closes {price['gap_closed']:.0%} of the gap from the best fixed length to hindsight; a perfect "
         f"confidence and true costs, with nothing to learn, close {perfect:.0%}.",
         f"- `learned` emits {learned['over_price']:.4f} ({low:.4f} to {high:.4f}) times as much as `price`; its mean "
@@ -98,6 +103,21 @@ def policies_bounds() -> str:
         mean = sum(shares[world] for world in sharpness) / len(sharpness)
         told = f"{told} (`{name}`)"
         lines.append(f"| {told} | " + " | ".join(f"{x:+.2f}" for x in (*cells, mean, found[name]["gap_closed"])) + " |")
+    return "\n".join(lines)
+
+
+def policies_changing() -> str:
+    """Return what the bounds and `price` gain over the best fixed length where the load changes, by world."""
+    found = read("policies.json")["policies"]
+    worlds = list(found["price"]["worlds"])
+    lines = [f"| load | policy | {' | '.join(worlds)} | mean |", "|---" * (len(worlds) + 3) + "|"]
+    for load in ("swing", "drift"):
+        for name in CHANGING:
+            cells = [found[name]["worlds"][world][load] for world in worlds]
+            means = [cell["over_best_fixed"] for cell in cells]
+            halves = [(cell["over_best_fixed_ci"][1] - cell["over_best_fixed_ci"][0]) / 2 for cell in cells]
+            told = [f"{mean:.3f} ± {half:.3f}" for mean, half in zip(means, halves, strict=True)]
+            lines.append(f"| {load} | `{name}` | {' | '.join(told)} | {np.mean(means):.3f} |")
     return "\n".join(lines)
 
 

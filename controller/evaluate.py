@@ -83,6 +83,20 @@ def whole_numbers(text: str, what: str, most: int) -> tuple[int, ...]:
     return values
 
 
+def loads_of(text: str) -> tuple[int, ...]:
+    """Return the loads of `1,2,drift,swing`, as models/evaluate.py numbers them; raise UsageError for others."""
+    from ..models.evaluate import NAMES
+
+    numbers = {name: number for number, name in NAMES.items()}
+    parts = text.split(",")
+    named = [numbers[part] for part in parts if part in numbers]
+    others = [part for part in parts if part not in numbers]
+    plain = whole_numbers(",".join(others), "loads", 256) if others else ()
+    if len({*plain, *named}) < len(parts):
+        raise UsageError(f"loads {text!r}", "different ones")
+    return (*plain, *named)
+
+
 def evaluate(
     policies: Annotated[str, typer.Option(help="Policies to judge, with spaces between them.")] = "price price:history",
     rivals: Annotated[str, typer.Option(help="Rivals beside off, fixed lengths and the best table.")] = (
@@ -92,8 +106,8 @@ def evaluate(
         "oracle:request oracle:uniform informed:drafts informed:rounds informed:lengths"
     ),
     worlds: Annotated[str, typer.Option(help="Names of held-out worlds, with commas; default: all.")] = "",
-    loads: Annotated[str, typer.Option(help="Running requests; 0 stands for the drifting load.")] = (
-        "1,2,4,8,16,32,64,128,0"
+    loads: Annotated[str, typer.Option(help="Running requests; drift and swing are loads that change.")] = (
+        "1,2,4,8,16,32,64,128,drift,swing"
     ),
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs of each cell, with different requests.")] = 3,
     steps: Annotated[int, typer.Option(min=20, help="Length of a run, in steps without speculation.")] = 400,
@@ -123,7 +137,7 @@ def evaluate(
     plan = Plan(
         policies=tuple(dict.fromkeys(policies.split())),
         worlds=tuple(known[name] for name in named),
-        loads=whole_numbers(loads, "loads", 256),
+        loads=loads_of(loads),
         seeds=tuple(101 + number for number in range(seeds)),
         steps=steps,
         rivals=tuple(dict.fromkeys(rivals.split())),

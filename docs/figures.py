@@ -53,6 +53,7 @@ BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     ("docs/policies.md", "policies"): partial(reported, "simulation_report", "policies_overall"),
     ("docs/policies.md", "policies in words"): partial(reported, "simulation_report", "policies_said"),
     ("docs/policies.md", "policies by world"): partial(reported, "simulation_report", "policies_by_world"),
+    ("docs/policies.md", "policies changing"): partial(reported, "simulation_report", "policies_changing"),
     ("docs/policies.md", "policies bounds"): partial(reported, "simulation_report", "policies_bounds"),
     ("docs/policies.md", "splits"): partial(reported, "simulation_report", "splits"),
     ("docs/policies.md", "frontiers"): partial(reported, "simulation_report", "frontiers"),

@@ -6,6 +6,7 @@ look at the number of requests alone (off, fixed, table) run on the simulator wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from .worlds import LOADS, WorldSpec, held_out
 
 Decide: TypeAlias = Callable[[EngineState, StepRecord, Policy, int], ActionSet]
 DRIFT = 0  # stands for the drifting load among the loads
+SWING = -1  # ... for the swinging one
+NAMES = {DRIFT: "drift", SWING: "swing"}
 TABLE = "table"  # the best table by batch size of the world, found by search
 ORACLES = ("oracle:request", "oracle:uniform")
 BOUNDS: dict[str, Callable[[Scenario, int], CutAfterwards]] = {  # upper bounds
@@ -43,6 +46,8 @@ FILL_HORIZONS = 10.0  # a batch that is not full after so many times the run's l
 WARM_SHARE = 0.3  # of the time, not counted: estimates settle
 DRIFT_RUNS = 4  # a drifting load is watched so many times as long
 SMALL_LOAD = 8  # below it a run takes longer: its steps bring few tokens
+SWING_TOKENS = 48  # emitted in one swing, for each step of a run; with few steps a batch cannot empty itself in time
+SWING_PEAK = 64  # running requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,7 @@ class Cell:
 
     policy: str
     world: str
-    load: int  # running requests, or DRIFT
+    load: int  # running requests, DRIFT or SWING
     seed: int
     steps: int  # of a full batch without speculation: sets the time
 
@@ -102,16 +107,59 @@ class Meter:
         return Run(cell, (float(engine["emitted"]) - tokens) / span_s, (self.good - good) / span_s)
 
 
+@dataclass(slots=True)
+class SwingMeter:
+    """Lets the number of requests that may run swing, and counts the second swing's tokens and seconds.
+
+    As many requests run at the same token under every policy, as in benchmarks/swing.py: at each octave from 1 to
+    SWING_PEAK about as many tokens are emitted.
+    """
+
+    simulator: Simulator
+    period: int  # tokens
+    start: tuple[float, float] | None = None  # seconds, tokens
+
+    def is_over(self) -> bool:
+        """Take in the step just made; say whether both swings are over."""
+        engine = self.simulator.state.engines[0]
+        emitted = float(engine["emitted"])
+        most = round(SWING_PEAK ** math.sin(math.pi * emitted / self.period) ** 2)
+        self.simulator.world.profiles["most_requests"][int(engine["profile"])] = most
+        if self.start is None and emitted >= self.period:
+            self.start = (float(engine["clock_s"]), emitted)
+        return emitted >= 2 * self.period
+
+    def run(self, cell: Cell) -> Run:
+        """Return the figures: tokens per second are goodput, for objectives mean little where requests queue."""
+        engine = self.simulator.state.engines[0]
+        since_s, tokens = self.start or (0.0, 0.0)
+        rate = (float(engine["emitted"]) - tokens) / max(float(engine["clock_s"]) - since_s, 1e-9)
+        return Run(cell, rate, rate)
+
+
 def simulate(cell: Cell, decide: Decide, worlds: Sequence[WorldSpec] | None = None) -> Run:
     """Make one run."""
     (world,) = (each for each in worlds or held_out() if each.name == cell.world)
-    scenario = world.drifting() if cell.load == DRIFT else world.closed(cell.load)
+    scenario = scenario_of(world, cell.load)
     if cell.policy in BOUNDS:
         return _bounded(cell, scenario)
     policy = make_policy(cell.policy, Capabilities(k_max=scenario.positions))
     if isinstance(policy, Off | FixedLength | LengthTable):
         return _by_requests(cell, scenario, policy)
     return _decided(cell, scenario, world.has_confidence, decide)
+
+
+def scenario_of(world: WorldSpec, load: int) -> Scenario:
+    """Return what a load of the table is in a world."""
+    if load == DRIFT:
+        return world.drifting()
+    return world.closed(SWING_PEAK if load == SWING else load)
+
+
+def _meter(cell: Cell, simulator: Simulator) -> Meter | SwingMeter:
+    if cell.load == SWING:
+        return SwingMeter(simulator, SWING_TOKENS * cell.steps)
+    return Meter(simulator, _horizon_s(cell, simulator), int(FULL * cell.load))
 
 
 def _horizon_s(cell: Cell, simulator: Simulator) -> float:
@@ -122,7 +170,7 @@ def _horizon_s(cell: Cell, simulator: Simulator) -> float:
 def _decided(cell: Cell, scenario: Scenario, has_confidence: bool, decide: Decide) -> Run:
     engine = SimulatedEngine(scenario, cell.seed, has_confidence=has_confidence)
     policy, state = make_policy(cell.policy, engine.capabilities), EngineState(engine.capabilities)
-    meter = Meter(engine.simulator, _horizon_s(cell, engine.simulator), int(FULL * cell.load))
+    meter = _meter(cell, engine.simulator)
     actions: ActionSet | None = None
     sequence = 0
     while True:
@@ -136,7 +184,7 @@ def _decided(cell: Cell, scenario: Scenario, has_confidence: bool, decide: Decid
 def _by_requests(cell: Cell, scenario: Scenario, policy: Off | FixedLength | LengthTable) -> Run:
     simulator = Simulator(scenario, 1, seed=cell.seed)
     simulator.reset()
-    meter = Meter(simulator, _horizon_s(cell, simulator), int(FULL * cell.load))
+    meter = _meter(cell, simulator)
     lengths = [_length(policy, requests) for requests in range(scenario.slots + 1)]
     vectors = [outside(depth=length / scenario.positions) for length in lengths]
     engine = simulator.state.engines[0]
@@ -153,7 +201,7 @@ def _length(policy: Off | FixedLength | LengthTable, requests: int) -> int:
 
 def _bounded(cell: Cell, scenario: Scenario) -> Run:
     engine = BOUNDS[cell.policy](scenario, cell.seed)
-    meter = Meter(engine.simulator, _horizon_s(cell, engine.simulator), int(FULL * cell.load))
+    meter = _meter(cell, engine.simulator)
     while not meter.is_over():
         engine.step()
     return meter.run(cell)
@@ -165,7 +213,7 @@ class Plan:
 
     policies: tuple[str, ...] = OURS
     worlds: tuple[WorldSpec, ...] = field(default_factory=held_out)
-    loads: tuple[int, ...] = (*LOADS, DRIFT)
+    loads: tuple[int, ...] = (*LOADS, DRIFT, SWING)
     seeds: tuple[int, ...] = (101, 102, 103)
     steps: int = 400
     rivals: tuple[str, ...] = RIVALS
@@ -204,7 +252,7 @@ def evaluate(plan: Plan, decide: Decide, pool: Executor | None = None, progress:
         for world in plan.worlds
         for k in range(world.profile.k_max + 1)
         for load in plan.loads
-        if load != DRIFT
+        if load not in NAMES
         for seed in plan.seeds
     ]
     decided = [
@@ -258,7 +306,7 @@ def _searched(world: WorldSpec, plan: Plan, runs: list[Run]) -> str:
         if run.cell.world == world.name:
             length = int(run.cell.policy.partition(":")[2] or 0)
             rates[run.cell.load, length] = rates.get((run.cell.load, length), 0.0) + run.tokens_per_s
-    loads = sorted(load for load in plan.loads if load != DRIFT)
+    loads = sorted(load for load in plan.loads if load not in NAMES)
     if not loads:
         return "table:1-=0"
     return best_table(lambda load, length: rates[load, length], loads, world.profile.k_max)

@@ -92,6 +92,27 @@ def test_intervals_are_over_starts_where_engines_were_started_anew(report: Modul
     assert "| starts | bar |" in report.markdown(told)
 
 
+@pytest.mark.parametrize(("between", "is_seen"), [(0.0, False), (0.1, True)])
+def test_what_differs_between_engines_is_told_from_what_differs_between_rounds(
+    report: ModuleType, result: ModuleType, between: float, is_seen: bool
+) -> None:
+    random = np.random.default_rng(3)
+    of_start = np.repeat(random.normal(0.0, between, 40), 3) if between else np.zeros(120)
+    rates = {"none": [100.0] * 120, "faser": list(100.0 * np.exp(of_start + random.normal(0.0, 0.05, 120)))}
+    told = results(result, rates, rounds_per_start=3)
+    seen, expected = result.scatter_at(told, 1)
+    assert expected == pytest.approx(0.05 / np.sqrt(3.0), rel=0.15)
+    assert seen == pytest.approx(np.hypot(expected, between), rel=0.3)
+    assert (seen > 1.5 * expected) == is_seen
+    assert f"scatter by {seen:.1%} (root mean square over loads); by the scatter of rounds" in report.markdown(told)
+
+
+def test_a_single_start_tells_nothing_of_what_differs_between_engines(report: ModuleType, result: ModuleType) -> None:
+    told = results(result, {"none": [100.0] * 4, "faser": [90.0, 100.0, 110.0, 100.0]})
+    assert result.scatter_at(told, 1) is None
+    assert "scatter by" not in report.markdown(told)
+
+
 def test_a_start_that_lacks_an_arm_says_nothing_of_it(result: ModuleType) -> None:
     nothing = float("nan")
     rates = {
@@ -217,7 +238,7 @@ def test_a_run_goes_on_with_its_own_table_only(bench: ModuleType, result: Module
 
 
 def test_a_round_is_an_answer_of_every_client_or_of_enough(start: ModuleType) -> None:
-    assert [start.round_tokens(load, 96) for load in (1, 4, 8, 32)] == [192, 384, 768, 768]
+    assert [start.round_tokens(load, 96) for load in (1, 4, 8, 32)] == [384, 384, 768, 1536]
     assert [start.settled_tokens(load, 96) % 96 for load in (1, 4, 8, 32)] == [48] * 4
 
 

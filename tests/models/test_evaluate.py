@@ -16,18 +16,22 @@ from typer.testing import CliRunner
 
 from faser.controller.cli import app
 from faser.controller.errors import FaserError
-from faser.controller.evaluate import decided
+from faser.controller.evaluate import decided, loads_of
 from faser.env.engine_model import check, shipped_profile
 from faser.env.simulated_record import Recorder
 from faser.env.state import EngineState
 from faser.models.evaluate import (
     DRIFT,
     ORACLES,
+    SWING,
+    SWING_PEAK,
     TABLE,
     Cell,
     Plan,
+    SwingMeter,
     Table,
     evaluate,
+    scenario_of,
     simulate,
 )
 from faser.models.policy import make_policy
@@ -209,8 +213,46 @@ def test_each_seeds_score_and_the_interval_over_the_best_fixed_length_are_told()
     assert (row["over_best_fixed"], row["over_best_fixed_ci"]) == (3.0, pytest.approx([3.0 - half, 3.0 + half]))
 
 
+def test_a_swings_requests_go_from_one_to_the_peak_and_back_at_the_same_tokens_however_long_the_drafts() -> None:
+    def running(length: int) -> list[int]:
+        """Return the requests that ran, at every 3,000 tokens of two swings."""
+        engine = SimulatedEngine(scenario_of(NGRAM, SWING), 5)
+        meter, seen = SwingMeter(engine.simulator, 48_000), []
+        state, policy, actions = (
+            EngineState(engine.capabilities), make_policy(f"fixed:{length}", engine.capabilities), None,
+        )  # fmt: skip
+        for sequence in range(1, 1_000_000):
+            record = engine.step(actions)
+            if meter.is_over():
+                break
+            if int(engine.simulator.state.engines["emitted"][0]) >= 3000 * len(seen):
+                seen.append(len(record.rows))
+            actions = decided(state, record, policy, sequence)
+        run = meter.run(Cell("", "", SWING, 5, 1))
+        assert run.score == run.goodput == run.tokens_per_s > 0.0
+        return seen
+
+    short, long = running(1), running(4)
+    assert len(short) == len(long) == 32
+    assert max(short) == SWING_PEAK
+    assert max(short[:2]) <= 2  # from one
+    assert max(short[15:18]) <= SWING_PEAK / 4  # back, but for those whose answers are not over
+    assert np.mean(np.abs(np.log2(short) - np.log2(long))) < 0.25
+
+
+def test_only_the_second_swing_counts() -> None:
+    engine = SimulatedEngine(scenario_of(NGRAM, SWING), 5)
+    meter, engines = SwingMeter(engine.simulator, 1000), engine.simulator.state.engines
+    told = []
+    for clock_s, emitted in ((1.0, 400.0), (9.0, 1010.0), (10.0, 1500.0), (11.0, 2010.0)):
+        engines["clock_s"], engines["emitted"] = clock_s, emitted
+        told.append(meter.is_over())
+    assert told == [False, False, False, True]
+    assert meter.run(Cell("", "", SWING, 5, 1)).score == 1000.0 / 2.0
+
+
 def test_a_plan_gives_every_cell_and_the_same_figures_twice() -> None:
-    plan = Plan(("price",), (NGRAM,), (2, DRIFT), (1, 2), 20, ("smartspec",), ORACLES)
+    plan = Plan(("price",), (NGRAM,), (2, DRIFT, SWING), (1, 2), 20, ("smartspec",), ORACLES)
     counted: list[tuple[int, int]] = []
     first = evaluate(plan, decided, progress=lambda done, total: counted.append((done, total)))
     assert first.scores == evaluate(plan, decided).scores
@@ -221,6 +263,11 @@ def test_a_plan_gives_every_cell_and_the_same_figures_twice() -> None:
 
 
 # --- the command ---
+
+
+def test_loads_are_told_by_number_or_by_name() -> None:
+    assert loads_of("1,64,swing,drift") == (1, 64, SWING, DRIFT)
+    assert loads_of("drift") == (DRIFT,)
 
 
 def test_the_command_ends_with_one_object_and_workers_change_nothing(tmp_path: object) -> None:
@@ -268,6 +315,8 @@ def test_workers_end_with_the_command_that_started_them() -> None:
         (["--worlds", "mars"], "gpu-ngram"),
         (["--loads", "4,4"], "different numbers"),
         (["--loads", "many"], "whole numbers"),
+        (["--loads", "drift,0"], "different ones"),
+        (["--loads", "swing,drift,swing"], "different ones"),
         (["--policies", "best"], "possible are"),
         (["--policies", "price bandit"], "as rival"),
         (["--bounds", "oracle:request clairvoyance"], "informed:drafts"),
