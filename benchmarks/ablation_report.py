@@ -74,7 +74,7 @@ def confidence() -> Iterator[Row]:
 def steady_over_price(name: str) -> list[float]:
     """Return a policy's tokens per second over those of `price`, in each world at each steady load."""
     worlds = read("policies.json")["policies"][name]["worlds"]
-    return [cell["over_price"] for world in worlds.values() for load, cell in world.items() if load != "drift"]
+    return [cell["over_price"] for world in worlds.values() for load, cell in world.items() if load.isdigit()]
 
 
 def pruning() -> Iterator[Row]:

@@ -3,18 +3,18 @@
     python benchmarks/closed_loop.py [--loads 1,2,4,8] [--arms none,k3,faser] [--starts 5] [--resume] [--docs docs]
 
 Every arm is a vLLM engine in a process of its own, FASER's with a real sidecar beside it, as those of papers' rules;
-the other rivals are vLLM without FASER. The engines take turns in slices of eight steps or more: who is not at work
-waits with its requests half done. All serve the same stream of held-out prompts, and a slice ends when its arm has
-emitted the same total of tokens as the others, so that what the machine's speed does within seconds falls on all of
-them. Every arm is held to the same answers, recorded before by the first arm (held_text.py): else those whose texts
-happen to be easier would win. At each load arms with a sidecar serve for half a minute before they are measured, for
-their sidecar is new to the engine. A round is as many slices as make an answer of every client, or of sixteen of them.
-Every step counts: with a first step left out, whose caches are cold, an arm that emits a token a step would have had
-the same of its prompts left out in every round, those that end an answer in step with the slices. Where an engine has
-one thread, all engines' stay on one core. What an engine is like for as long as it lives no interval over rounds would
-see: so all are started anew several times, and intervals are over these starts. The first start measures every arm,
-later ones FASER, no speculation and the rivals near the best of each load. A load is done when its ratio is sharp, with
-LEAST_STARTS starts at least, or --starts are over. The best table is the one that the sweep of `faser bench` found
+the other rivals are vLLM without FASER. The engines take turns in slices of about eight steps without speculation: who
+is not at work waits with its requests half done. All serve the same stream of held-out prompts, and a slice ends when
+its arm has emitted the same total of tokens as the others, so that what the machine's speed does within seconds falls
+on all of them. Every arm is held to the same answers, recorded before by the first arm (held_text.py): else those whose
+texts happen to be easier would win. At each load arms with a sidecar serve for half a minute before they are measured,
+for their sidecar is new to the engine. A round is as many slices as make an answer of every client, or of sixteen of
+them. Every step counts: with a first step left out, whose caches are cold, an arm that emits a token a step would have
+had the same of its prompts left out in every round, those that end an answer in step with the slices. Where an engine
+has one thread, all engines' stay on one core. What an engine is like for as long as it lives no interval over rounds
+would see: so all are started anew several times, and intervals are over these starts. The first start measures every
+arm, later ones FASER, no speculation and the rivals near the best of each load. A load is done when its ratio is sharp,
+with LEAST_STARTS starts at least, or --starts are over. The best table is the one that the sweep of `faser bench` found
 (benchmarks/results/bench_full.json), unless --table gives another. Every round is in the JSON file when it is over;
 closed_loop_report.py makes table and picture of it.
 """
@@ -182,7 +182,7 @@ def run(options: argparse.Namespace) -> int:
 def print_table(results: Results) -> None:
     """Print what was measured so far."""
     heading, rows = table_rows(results)
-    table = Table(title=f"tokens/s, {results.settings.target}, slices of {results.settings.slice_s:g} s")
+    table = Table(title=f"tokens/s, {results.settings.target}")
     for text in heading:
         table.add_column(text, justify="right")
     for row in rows:
@@ -219,7 +219,12 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--table", help="the best table, as 1-5=3,6-64=0; default: that of bench_full.json")
     parser.add_argument("--starts", type=int, default=6, help="of all engines, at most")
     parser.add_argument("--rounds", type=int, default=3, help="at each load in each start")
-    parser.add_argument("--slice-s", type=float, default=0.25, help="about what a slice takes without speculation")
+    parser.add_argument(
+        "--slice-s",
+        type=float,
+        default=0.25,
+        help="of a slice without speculation, where that is more than eight steps",
+    )
     add_shared_options(parser, RESULTS)
     parser.add_argument(
         "--docs", type=Path, help="folder whose results.md and closed_loop.svg are rewritten at the end"

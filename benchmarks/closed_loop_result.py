@@ -172,12 +172,12 @@ def over_none(results: Results, load: int) -> Ratio:
 
 
 def scatter_at(results: Results, load: int) -> tuple[float, float] | None:
-    """Return the standard deviation of starts' ratios of FASER to no speculation, and the one to be expected of them.
+    """Return how far starts' ratios of FASER to no speculation scatter, and how far by what happens within them.
 
-    Expected is what rounds within starts scatter by, over the root of their number: more than that is what differs
-    between processes. None with fewer than two starts of two rounds.
+    Standard deviations of the ratios' logarithms. The second is that of rounds within starts, over the root of their
+    number: what the first has more is what differs between processes. None with fewer than two starts of two rounds.
     """
-    rates, starts = results.rates(load, is_even=True), results.start_of(load)
+    rates, starts = results.rates(load, is_clean=True, is_even=True), results.start_of(load)
     if not {OURS, "none"} <= set(rates):
         return None
     logs = np.log(rates[OURS]) - np.log(rates["none"])
@@ -185,8 +185,8 @@ def scatter_at(results: Results, load: int) -> tuple[float, float] | None:
     rounds = [found for found in own if len(found) > 1]
     if len(rounds) < 2:
         return None
-    expected = math.sqrt(float(np.mean([found.var(ddof=1) / len(found) for found in rounds])))
-    return float(np.std([found.mean() for found in rounds], ddof=1)), expected
+    within = math.sqrt(float(np.mean([found.var(ddof=1) / len(found) for found in rounds])))
+    return float(np.std([found.mean() for found in rounds], ddof=1)), within
 
 
 def mean_length(results: Results, load: int, arm: str = OURS) -> float:

@@ -16,7 +16,7 @@ from simulated_points import half_width, measure
 
 from faser.controller.evaluate import decided
 from faser.env.simulator import Simulator
-from faser.models.evaluate import DRIFT, Cell, simulate
+from faser.models.evaluate import DRIFT, Cell, scenario_of, simulate
 from faser.models.worlds import WorldSpec, held_out
 
 RESULT: Final = Path(__file__).resolve().parent / "results" / "objectives.json"
@@ -26,7 +26,7 @@ STEPS: Final = 400  # as `faser evaluate` makes
 
 def paced(world: WorldSpec, load: int) -> str:
     """Return the policy that knows the objectives of a world's classes."""
-    scenario = world.drifting() if load == DRIFT else world.closed(load)
+    scenario = scenario_of(world, load)
     objectives = Simulator(scenario, 1, seed=0).world.objectives[0]
     limits = [f"{each.priority}:{1e3 * objectives[row, 1]:.4f}" for row, each in enumerate(scenario.classes)]
     return f"price:pace={','.join(limits)}"

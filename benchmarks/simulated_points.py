@@ -20,7 +20,7 @@ from faser.controller.bench_machine import provenance
 from faser.controller.evaluate import decided
 from faser.engine_adapter.protocol import ActionSet, StepRecord
 from faser.env.state import EngineState
-from faser.models.evaluate import DRIFT, FULL, Cell, Meter
+from faser.models.evaluate import DRIFT, FULL, Cell, Meter, scenario_of
 from faser.models.policy import make_policy
 from faser.models.simulated import SimulatedEngine
 from faser.models.worlds import WorldSpec
@@ -46,7 +46,7 @@ def run(
 
     :param load: running requests, or DRIFT
     """
-    engine = SimulatedEngine(world.drifting() if load == DRIFT else world.closed(load), seed)
+    engine = SimulatedEngine(scenario_of(world, load), seed)
     policy, state = make_policy(chosen, engine.capabilities), EngineState(engine.capabilities)
     pace_s = float(engine.simulator.origins.pace_s[0])
     horizon_s = pace_s * (steps or (DRIFT_STEPS if load == DRIFT else STEPS))

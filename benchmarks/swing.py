@@ -69,7 +69,7 @@ def running(arrivals: Arrivals) -> list[int]:
 
 
 def slice_goals(load: Sequence[int]) -> list[int]:
-    """Return where slices end, in tokens: so that each has some steps and lasts half a second or more."""
+    """Return where slices end, in tokens: so that each has some steps and tokens."""
     goals, at = [], 0
     while at < len(load):
         at += max(LEAST_STEPS * load[at], LEAST_SLICE)

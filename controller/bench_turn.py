@@ -45,9 +45,9 @@ class Slice:
     after: Look
 
 
-def slice_tokens(rate: float, slice_s: float, load: int, least_steps: int = LEAST_STEPS) -> float:
+def slice_tokens(rate: float, slice_s: float, load: int) -> float:
     """Return the tokens of a slice of about so many seconds at a rate in tokens/s, some steps at least."""
-    return max(rate * slice_s, least_steps * load)
+    return max(rate * slice_s, LEAST_STEPS * load)
 
 
 def slice_ends(tokens: int, tokens_per_slice: float) -> list[int]:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:  # numpy comes with them: `faser --help` must not wait for it
     from ..models.policy import Policy
 
 
+MOST_REQUESTS = 256  # running at once in a simulated engine
+
+
 def explained(state: EngineState, record: StepRecord, policy: Policy, sequence: int) -> tuple[ActionSet, str]:
     """Return what the decision core answers to a record, and why."""
     from .decide import LeaseTerms, decide
@@ -85,16 +88,15 @@ def whole_numbers(text: str, what: str, most: int) -> tuple[int, ...]:
 
 def loads_of(text: str) -> tuple[int, ...]:
     """Return the loads of `1,2,drift,swing`, as models/evaluate.py numbers them; raise UsageError for others."""
-    from ..models.evaluate import NAMES
+    from ..models.evaluate import CHANGING
 
-    numbers = {name: number for number, name in NAMES.items()}
-    parts = text.split(",")
-    named = [numbers[part] for part in parts if part in numbers]
-    others = [part for part in parts if part not in numbers]
-    plain = whole_numbers(",".join(others), "loads", 256) if others else ()
-    if len({*plain, *named}) < len(parts):
-        raise UsageError(f"loads {text!r}", "different ones")
-    return (*plain, *named)
+    numbers = {name: number for number, name in CHANGING.items()}
+    parts = [part.strip() for part in text.split(",")]
+    found = [numbers.get(part, int(part) if part.isdecimal() else 0) for part in parts]
+    is_known = all(part in numbers or 1 <= load <= MOST_REQUESTS for part, load in zip(parts, found, strict=True))
+    if not is_known or len(set(found)) < len(found):
+        raise UsageError(f"loads {text!r}", f"different ones of 1..{MOST_REQUESTS}, {', '.join(numbers)}")
+    return tuple(found)
 
 
 def evaluate(
@@ -110,7 +112,9 @@ def evaluate(
         "1,2,4,8,16,32,64,128,drift,swing"
     ),
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs of each cell, with different requests.")] = 3,
-    steps: Annotated[int, typer.Option(min=20, help="Length of a run, in steps without speculation.")] = 400,
+    steps: Annotated[
+        int, typer.Option(min=20, help="Length of a run, in steps without speculation; a swing needs 1000.")
+    ] = 400,
     workers: Annotated[int, typer.Option(min=1, max=256, help="Processes.")] = 1,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the JSON object to this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="End with one JSON object instead of a table.")] = False,

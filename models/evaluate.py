@@ -29,7 +29,7 @@ from .worlds import LOADS, WorldSpec, held_out
 Decide: TypeAlias = Callable[[EngineState, StepRecord, Policy, int], ActionSet]
 DRIFT = 0  # stands for the drifting load among the loads
 SWING = -1  # ... for the swinging one
-NAMES = {DRIFT: "drift", SWING: "swing"}
+CHANGING = {DRIFT: "drift", SWING: "swing"}
 TABLE = "table"  # the best table by batch size of the world, found by search
 ORACLES = ("oracle:request", "oracle:uniform")
 BOUNDS: dict[str, Callable[[Scenario, int], CutAfterwards]] = {  # upper bounds
@@ -46,7 +46,7 @@ FILL_HORIZONS = 10.0  # a batch that is not full after so many times the run's l
 WARM_SHARE = 0.3  # of the time, not counted: estimates settle
 DRIFT_RUNS = 4  # a drifting load is watched so many times as long
 SMALL_LOAD = 8  # below it a run takes longer: its steps bring few tokens
-SWING_TOKENS = 48  # emitted in one swing, for each step of a run; with few steps a batch cannot empty itself in time
+SWING_TOKENS = 48  # emitted in one swing, for each step of a run; below 1,000 steps a batch cannot empty itself in time
 SWING_PEAK = 64  # running requests
 
 
@@ -67,7 +67,7 @@ class Run:
 
     cell: Cell
     tokens_per_s: float
-    goodput: float
+    goodput: float  # of a swing: not counted
 
     @property
     def score(self) -> float:
@@ -108,11 +108,11 @@ class Meter:
 
 
 @dataclass(slots=True)
-class SwingMeter:
+class Swing:
     """Lets the number of requests that may run swing, and counts the second swing's tokens and seconds.
 
-    As many requests run at the same token under every policy, as in benchmarks/swing.py: at each octave from 1 to
-    SWING_PEAK about as many tokens are emitted.
+    It is SWING_PEAK to the power of a squared sine over emitted tokens, so about as many requests run at the same token
+    under every policy, as in benchmarks/swing.py. A fifth of the tokens is emitted by one request.
     """
 
     simulator: Simulator
@@ -130,11 +130,11 @@ class SwingMeter:
         return emitted >= 2 * self.period
 
     def run(self, cell: Cell) -> Run:
-        """Return the figures: tokens per second are goodput, for objectives mean little where requests queue."""
+        """Return the figures."""
         engine = self.simulator.state.engines[0]
         since_s, tokens = self.start or (0.0, 0.0)
         rate = (float(engine["emitted"]) - tokens) / max(float(engine["clock_s"]) - since_s, 1e-9)
-        return Run(cell, rate, rate)
+        return Run(cell, rate, math.nan)
 
 
 def simulate(cell: Cell, decide: Decide, worlds: Sequence[WorldSpec] | None = None) -> Run:
@@ -156,9 +156,9 @@ def scenario_of(world: WorldSpec, load: int) -> Scenario:
     return world.closed(SWING_PEAK if load == SWING else load)
 
 
-def _meter(cell: Cell, simulator: Simulator) -> Meter | SwingMeter:
+def _meter(cell: Cell, simulator: Simulator) -> Meter | Swing:
     if cell.load == SWING:
-        return SwingMeter(simulator, SWING_TOKENS * cell.steps)
+        return Swing(simulator, SWING_TOKENS * cell.steps)
     return Meter(simulator, _horizon_s(cell, simulator), int(FULL * cell.load))
 
 
@@ -252,13 +252,13 @@ def evaluate(plan: Plan, decide: Decide, pool: Executor | None = None, progress:
         for world in plan.worlds
         for k in range(world.profile.k_max + 1)
         for load in plan.loads
-        if load not in NAMES
+        if load not in CHANGING
         for seed in plan.seeds
     ]
     decided = [
         Cell(policy, world.name, load, seed, plan.steps)
         for world in plan.worlds
-        for load in sorted(plan.loads, reverse=True)
+        for load in sorted(plan.loads, key=lambda load: (load not in CHANGING, -load))  # the longest runs first
         for policy in (*plan.policies, *plan.rivals)
         for seed in plan.seeds
     ]
@@ -306,7 +306,7 @@ def _searched(world: WorldSpec, plan: Plan, runs: list[Run]) -> str:
         if run.cell.world == world.name:
             length = int(run.cell.policy.partition(":")[2] or 0)
             rates[run.cell.load, length] = rates.get((run.cell.load, length), 0.0) + run.tokens_per_s
-    loads = sorted(load for load in plan.loads if load not in NAMES)
+    loads = sorted(load for load in plan.loads if load not in CHANGING)
     if not loads:
         return "table:1-=0"
     return best_table(lambda load, length: rates[load, length], loads, world.profile.k_max)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .evaluate import NAMES, ORACLES, Table
+from .evaluate import CHANGING, ORACLES, Table
 from .worlds import WorldSpec, confidence_auc
 
 LEAST_GAP = 0.005  # log; below it there is nothing to close
@@ -155,7 +155,7 @@ def _bounds(value: Interval) -> list[float | None]:
 
 def _world_rows(points: dict[tuple[str, int], Point], world: str) -> dict[str, object]:
     return {
-        NAMES.get(load, str(load)): {
+        CHANGING.get(load, str(load)): {
             "score": each.score.mean,
             "ci": _bounds(each.score),
             "envelope_ratio": each.envelope.mean,

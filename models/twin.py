@@ -22,7 +22,7 @@ from .simulated import SimulatedEngine
 from .train_config import TrainConfig
 from .worlds import WorldSpec, training
 
-DRIFTING: Final = 0.2  # of the tasks, have a load that swings
+DRIFTING: Final = 0.2  # of the tasks, have a load that drifts
 BLIND: Final = 0.2  # of the tasks, have a drafter without confidence
 FILL_STEPS: Final = 600  # a batch that is not full by then never will be
 SETTLE_STEPS: Final = 40  # of a drifting load, instead of filling

@@ -42,7 +42,7 @@ class WorldSpec:
         )  # fmt: skip
 
     def drifting(self, slots: int = 64, load: float = 0.9) -> Scenario:
-        """Return the scenario whose load and difficulty swing, from almost idle to past what can be served."""
+        """Return the scenario whose load and difficulty drift, from almost idle to past what can be served."""
         profile = msgspec.structs.replace(self.profile, max_requests=slots)
         return Scenario(
             profiles=(profile,), workloads=(chat_trace(),), slots=slots, load=(load, load), swing=1.0, swing_steps=60.0,

@@ -28,6 +28,13 @@ def test_every_mechanism_has_its_line(report: ModuleType) -> None:
     assert all(line.count(" | ") == 3 for line in lines)
 
 
+def test_loads_that_change_are_not_among_steady_ones(report: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = {load: {"over_price": ratio} for load, ratio in (("1", 1.1), ("128", 1.2), ("drift", 9.0), ("swing", 8.0))}
+    told = {"policies": {"price:history": {"worlds": {"world": loads}}}}
+    monkeypatch.setattr(report, "read", lambda name: told)
+    assert report.steady_over_price("price:history") == [1.1, 1.2]
+
+
 def test_a_mechanism_that_loses_is_told_as_one(report: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def results(name: str) -> dict[str, Any]:
         cells = [

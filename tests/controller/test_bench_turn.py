@@ -49,7 +49,6 @@ def test_one_arm_without_a_good_request_is_counted_as_with_one() -> None:
 def test_slices_are_equal_parts_of_some_steps_at_least() -> None:
     assert slice_tokens(50.0, 1.5, load=2) == 75.0
     assert slice_tokens(50.0, 1.5, load=32) == 8 * 32
-    assert slice_tokens(50.0, 1.5, load=32, least_steps=3) == 3 * 32
     assert slice_ends(192, 25.0) == [24, 48, 72, 96, 120, 144, 168, 192]
     assert slice_ends(100, 30.0) == [33, 66, 100]
     assert slice_ends(100, 400.0) == [100]
