@@ -76,9 +76,9 @@ def policies_said() -> str:
         f"- `price` is at {price['envelope_ratio_mean']:.3f} of the envelope on average, and below {LEAST_RATIO:g} at "
         f"{len(below)} of {len(points)} points; the lowest is {least['envelope_ratio']:.3f} ± {half:.3f} "
         f"({world}, {where}).",
-        f"- Of the best fixed length of each world, chosen in hindsight, it is {np.mean(swing):.3f} times on average where "
-        f"the load swings ({min(swing):.2f} to {max(swing):.2f}), {np.mean(drift):.3f} times where it drifts "
-        f"({min(drift):.2f} to {max(drift):.2f}).",
+        "- Of the best fixed length of each world, chosen in hindsight, it is "
+        f"{np.mean(swing):.3f} times on average where the load swings ({min(swing):.2f} to {max(swing):.2f}), "
+        f"{np.mean(drift):.3f} times where it drifts ({min(drift):.2f} to {max(drift):.2f}).",
         f"- `price` closes {price['gap_closed']:.0%} of the gap from the best fixed length to hindsight; a perfect "
         f"confidence and true costs, with nothing to learn, close {perfect:.0%}.",
         f"- `learned` emits {learned['over_price']:.4f} ({low:.4f} to {high:.4f}) times as much as `price`; its mean "
