@@ -9,14 +9,14 @@ its arm has emitted the same total of tokens as the others, so that what the mac
 on all of them. Every arm is held to the same answers, recorded before by the first arm (held_text.py): else those whose
 texts happen to be easier would win. At each load arms with a sidecar serve for half a minute before they are measured,
 for their sidecar is new to the engine. A round is as many slices as make an answer of every client, or of sixteen of
-them. Every step counts: with a first step left out, whose caches are cold, an arm that emits a token a step would have
-had the same of its prompts left out in every round, those that end an answer in step with the slices. Where an engine
-has one thread, all engines' stay on one core. What an engine is like for as long as it lives no interval over rounds
-would see: so all are started anew several times, and intervals are over these starts. The first start measures every
-arm, later ones FASER, no speculation and the rivals near the best of each load. A load is done when its ratio is sharp,
-with LEAST_STARTS starts at least, or --starts are over. The best table is the one that the sweep of `faser bench` found
-(benchmarks/results/bench_full.json), unless --table gives another. Every round is in the JSON file when it is over;
-closed_loop_report.py makes table and picture of it.
+them, and 384 tokens at least. Every step counts: with a first step left out, whose caches are cold, an arm that emits a
+token a step would have had the same of its prompts left out in every round, those that end an answer in step with the
+slices. Where an engine has one thread, all engines' stay on one core. What an engine is like for as long as it lives no
+interval over rounds would see: so all are started anew several times, and intervals are over these starts. The first
+start measures every arm, later ones FASER, no speculation and the rivals near the best of each load. A load is done
+when its ratio is sharp, with LEAST_STARTS starts at least, or --starts are over. The best table is the one that the
+sweep of `faser bench` found (benchmarks/results/bench_full.json), unless --table gives another. Every round is in the
+JSON file when it is over; closed_loop_report.py makes table and picture of it.
 """
 
 from __future__ import annotations

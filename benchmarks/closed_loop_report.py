@@ -120,13 +120,27 @@ def _intervals(results: Results) -> str:
     if count > 1:
         told = (
             f"All engines were started anew {count} times.{_scatter(results)}\n"
-            "Geometric means over a start's rounds, and over starts with their 95 % interval."
+            f"Geometric means over a start's rounds, and over starts with their 95 % interval.{_slices_had(results)}"
         )
     return (
         f"{told}\nThe best rival is chosen on every other {place} and compared on the {pair} between, and the other\n"
         f"way round, among arms that were in half of the {pair} at least: after the first {pair} arms that fall\n"
         "behind are left out." + _first_steps(results) + _steps_by_prompts(results)
     )
+
+
+def _slices_had(results: Results) -> str:
+    """Return how many steps slices had without speculation, where not all starts had the same."""
+    found: dict[int, list[int]] = {}
+    for number in results.starts():
+        turns = [turn for turn in results.turns if (turn.start, turn.arm) == (number, "none")]
+        if turns:
+            steps = round(sum(turn.steps for turn in turns) / sum(turn.slices for turn in turns))
+            found.setdefault(steps, []).append(number + 1)
+    if len(found) < 2:
+        return ""
+    told = ", ".join(f"{steps} (starts {', '.join(map(str, starts))})" for steps, starts in found.items())
+    return f"\nWithout speculation a slice had so many steps: {told}."
 
 
 def _scatter(results: Results) -> str:
@@ -137,7 +151,7 @@ def _scatter(results: Results) -> str:
     seen, expected = np.sqrt(np.mean(np.square(found), axis=0))
     return (
         f" Starts' ratios of FASER to no\nspeculation scatter by {seen:.1%} (root mean square over loads); by the "
-        f"scatter of rounds within a start {expected:.1%} is to be expected."
+        f"scatter of rounds within a start, were they independent, {expected:.1%} is to be expected."
     )
 
 
@@ -151,7 +165,7 @@ def _first_steps(results: Results) -> str:
         return ""
     return (
         "\nA slice's first step, behind the others' turns, is FASER's by so much longer than that of no speculation, "
-        f"where both\nemit a token a step: {', '.join(told)}."
+        f"where both\nemit a token a step: {', '.join(told)}; prompts that happen to be read in first steps are in it."
     )
 
 

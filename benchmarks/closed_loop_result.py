@@ -175,7 +175,8 @@ def scatter_at(results: Results, load: int) -> tuple[float, float] | None:
     """Return how far starts' ratios of FASER to no speculation scatter, and how far by what happens within them.
 
     Standard deviations of the ratios' logarithms. The second is that of rounds within starts, over the root of their
-    number: what the first has more is what differs between processes. None with fewer than two starts of two rounds.
+    number, if they were independent: what the first has more is what differs between processes. None with fewer than
+    two starts of two rounds.
     """
     rates, starts = results.rates(load, is_clean=True, is_even=True), results.start_of(load)
     if not {OURS, "none"} <= set(rates):

@@ -20,7 +20,13 @@ KNOWN: Final = {  # by what they know, most first
     "price": "what it has learnt, with confidence",
     "price:history": "what it has learnt, without",
 }
-CHANGING: Final = ("oracle:request", "informed:rounds", "price", "learned", "table")  # shown where the load changes
+SHOWN_CHANGING: Final = (
+    "oracle:request",
+    "informed:rounds",
+    "price",
+    "learned",
+    "table",
+)  # shown where the load changes
 LOADS: Final = ("1", "2", "4", "8", "16", "32", "64", "128", "drift", "swing")
 
 
@@ -107,12 +113,12 @@ def policies_bounds() -> str:
 
 
 def policies_changing() -> str:
-    """Return what the bounds and `price` gain over the best fixed length where the load changes, by world."""
+    """Return what bounds, ours and the best table gain over the best fixed length on changing loads, by world."""
     found = read("policies.json")["policies"]
     worlds = list(found["price"]["worlds"])
     lines = [f"| load | policy | {' | '.join(worlds)} | mean |", "|---" * (len(worlds) + 3) + "|"]
     for load in ("swing", "drift"):
-        for name in CHANGING:
+        for name in SHOWN_CHANGING:
             cells = [found[name]["worlds"][world][load] for world in worlds]
             means = [cell["over_best_fixed"] for cell in cells]
             halves = [(cell["over_best_fixed_ci"][1] - cell["over_best_fixed_ci"][0]) / 2 for cell in cells]

@@ -23,7 +23,7 @@ from faser.controller.bench_machine import provenance
 from faser.controller.bench_ratio import paired_ratio
 
 RESULT: Final = Path(__file__).resolve().parent / "results" / "slices.json"
-LENGTHS_S: Final = (0.06, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+LENGTHS_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 LAYERS: Final = 60
 ROWS, WIDTH, INNER = 8, 576, 1536  # of SmolLM2-135M at 8 requests
 

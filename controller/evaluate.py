@@ -113,8 +113,8 @@ def evaluate(
     ),
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs of each cell, with different requests.")] = 3,
     steps: Annotated[
-        int, typer.Option(min=20, help="Length of a run, in steps without speculation; a swing needs 1000.")
-    ] = 400,
+        int, typer.Option(min=20, help="Length of a run, in steps without speculation; with fewer a swing has no time.")
+    ] = 1000,
     workers: Annotated[int, typer.Option(min=1, max=256, help="Processes.")] = 1,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the JSON object to this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="End with one JSON object instead of a table.")] = False,

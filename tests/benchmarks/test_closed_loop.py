@@ -107,6 +107,16 @@ def test_what_differs_between_engines_is_told_from_what_differs_between_rounds(
     assert f"scatter by {seen:.1%} (root mean square over loads); by the scatter of rounds" in report.markdown(told)
 
 
+def test_starts_whose_slices_had_other_steps_are_told(report: ModuleType, result: ModuleType) -> None:
+    told = results(result, {"none": [100.0] * 4, "faser": [90.0] * 4}, rounds_per_start=2)
+    assert "a slice had so many steps" not in report.markdown(told)
+    told.turns = [  # type: ignore[attr-defined]
+        msgspec.structs.replace(turn, slices=20 if turn.start else 2)
+        for turn in told.turns  # type: ignore[attr-defined]
+    ]
+    assert "a slice had so many steps: 100 (starts 1), 10 (starts 2)." in report.markdown(told)
+
+
 def test_a_single_start_tells_nothing_of_what_differs_between_engines(report: ModuleType, result: ModuleType) -> None:
     told = results(result, {"none": [100.0] * 4, "faser": [90.0, 100.0, 110.0, 100.0]})
     assert result.scatter_at(told, 1) is None

@@ -256,6 +256,7 @@ def test_a_plan_gives_every_cell_and_the_same_figures_twice() -> None:
     expected = {"price", "smartspec", TABLE, "off", *ORACLES, *(f"fixed:{k}" for k in range(1, K_MAX + 1))}
     assert {name for name, _, _ in first.scores} == expected
     assert all(len(values) == 2 and min(values) > 0.0 for values in first.scores.values())
+    assert summary(first)["policies"]["price"]["worlds"][NGRAM.name].keys() == {"2", "drift", "swing"}  # type: ignore[index]
 
 
 # --- the command ---
