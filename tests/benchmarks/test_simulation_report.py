@@ -47,7 +47,5 @@ def test_loads_that_change_are_told_by_world_and_on_average(report: ModuleType) 
 def test_steady_loads_and_those_that_swing_and_drift_are_told_apart_in_words(report: ModuleType) -> None:
     told = report.policies_said()
     assert "below 0.99 at 2 of 6 points; the lowest is 0.980 ± 0.050 (one, 4 requests)." in told
-    assert (
-        "1.070 times on average where the load swings (1.06 to 1.08), 1.020 times where it drifts (1.01 to 1.03)"
-        in told
-    )
+    assert "is 1.070 times on average where the load swings (1.06 to 1.08), 1.020 times on average where the" in told
+    assert "the load drifts (1.01 to 1.03)" in told
