@@ -49,10 +49,10 @@ def show(
     from ..models.policy import PolicyError as PolicyNameError
     from ..models.policy import make_policy
     from ..models.portrait import portray
-    from .evaluate import explained, whole_numbers
+    from .evaluate import MOST_REQUESTS, explained, whole_numbers
 
     chosen = _world(world)
-    running = whole_numbers(loads, "loads", 256)
+    running = whole_numbers(loads, "loads", MOST_REQUESTS)
     if min(running) < 1:
         raise UsageError(f"loads {loads!r}", "at least one running request")
     try:
