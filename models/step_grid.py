@@ -19,9 +19,6 @@ from ..env.state import EngineState
 DRAFTED, TOKENS, ROWS, ROUNDS = range(4)
 PLANES: Final = 4
 HYSTERESIS: Final = 0.01  # gain below which the cell of the step before is kept
-# By how much drafts that differ must promise to be better than one length for all. Their promise is the best of
-# hundreds of guesses: on a real engine those of less than this were not kept (docs/decisions.md).
-MARGIN: Final = 0.01
 
 
 class Choice(NamedTuple):
@@ -43,7 +40,7 @@ def choose(
     table: Floats, state: EngineState, requests: int, reading_s: float, cell: tuple[int, int],
     verify_s: Floats | None = None, time_weight: float = 1.0,
 ) -> Choice:  # fmt: skip
-    """Return the best cell, or the one in force if that is nearly as good, or one length for all if that is.
+    """Return the best cell, or the one in force if that is nearly as good.
 
     :param table: whose last threshold lets everything pass
     :param reading_s: what a step in which all draft is charged for what the drafter missed, and for new prompts
@@ -56,14 +53,14 @@ def choose(
         verify_s = state.cost.beside_prompts_s(rows, requests, state.prompts())
     draft_s = state.cost.draft_time_s(rows, rounds, drafted)
     even_rates = np.empty(table.shape[2])
-    chosen = _best(table, verify_s, draft_s, reading_s, requests, time_weight, MARGIN, *cell, even_rates)
+    chosen = _best(table, verify_s, draft_s, reading_s, requests, time_weight, *cell, even_rates)
     return Choice(*chosen, even_rates)
 
 
 @compiled
 def _best(
     table: Floats, verify_s: Floats, draft_s: Floats, reading_s: float, requests: int, time_weight: float,
-    margin: float, threshold: int, depth: int, even_rates: Floats,
+    threshold: int, depth: int, even_rates: Floats,
 ) -> tuple[int, int, float, float]:  # fmt: skip
     most, best, best_threshold, best_depth = -np.inf, 0.0, 0, 0
     held, now = -np.inf, 0.0
@@ -75,8 +72,6 @@ def _best(
             rate = table[TOKENS, i, j] / step_s
             worth = rate if time_weight == 1.0 else table[TOKENS, i, j] / step_s**time_weight
             even_rates[j] = rate  # at last that of the last threshold
-            if j > 0 and i < table.shape[1] - 1:
-                worth *= 1.0 - margin
             if i == threshold and j == depth:
                 held, now = worth, rate
             if worth > most:

@@ -160,7 +160,7 @@ def test_no_advice_earns_nothing_and_bad_advice_costs() -> None:
 
 
 def test_a_silent_network_is_judged_as_level_with_price() -> None:
-    course = AdvisedServing(replace(TINY, spans=16), 0, decided)  # a shorter course ends before lengths differ
+    course = AdvisedServing(TINY, 0, decided)
     assert course.judged(make_network()) == pytest.approx([0.0])
     loud = [course.judged(make_network(advice)) for advice in ((1.0, 1.0, -1.0), (-1.0, 1.0, -1.0))]
     assert any(found != pytest.approx([0.0], abs=1e-6) for found in loud)  # one of them at least asks for other lengths
