@@ -1,7 +1,8 @@
 """Deliberate exploration for the price policy: when a length that is not chosen could be better, try it once.
 
 Deterministic and paid from an account that grows by one percent of the step time at most, and by less with every probe
-that changed nothing; what cannot win even if everything unknown turned out well is never probed.
+that changed nothing, and is filled for batches of a new size; what cannot win even if everything unknown turned out
+well is never probed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from ..env.acceptance import Floats
 from ..env.state import EngineState
 
 BUDGET_SHARE = 0.01  # of the time
-FIRST_CREDIT_STEPS = 10.0  # what a fresh controller may spend at once, in steps
+# What may be spent at once, in steps, on batches of a size that is new: what drafting costs there is a guess, a slow
+# moment in its first steps is believed until it is measured again, and with every step without drafts it gets dearer.
+FIRST_CREDIT_STEPS = 10.0
 CREDIT_CAP_STEPS = 20.0
 MARGIN = 0.02  # a probe must promise this much more tokens/s
 HALVING_PROBES = 4  # of batches of a size: after so many that changed nothing half as much is spent
@@ -52,7 +55,8 @@ class ProbeAccount:
         self._time_s: float | None = None
         self._next_record = SPACING_RECORDS
         self._next_look_back = 0
-        self._tries: dict[int, Tries] = {}  # by octave of running requests
+        self._met: set[int] = set()  # octaves of running requests
+        self._tries: dict[int, Tries] = {}  # by octave
         self.budget_share = BUDGET_SHARE
         self.probes = 0
 
@@ -75,7 +79,7 @@ class ProbeAccount:
         octave = requests.bit_length()
         tries = self._tries.get(octave, Tries(depth, 0))
         fruitless = tries.fruitless if tries.depth == depth else 0
-        self._earn(state, self.budget_share * max(0.5 ** (fruitless / HALVING_PROBES), LEAST_ZEAL))
+        self._earn(state, octave, self.budget_share * max(0.5 ** (fruitless / HALVING_PROBES), LEAST_ZEAL))
         if not is_due:
             return None
         population = state.population
@@ -111,12 +115,13 @@ class ProbeAccount:
         """Return whether `choose` will look for a probe now."""
         return state.link.records >= self._next_record
 
-    def _earn(self, state: EngineState, share: float) -> None:
+    def _earn(self, state: EngineState, octave: int, share: float) -> None:
         step_s = state.load.step_s
-        if self._time_s is None:
-            self._credit_s = FIRST_CREDIT_STEPS * step_s
-        else:
+        if self._time_s is not None:
             self._credit_s += share * min(max(state.time_s - self._time_s, 0.0), 10.0 * step_s)
+        if octave not in self._met:
+            self._met.add(octave)
+            self._credit_s = max(self._credit_s, FIRST_CREDIT_STEPS * step_s)
         self._credit_s = min(self._credit_s, CREDIT_CAP_STEPS * step_s)
         self._time_s = state.time_s
 

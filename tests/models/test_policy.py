@@ -410,6 +410,22 @@ def test_amid_prompts_most_of_the_credit_for_probes_waits() -> None:
     assert probe(0.9) is None
 
 
+def test_batches_of_a_new_size_are_probed_at_once() -> None:
+    def probe(requests: int) -> int | None:
+        account._next_record = 0
+        return account.choose(state, requests, 1.0, 0, people, begin_s=5.0 * state.load.step_s)
+
+    state = make_state(dict.fromkeys(range(1, 9), 0.6), row_ms=0.05)
+    account, people = ProbeAccount(), Chances(np.full(K_MAX, 0.5), np.full(K_MAX, 0.4))
+    assert probe(8) is not None
+    account._credit_s = 0.0
+    assert probe(9) is None, "of the same size as eight"
+    assert probe(32) is not None
+    account._credit_s = 0.0
+    assert probe(33) is None
+    assert probe(8) is None, "not new any more"
+
+
 def test_probes_that_change_nothing_get_rarer_and_one_that_does_brings_the_budget_back() -> None:
     def earned_s(account: ProbeAccount, depth: int) -> float:
         """Return what a second of steps adds to the credit, with nothing to spend it on."""
