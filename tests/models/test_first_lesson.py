@@ -11,7 +11,7 @@ from faser.controller.evaluate import decided
 from faser.engine_adapter.protocol import ActionSet
 from faser.env.spaces import Capabilities
 from faser.env.state import EngineState
-from faser.models import first_lesson
+from faser.models import first_lesson, probe
 from faser.models.first_lesson import DRAFTS, FROM_RECORD, FirstLesson
 from faser.models.policy import make_policy
 from faser.models.probe import LOOK_BACK_RECORDS, NEARLY_AS_GOOD, ProbeAccount
@@ -50,6 +50,7 @@ def lessons(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_where_no_length_pays_confidence_is_learnt_once_and_only_from_drafts_for_its_sake(
     lessons: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(probe, "FIRST_CREDIT_STEPS", 0.0)  # probes of a new size teach it as well
     assert run("price", "cpu-embedded", 16, 300).confidence.forecast is not None
     assert lessons[0] >= FROM_RECORD
     assert DRAFTS / 16 <= len(lessons) <= DRAFTS / 16 + 2
