@@ -125,7 +125,7 @@ def _intervals(results: Results) -> str:
     return (
         f"{told}\nThe best rival is chosen on every other {place} and compared on the {pair} between, and the other\n"
         f"way round, among arms that were in half of the {pair} at least: after the first {pair} arms that fall\n"
-        "behind are left out." + _first_steps(results) + _steps_by_prompts(results)
+        "behind are left out." + _first_steps(results) + _cold_steps(results) + _steps_by_prompts(results)
     )
 
 
@@ -167,6 +167,34 @@ def _first_steps(results: Results) -> str:
         "\nA slice's first step, behind the others' turns, is FASER's by so much longer than that of no speculation, "
         f"where both\nemit a token a step: {', '.join(told)}; prompts that happen to be read in first steps are in it."
     )
+
+
+def _cold_steps(results: Results) -> str:
+    """Return how much longer the first step of a slice is than the others, of steps without prompts."""
+    told = []
+    for load in results.loads():
+        rival = envelope_at(results, load).rivals[0]
+        ours, theirs = (_cold_s(results, load, arm) for arm in (OURS, rival))
+        if ours is not None and theirs is not None:
+            told.append(f"{ours * 1e3:+.1f} and {theirs * 1e3:+.1f} ms at {load} requests ({name_of(rival)})")
+    if not told:
+        return ""
+    return (
+        "\nOf steps without prompts the first of a slice is so much longer than the others, of FASER and of the best "
+        f"rival: {', '.join(told)}."
+    )
+
+
+def _cold_s(results: Results, load: int, arm: str) -> float | None:
+    """Return by how many seconds an arm's first plain step of a slice is longer than its others; None: not told."""
+    turns = [turn for turn in results.turns if (turn.load, turn.arm) == (load, arm) and turn.plain_firsts]
+    firsts = sum(turn.plain_firsts for turn in turns)
+    others = sum(turn.steps - turn.prompt_steps for turn in turns) - firsts
+    if not firsts or not others:
+        return None
+    firsts_s = sum(turn.plain_firsts_s for turn in turns)
+    others_s = sum(turn.seconds - turn.prompt_steps_s for turn in turns) - firsts_s
+    return firsts_s / firsts - others_s / others
 
 
 def _steps_by_prompts(results: Results) -> str:

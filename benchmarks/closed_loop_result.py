@@ -64,6 +64,8 @@ class Turn(msgspec.Struct, frozen=True):
     first_steps_s: float = 0.0  # of its slices, together; 0 in turns of before they were told
     prompt_steps: int = 0  # which ended the reading of a prompt; 0 in turns of before they were told
     prompt_steps_s: float = 0.0
+    plain_firsts: int = 0  # first steps of slices that ended no prompt; 0 in turns of before they were told
+    plain_firsts_s: float = 0.0
 
 
 class Results(msgspec.Struct):

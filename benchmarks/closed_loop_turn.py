@@ -40,4 +40,5 @@ def as_turn(name: str, load: int, round_: int, slices: Sequence[Slice], start: i
         steal_share=noise.steal_share, is_disturbed=bool(noise.reason(cores)),
         at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), start=start, first_steps_s=total["first_step_s"],
         prompt_steps=int(total["prompt_steps"]), prompt_steps_s=total["prompt_steps_s"],
+        plain_firsts=int(total["plain_firsts"]), plain_firsts_s=total["plain_firsts_s"],
     )  # fmt: skip

@@ -255,13 +255,14 @@ def test_a_round_is_an_answer_of_every_client_or_of_enough(start: ModuleType) ->
 def test_a_turn_is_the_sum_of_its_slices(start: ModuleType) -> None:
     served = {"seconds": 1.0, "cpu_s": 0.9, "steps": 10, "tokens": 30, "requests": 1, "first_step_s": 0.2}
     served |= {"draft_tokens": 20, "accepted_tokens": 15, "prompt_tokens": 100}
-    served |= {"prompt_steps": 2, "prompt_steps_s": 0.7}
+    served |= {"prompt_steps": 2, "prompt_steps_s": 0.7, "plain_firsts": 1, "plain_firsts_s": 0.2}
     slow = served | {"seconds": 3.0, "tokens": 30}
     quiet = start.Slice(served, 1.1, 1.0, 1.05, 0.0)
     turn = start.as_turn("k2", 4, 7, [quiet, start.Slice(slow, 3.1, 3.0, 3.0, 0.0)], start=3)
     assert (turn.tokens_per_s, turn.seconds, turn.slices, turn.draft_tokens) == (15.0, 4.0, 2, 40)
     assert (turn.start, turn.first_steps_s) == (3, pytest.approx(0.4))
     assert (turn.prompt_steps, turn.prompt_steps_s) == (4, pytest.approx(1.4))
+    assert (turn.plain_firsts, turn.plain_firsts_s) == (2, pytest.approx(0.4))
     assert not turn.is_disturbed
     loud = start.as_turn("k2", 4, 7, [quiet, start.Slice(slow, 3.1, 3.0, 4.5, 0.0)])
     assert loud.is_disturbed
@@ -298,6 +299,23 @@ def test_steps_with_and_without_prompts_are_told_apart_where_slices_begin_alike(
     assert "without prompts and with them" in report.markdown(told), "a turn of before it was told is left out"
     told.turns = [msgspec.structs.replace(turn, prompt_steps=0) for turn in told.turns]  # type: ignore[attr-defined]
     assert "without prompts and with them" not in report.markdown(told)
+
+
+def test_how_much_longer_a_plain_first_step_is_than_others_is_told_of_the_best_rival_too(
+    report: ModuleType, result: ModuleType
+) -> None:
+    told = results(result, {"none": [100.0] * 2, "k1": [90.0] * 2, "faser": [100.0] * 2})
+    firsts_s = {"none": 1.1, "k1": 9.0, "faser": 1.3}  # ten of 30 plain steps, of which the others take 2 s
+    told.turns = [  # type: ignore[attr-defined]
+        msgspec.structs.replace(
+            turn, steps=40, prompt_steps=10, prompt_steps_s=3.0, seconds=5.0 + firsts_s[turn.arm], plain_firsts=10,
+            plain_firsts_s=firsts_s[turn.arm],
+        )
+        for turn in told.turns  # type: ignore[attr-defined]
+    ]  # fmt: skip
+    assert "best rival: +30.0 and +10.0 ms at 1 requests (no speculation)." in report.markdown(told)
+    told.turns = [msgspec.structs.replace(turn, plain_firsts=0) for turn in told.turns]  # type: ignore[attr-defined]
+    assert "Of steps without prompts" not in report.markdown(told), "turns of before it was told"
 
 
 def test_the_first_start_measures_every_arm_later_ones_those_near_the_best_until_the_ratio_is_sharp(
