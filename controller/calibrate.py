@@ -53,6 +53,7 @@ from .calibrate_report import acceptance_table, ahead_line, drift_range, error_t
 from .errors import ModelError, StoreError, UsageError
 from .measured import Measured, ahead_steps, looks, read_measured, trials
 from .starvation import freed, load_waiting
+from .whole_file import require_place
 
 PHASES: Final[tuple[Phase, ...]] = ("verify", "draft", "host")
 _BLOCK_TOKENS: Final = 128  # vLLM's KV block on a CPU; with another size only the count of blocks differs
@@ -82,8 +83,7 @@ class CalibrateOptions:
             raise UsageError(f"--output {self.output} is a telemetry file itself", "another one")
         if self.keeps_costs and self.base is None:
             raise UsageError("--keep-costs without --base", "the profile whose costs are kept")
-        if self.output.is_dir():
-            raise UsageError(f"--output {self.output} is a folder", "a file")
+        require_place(self.output, "--output")
 
 
 def calibrate(options: CalibrateOptions, console: Console) -> int:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import PolicyError, UsageError
+from .whole_file import replacing, require_place
 
 if TYPE_CHECKING:  # numpy comes with them: `faser --help` must not wait for it
     from ..engine_adapter.protocol import ActionSet, StepRecord
@@ -132,6 +133,8 @@ def evaluate(
     from ..models.worlds import held_out
     from .bench_machine import provenance
 
+    if output is not None:
+        require_place(output, "--output")
     known = {world.name: world for world in held_out()}
     named = [name for name in worlds.split(",") if name] or list(known)
     if unknown := [name for name in named if name not in known]:
@@ -161,7 +164,8 @@ def evaluate(
     result = summary(table) | provenance()
     text = json_module.dumps(result, indent=None if json else 1)
     if output is not None:
-        output.write_text(text + "\n")
+        with replacing(output) as place:
+            place.write_text(text + "\n")
     typer.echo(text if json else drawn(result))
 
 

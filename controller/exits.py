@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .errors import ModelError
+from .whole_file import require_place
 
 if TYPE_CHECKING:
     from ..models.exits.record import Recipe
@@ -43,6 +44,7 @@ def train(
     from ..models.exits.workshop import train_exits
     from .drafter import _bars
 
+    require_place(output, "--output")
     try:
         recipe = _recipe(target, drafter, method, layers, tokens, longest)
         with _bars() as bars:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import PolicyError, UsageError
+from .whole_file import require_place
 
 if TYPE_CHECKING:
     from ..models.portrait import Stroke
@@ -51,6 +52,8 @@ def show(
     from ..models.portrait import portray
     from .evaluate import MOST_REQUESTS, explained, whole_numbers
 
+    if output is not None:
+        require_place(output, "--output")
     chosen = _world(world)
     running = whole_numbers(loads, "loads", MOST_REQUESTS)
     if min(running) < 1:
@@ -145,11 +148,19 @@ def _row(stroke: Stroke) -> dict[str, Any]:
     return {name: getattr(stroke, name) for name in stroke.__slots__}
 
 
+def _in_short(value: Any) -> str:
+    """Return a figure of a manifest for people."""
+    if isinstance(value, list):
+        return " to ".join(map(_in_short, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def _text(spec: str, world: WorldSpec, told: dict[str, Any], strokes: list[Stroke]) -> str:
     lines = [f"{spec} in a simulated engine: {world.name} ({world.note})"]
     if told:
         training, results = told["manifest"]["training"], told["manifest"]["results"]
-        lines.append(f"trained at commit {training.get('commit', '?')}, {training.get('steps', '?')} steps; {results}")
+        lines.append(f"trained at commit {training.get('commit', '?')}, {training.get('steps', '?')} steps")
+        lines += [f"  {name}: {_in_short(value)}" for name, value in results.items()]
     lines.append("")
     k_max = len(strokes[0].shares) - 1
     lines.append(f"{'requests':>8} {'length':>7} {'accepted':>9} {'speed':>7}  lengths 0..{k_max}, %")

@@ -41,6 +41,7 @@ from .serve import (
 from .starvation import WaitingMeter, save_waiting
 from .survey_load import Grid, SurveyLoad
 from .telemetry import read_engines
+from .whole_file import require_place
 
 # As in the demo, whose telemetry the embedded profile is checked against.
 _EMBEDDED_ARGUMENTS: Final = ("--max-num-batched-tokens", "512")
@@ -74,6 +75,7 @@ class ProfileOptions:
 def run_profile(options: ProfileOptions) -> int:
     """Measure, fit, write, print; return 0, or 130 after Ctrl-C: then nothing is written."""
     output = options.output or Path(f"{Path(options.model).name}.profile.json")
+    require_place(output, "--output")
     console = Console(stderr=True, highlight=False)
     with tempfile.TemporaryDirectory(prefix="faser-profile-") as scratch, stopping_on_sigterm():
         telemetry = options.telemetry or Path(scratch) / "telemetry.sqlite"

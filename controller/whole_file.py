@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from .errors import UsageError
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -35,6 +37,19 @@ def replacing(path: Path) -> Iterator[Path]:
         with suppress(OSError):
             os.unlink(name)
         raise
+
+
+def require_place(path: Path, option: str) -> None:
+    """Raise UsageError where no file can be written, before the work whose result it is to hold.
+
+    :param option: as the user gave it, such as --output
+    """
+    if path.is_dir():
+        raise UsageError(f"{option} {path} is a folder", "a file")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{option} {path}: no folder {path.parent}", "a file in a folder that is there")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UsageError(f"{option} {path} cannot be written", "a place of yours")
 
 
 def _umask() -> int:

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from faser.controller.cli import app
-from faser.controller.errors import FaserError
+from faser.controller.errors import FaserError, UsageError
 from faser.controller.evaluate import explained
 from faser.env.spaces import Capabilities
 from faser.models.learned import RELEASED
@@ -107,3 +107,18 @@ def test_bad_input_is_one_clear_line(arguments: tuple[str, ...], fault: str) -> 
     with pytest.raises(FaserError, match=fault) as caught:
         run(*arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_figures_of_a_trained_policy_are_told_in_short() -> None:
+    text = run("show", "learned", "--loads", "8", "--steps", "40")
+    assert "{" not in text
+    assert all(f"  {name}: " in text for name in load_network(RELEASED).manifest.results)
+
+
+@pytest.mark.parametrize("command", [["policy", "show", "off"], ["evaluate"], ["profile"], ["calibrate", __file__]])
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(command: list[str], tmp_path: Path) -> None:
+    for place, seen in ((tmp_path / "none" / "file", "no folder"), (tmp_path, "is a folder")):
+        result = CliRunner().invoke(app, [*command, "-o", str(place)])
+        assert isinstance(result.exception, UsageError)
+        assert seen in str(result.exception)
+        assert "--output" in str(result.exception)
