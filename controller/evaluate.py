@@ -177,9 +177,12 @@ def drawn(result: dict[str, Any]) -> str:
         low, high = row["ci"]
         span = "" if low is None else f"{low:.1f} .. {high:.1f}"
         gap = "" if row["gap_closed"] is None else f"{row['gap_closed']:.0%}"
+        # Lengths beyond what a world's drafter gives are not judged there: their goodput is of other engines.
+        judged = sum(map(bool, row["worlds"].values()))
+        part = f"  in {judged} of {result['worlds']} worlds" if judged < result["worlds"] else ""
         lines.append(
             f"{name:16} {row['goodput']:9.1f} {span:>21} {row['envelope_ratio_min']:13.3f} "
-            f"{row['envelope_ratio_mean']:6.3f} {gap:>11}"
+            f"{row['envelope_ratio_mean']:6.3f} {gap:>11}{part}"
         )
     tables = [f"best table in {world}: {spec}" for world, spec in result["tables"].items()]
     return "\n".join([*lines, "", *tables, f"{result['worlds']} worlds, {result['seeds']} seeds"])

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from faser.controller.cli import app
 from faser.controller.errors import FaserError, UsageError
-from faser.controller.evaluate import explained
+from faser.controller.evaluate import drawn, explained
 from faser.env.spaces import Capabilities
 from faser.models.learned import RELEASED
 from faser.models.network import load_network
@@ -122,3 +122,19 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(command: list[
         assert isinstance(result.exception, UsageError)
         assert seen in str(result.exception)
         assert "--output" in str(result.exception)
+
+
+def test_a_judged_policy_that_not_every_world_can_have_says_so() -> None:
+    row = {
+        "goodput": 1.0,
+        "ci": [None, None],
+        "gap_closed": None,
+        "envelope_ratio_min": 1.0,
+        "envelope_ratio_mean": 1.0,
+    }
+    rows = {
+        "fixed:5": row | {"worlds": {"a": {"1": {}}, "b": {}}},
+        "off": row | {"worlds": {"a": {"1": {}}, "b": {"1": {}}}},
+    }
+    text = drawn({"policies": rows, "tables": {}, "worlds": 2, "seeds": 1})
+    assert [line.split()[0] for line in text.splitlines() if line.endswith("in 1 of 2 worlds")] == ["fixed:5"]
