@@ -1,7 +1,7 @@
 """Deliberate exploration for the price policy: when a length that is not chosen could be better, try it once.
 
 Deterministic and paid from an account that grows by one percent of the step time at most, and by less with every probe
-that changed nothing, and is filled for batches of a new size; what cannot win even if everything unknown turned out
+that changed nothing, and is topped up for batches of a new size; what cannot win even if everything unknown turned out
 well is never probed.
 """
 
@@ -16,9 +16,11 @@ from ..env.acceptance import Floats
 from ..env.state import EngineState
 
 BUDGET_SHARE = 0.01  # of the time
-# What may be spent at once, in steps, on batches of a size that is new: what drafting costs there is a guess, a slow
-# moment in its first steps is believed until it is measured again, and with every step without drafts it gets dearer.
-FIRST_CREDIT_STEPS = 10.0
+FIRST_CREDIT_STEPS = 10.0  # what a fresh controller may spend at once, in steps
+# ... and on batches of a size that is new to it: what drafting costs there is a guess, a slow moment in its first steps
+# is believed until it is measured again, and with every step without drafts that gets dearer. With ten, probes while a
+# batch fills up made later ones rare.
+NEW_SIZE_CREDIT_STEPS = 4.0
 CREDIT_CAP_STEPS = 20.0
 MARGIN = 0.02  # a probe must promise this much more tokens/s
 HALVING_PROBES = 4  # of batches of a size: after so many that changed nothing half as much is spent
@@ -120,8 +122,9 @@ class ProbeAccount:
         if self._time_s is not None:
             self._credit_s += share * min(max(state.time_s - self._time_s, 0.0), 10.0 * step_s)
         if octave not in self._met:
+            credit_steps = NEW_SIZE_CREDIT_STEPS if self._met else FIRST_CREDIT_STEPS
             self._met.add(octave)
-            self._credit_s = max(self._credit_s, FIRST_CREDIT_STEPS * step_s)
+            self._credit_s = max(self._credit_s, credit_steps * step_s)
         self._credit_s = min(self._credit_s, CREDIT_CAP_STEPS * step_s)
         self._time_s = state.time_s
 

@@ -50,7 +50,7 @@ def lessons(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_where_no_length_pays_confidence_is_learnt_once_and_only_from_drafts_for_its_sake(
     lessons: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "FIRST_CREDIT_STEPS", 0.0)  # probes of a new size teach it as well
+    monkeypatch.setattr(probe, "NEW_SIZE_CREDIT_STEPS", 0.0)  # probes of a new size teach it as well
     assert run("price", "cpu-embedded", 16, 300).confidence.forecast is not None
     assert lessons[0] >= FROM_RECORD
     assert DRAFTS / 16 <= len(lessons) <= DRAFTS / 16 + 2

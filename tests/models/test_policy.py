@@ -413,7 +413,7 @@ def test_amid_prompts_most_of_the_credit_for_probes_waits() -> None:
 def test_batches_of_a_new_size_are_probed_at_once() -> None:
     def probe(requests: int) -> int | None:
         account._next_record = 0
-        return account.choose(state, requests, 1.0, 0, people, begin_s=5.0 * state.load.step_s)
+        return account.choose(state, requests, 1.0, 0, people, begin_s=2.0 * state.load.step_s)
 
     state = make_state(dict.fromkeys(range(1, 9), 0.6), row_ms=0.05)
     account, people = ProbeAccount(), Chances(np.full(K_MAX, 0.5), np.full(K_MAX, 0.4))
