@@ -20,13 +20,8 @@ KNOWN: Final = {  # by what they know, most first
     "price": "what it has learnt, with confidence",
     "price:history": "what it has learnt, without",
 }
-SHOWN_CHANGING: Final = (
-    "oracle:request",
-    "informed:rounds",
-    "price",
-    "learned",
-    "table",
-)  # shown where the load changes
+# Shown where the load changes.
+SHOWN_CHANGING: Final = ("oracle:request", "informed:rounds", "price", "learned", "table")
 
 
 def read(name: str) -> Any:

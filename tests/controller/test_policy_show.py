@@ -115,7 +115,11 @@ def test_figures_of_a_trained_policy_are_told_in_short() -> None:
     assert all(f"  {name}: " in text for name in load_network(RELEASED).manifest.results)
 
 
-@pytest.mark.parametrize("command", [["policy", "show", "off"], ["evaluate"], ["profile"], ["calibrate", __file__]])
+@pytest.mark.parametrize(
+    "command",
+    [["policy", "show", "off"], ["evaluate"], ["profile"], ["calibrate", __file__], ["exits", "train"]],
+    ids=lambda command: command[0],
+)
 def test_a_file_that_cannot_be_written_is_refused_before_any_work(command: list[str], tmp_path: Path) -> None:
     for place, seen in ((tmp_path / "none" / "file", "no folder"), (tmp_path, "is a folder")):
         result = CliRunner().invoke(app, [*command, "-o", str(place)])
