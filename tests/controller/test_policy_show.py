@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -112,6 +113,7 @@ def test_bad_input_is_one_clear_line(arguments: tuple[str, ...], fault: str) -> 
 def test_figures_of_a_trained_policy_are_told_in_short() -> None:
     text = run("show", "learned", "--loads", "8", "--steps", "40")
     assert "{" not in text
+    assert not re.search(r"\.\d{6}|\[", text)
     assert all(f"  {name}: " in text for name in load_network(RELEASED).manifest.results)
 
 
