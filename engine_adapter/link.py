@@ -19,7 +19,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from .keys import EngineKeys
-from .lull import LULLS, wait
+from .lull import LULLS, MOST_S, heard, wait
 from .operator_log import operator_log
 from .protocol import FromController, FromEngine, ProtocolError, decode_from_controller, encode
 
@@ -61,7 +61,8 @@ class EngineLink:
         self._inbox: deque[FromController] = deque(maxlen=INBOX_LIMIT)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lull = LULLS.open()
-        self._rest_s = 0.0  # asked for by the newest message
+        self._hears_lulls = False  # one was not long ago: what may rest needs no waking of the thread
+        self._rest_s = 0.0  # asked for by the newest message that woke the thread
         self._closing = False
         self._endpoint = endpoint
         self._cut_off_s: float | None = None  # when a lost connection that nobody tries again counts as cut off
@@ -111,6 +112,9 @@ class EngineLink:
             self.dropped += 1
             return
         self._outbox.append(message)
+        # To wake the thread here is to have it ask for the interpreter while the engine's thread prepares its next step.
+        if rest_s and self._hears_lulls:
+            return
         self._rest_s = rest_s
         os.eventfd_write(self._wake, 1)
 
@@ -137,10 +141,14 @@ class EngineLink:
         give_way()
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
+        for descriptor in self._wake, self._lull, self._monitor:
+            poller.register(descriptor, zmq.POLLIN)
         while not self._closing:
-            ready = dict(poller.poll(None if self._cut_off_s is None else round(1e3 * TRIES_AGAIN_S)))
+            ready = dict(poller.poll(self._patience_ms()))
+            if self._lull in ready or not ready:
+                # First whether lulls are heard, then what waits: nothing is handed over in between and left behind.
+                self._hears_lulls = heard(self._lull)
+                self._send_waiting()
             if self._wake in ready:
                 os.eventfd_read(self._wake)
                 if self._rest_s and not self._closing:
@@ -157,6 +165,11 @@ class EngineLink:
         self._monitor.close(linger=0)
         self._socket.close(linger=LINGER_MS)
         self._context.term()
+
+    def _patience_ms(self) -> int | None:
+        """Return how long to wait for anything, None: for ever."""
+        waits = [MOST_S] * self._hears_lulls + [TRIES_AGAIN_S] * (self._cut_off_s is not None)
+        return round(1e3 * min(waits)) if waits else None
 
     def _watch(self) -> None:
         """Note from the newest event whether the connection was lost, and whether libzmq tries it again."""

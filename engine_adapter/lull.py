@@ -43,10 +43,17 @@ class Lulls:
 LULLS = Lulls()
 
 
+def heard(bell: int) -> bool:
+    """Return whether a lull began since this was asked last."""
+    try:
+        return os.eventfd_read(bell) > 0
+    except BlockingIOError:
+        return False
+
+
 def wait(bell: int, most_s: float) -> None:
     """Wait for the next lull; those that have been do not count."""
-    with contextlib.suppress(BlockingIOError):
-        os.eventfd_read(bell)
+    heard(bell)
     poller = select.poll()
     poller.register(bell, select.POLLIN)
     poller.poll(1e3 * most_s)

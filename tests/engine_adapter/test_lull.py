@@ -60,9 +60,50 @@ def test_a_record_that_rests_is_made_in_the_next_lull(link: EngineLink, lulls: L
     assert told_until(lulls, is_made.is_set)
 
 
-def test_a_lull_before_the_record_does_not_count(link: EngineLink, lulls: Lulls) -> None:
+def heard_one(link: EngineLink, lulls: Lulls) -> None:
     lulls.tell()
-    assert not sending(link, LONG_S).wait(0.2)
+    assert eventually(lambda: link._hears_lulls)
+
+
+def test_a_lull_before_the_record_does_not_count(
+    link: EngineLink, lulls: Lulls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "MOST_S", LONG_S)
+    heard_one(link, lulls)
+    is_made = sending(link, LONG_S)
+    assert not is_made.wait(0.2)
+    assert told_until(lulls, is_made.is_set)
+
+
+def test_the_last_record_is_made_without_another_lull(link: EngineLink, lulls: Lulls) -> None:
+    heard_one(link, lulls)
+    assert sending(link, LONG_S).wait(10.0), "an engine that goes idle keeps its last record"
+    assert eventually(lambda: not link._hears_lulls)
+    assert not sending(link, LONG_S).wait(0.2), "this one woke the thread, and rests"
+
+
+def test_where_lulls_are_heard_a_record_does_not_wake_the_thread(
+    link: EngineLink, lulls: Lulls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "MOST_S", LONG_S)
+    rung: list[int] = []
+    write = os.eventfd_write
+    monkeypatch.setattr(os, "eventfd_write", lambda bell, value: (rung.append(bell), write(bell, value)))
+    sending(link, LONG_S)
+    assert rung == [link._wake], "nobody told of a lull yet"
+    assert told_until(lulls, lambda: link._hears_lulls)
+    rung.clear()
+    sending(link, LONG_S)
+    assert rung == []
+    sending(link, 0.0)
+    assert rung == [link._wake], "what must not rest wakes it"
+
+
+def eventually(is_true: Callable[[], bool]) -> bool:
+    end_s = time.monotonic() + 10.0
+    while not is_true() and time.monotonic() < end_s:
+        time.sleep(0.005)
+    return is_true()
 
 
 def test_the_end_does_not_wait_for_a_lull(link: EngineLink) -> None:
