@@ -11,12 +11,13 @@ texts happen to be easier would win. At each load arms with a sidecar serve for 
 for their sidecar is new to the engine. A round is as many slices as make an answer of every client, or of sixteen of
 them, and 384 tokens at least. Every step counts: with a first step left out, whose caches are cold, an arm that emits a
 token a step would have had the same of its prompts left out in every round, those that end an answer in step with the
-slices. Where an engine has one thread, all engines' stay on one core. What an engine is like for as long as it lives no
-interval over rounds would see: so all are started anew several times, and intervals are over these starts. The first
-start measures every arm, later ones FASER, no speculation and the rivals near the best of each load. A load is done
-when its ratio is sharp, with LEAST_STARTS starts at least, or --starts are over. The best table is the one that the
-sweep of `faser bench` found (benchmarks/results/bench_full.json), unless --table gives another. Every round is in the
-JSON file when it is over; closed_loop_report.py makes table and picture of it.
+slices. Where an engine has one thread, all engines' stay on one core. Their memory is in huge pages, for in small ones
+engines alike differ by where their weights lie. What an engine is like for as long as it lives no interval over rounds
+would see: so all are started anew several times, and intervals are over these starts. The first start measures every
+arm, later ones FASER, no speculation and the rivals near the best of each load. A load is done when its ratio is sharp,
+with LEAST_STARTS starts at least, or --starts are over. The best table is the one that the sweep of `faser bench` found
+(benchmarks/results/bench_full.json), unless --table gives another. Every round is in the JSON file when it is over;
+closed_loop_report.py makes table and picture of it.
 """
 
 from __future__ import annotations
@@ -149,6 +150,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         max_prompt_tokens=options.max_prompt_tokens,
         threads=threads, k_max=EMBEDDED_K_MAX, policy=options.policy, target=TARGET_NAME,
         drafter_sha256=card["sha256"], core=max(cores) if threads == 1 and len(cores) > 1 else None,
+        has_huge_pages=True,
     )  # fmt: skip
 
 

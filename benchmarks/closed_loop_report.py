@@ -91,7 +91,8 @@ def _conditions(results: Results) -> list[str]:
 
 
 def _pinned(settings: Settings) -> str:
-    return "" if settings.core is None else f" Every engine's thread stays on core {settings.core}."
+    core = "" if settings.core is None else f" Every engine's thread stays on core {settings.core}."
+    return core + (" Their memory is in huge pages." if settings.has_huge_pages else "")
 
 
 def _table(results: Results) -> str:

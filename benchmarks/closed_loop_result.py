@@ -37,6 +37,7 @@ class Settings(msgspec.Struct, frozen=True):
     target: str
     drafter_sha256: str
     core: int | None = None  # on which every engine's only thread stays; None: wherever the system puts it
+    has_huge_pages: bool = False  # asked of every engine's malloc
 
 
 class Turn(msgspec.Struct, frozen=True):
