@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     Numbers = NDArray[np.int64]
 
 MEMORY_LIMIT_BYTES: Final = 1 << 30  # of target states; the system commits only pages that were written
-WHOLE_ROWS: Final = 8  # up to here vLLM's own pass, rejected rows and all, costs less than cutting it to fit
+# Up to so many rows, or with so few of rejected drafts among them, vLLM's own pass costs less than cutting it to fit.
+WHOLE_ROWS: Final = 8
+REJECTED_ROWS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,10 @@ class CatchUp:
             self._hidden[slots] = hidden
 
     def _takes_whole(self, step: _Step, lengths: Sequence[int]) -> bool:
-        """Tell whether everybody drafts, nobody has missed a token, and the step is small."""
-        if len(step.inputs["target_token_ids"]) > WHOLE_ROWS or not all(lengths):
+        """Tell whether everybody drafts, nobody has missed a token, and little would be cut off."""
+        rows = len(step.inputs["target_token_ids"])
+        rejected = rows - int((step.ends - step.firsts).sum())
+        if not all(lengths) or (rows > WHOLE_ROWS and rejected > REJECTED_ROWS):
             return False
         return bool((self._held_until(step, np.arange(len(lengths))) == step.firsts).all())
 

@@ -19,7 +19,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from .keys import EngineKeys
-from .lull import LULLS, MOST_S, heard, wait
+from .lull import LULLS, NEXT_S, heard, wait
 from .operator_log import operator_log
 from .protocol import FromController, FromEngine, ProtocolError, decode_from_controller, encode
 
@@ -112,7 +112,7 @@ class EngineLink:
             self.dropped += 1
             return
         self._outbox.append(message)
-        # To wake the thread here is to have it ask for the interpreter while the engine's thread prepares its next step.
+        # To wake the thread is to have it ask for the interpreter while the engine's thread prepares its next step.
         if rest_s and self._hears_lulls:
             return
         self._rest_s = rest_s
@@ -168,7 +168,7 @@ class EngineLink:
 
     def _patience_ms(self) -> int | None:
         """Return how long to wait for anything, None: for ever."""
-        waits = [MOST_S] * self._hears_lulls + [TRIES_AGAIN_S] * (self._cut_off_s is not None)
+        waits = [NEXT_S] * self._hears_lulls + [TRIES_AGAIN_S] * (self._cut_off_s is not None)
         return round(1e3 * min(waits)) if waits else None
 
     def _watch(self) -> None:

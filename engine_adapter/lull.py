@@ -11,7 +11,8 @@ import contextlib
 import os
 import select
 
-MOST_S = 0.1  # to wait for a lull: a prompt's step is longer, and its calls are too
+MOST_S = 0.1  # to wait for a lull that may never come
+NEXT_S = 1.0  # ... and for the next one while there are requests: the step of a long prompt takes no longer
 
 
 class Lulls:

@@ -242,7 +242,8 @@ class Steering:
         self._last_end_s = now_s
         self.cost_s = 0.0
         self.events, self._preempted = [], []
-        self.link.send_later(partial(self._builder.build, trace), rest_s(trace.step_s))
+        is_idle = not outcome.running and not outcome.waiting  # no step follows, and no lull
+        self.link.send_later(partial(self._builder.build, trace), 0.0 if is_idle else rest_s(trace.step_s))
         if self._departed:
             self._forget_departed()
 

@@ -208,7 +208,7 @@ def test_every_arm_drafts_as_its_name_says_and_those_with_a_sidecar_are_told_whe
         started[log.stem] = json.loads(arguments[0]), environment
 
     monkeypatch.setattr(start, "Remote", remote)
-    settings = SimpleNamespace(max_tokens=96, max_prompt_tokens=300, threads=1, core=1)
+    settings = SimpleNamespace(max_tokens=96, max_prompt_tokens=300, threads=1, core=1, has_huge_pages=True)
     plan = start.Plan({}, 1, settings, ((1, 4, 3), (5, 64, 0)))
     run = start.Bench(plan, SimpleNamespace(turns=[]), tmp_path, tmp_path, start.Console())
     run.bed = start.Bed(EmbeddedPair(tmp_path / "t", tmp_path / "d"), tmp_path, tmp_path, "price", 1)
@@ -225,8 +225,24 @@ def test_every_arm_drafts_as_its_name_says_and_those_with_a_sidecar_are_told_whe
         has_sidecar = name in ("adaspec", "faser")
         assert order["is_steered"] == has_sidecar
         assert order["core"] == 1, "all on the same"
+        assert environment["GLIBC_TUNABLES"] == start.HUGE_PAGES
         assert environment["VLLM_PLUGINS"] == ("faser" if has_sidecar else "none")
         assert environment.get("FASER_ENDPOINT") == (run.bed.config(name).link.endpoint if has_sidecar else None)
+
+
+def test_a_run_asks_for_huge_pages_and_says_so_and_none_of_before_is_continued(
+    bench: ModuleType, report: ModuleType, result: ModuleType, tmp_path: Path
+) -> None:
+    orders = bench.orders_of(bench.parsed(["--arms", "none,faser"]))
+    assert orders.settings.has_huge_pages
+    before = msgspec.structs.replace(orders.settings, has_huge_pages=False)
+    said = [report._pinned(settings) for settings in (orders.settings, before)]
+    assert ["huge pages" in text for text in said] == [True, False]
+    path = tmp_path / "r.json"
+    earlier = msgspec.structs.replace(bench.open_results(path, orders, is_resumed=False), settings=before)
+    result.write_results(earlier, path)
+    with pytest.raises(bench.UsageError, match="drop --resume"):
+        bench.open_results(path, orders, is_resumed=True)
 
 
 def test_arms_have_names_for_people(report: ModuleType) -> None:

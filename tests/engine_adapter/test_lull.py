@@ -68,7 +68,7 @@ def heard_one(link: EngineLink, lulls: Lulls) -> None:
 def test_a_lull_before_the_record_does_not_count(
     link: EngineLink, lulls: Lulls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "MOST_S", LONG_S)
+    monkeypatch.setattr(link_module, "NEXT_S", LONG_S)
     heard_one(link, lulls)
     is_made = sending(link, LONG_S)
     assert not is_made.wait(0.2)
@@ -77,7 +77,7 @@ def test_a_lull_before_the_record_does_not_count(
 
 def test_the_last_record_is_made_without_another_lull(link: EngineLink, lulls: Lulls) -> None:
     heard_one(link, lulls)
-    assert sending(link, LONG_S).wait(10.0), "an engine that goes idle keeps its last record"
+    assert sending(link, LONG_S).wait(10.0), "an engine that stands still keeps its last record"
     assert eventually(lambda: not link._hears_lulls)
     assert not sending(link, LONG_S).wait(0.2), "this one woke the thread, and rests"
 
@@ -85,7 +85,7 @@ def test_the_last_record_is_made_without_another_lull(link: EngineLink, lulls: L
 def test_where_lulls_are_heard_a_record_does_not_wake_the_thread(
     link: EngineLink, lulls: Lulls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "MOST_S", LONG_S)
+    monkeypatch.setattr(link_module, "NEXT_S", LONG_S)
     rung: list[int] = []
     write = os.eventfd_write
     monkeypatch.setattr(os, "eventfd_write", lambda bell, value: (rung.append(bell), write(bell, value)))

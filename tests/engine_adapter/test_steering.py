@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -501,6 +501,21 @@ def test_behind_a_long_step_only_the_record_leaves_the_interpreter_to_the_engine
         adapter._last_end_s = 0.0
         adapter.record(order, outcome({"a": 1}, {}, [[5]]))
     assert link.rests == [REST_S, 0.0]
+
+
+def test_the_record_behind_which_nobody_is_left_does_not_rest_for_no_step_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lulls = Lulls()
+    lulls.tell()
+    monkeypatch.setattr("faser.engine_adapter.steering.LULLS", lulls)
+    adapter, link = steering()
+    adapter.arrive("a", Request())
+    for running, waiting in ((1, 0), (0, 1), (0, 0)):
+        order = adapter.order({"a": 1}, time.monotonic() - 0.05)
+        adapter._last_end_s = 0.0
+        adapter.record(order, replace(outcome({"a": 1}, {}, [[5]]), running=running, waiting=waiting))
+    assert [rest_s > 0.0 for rest_s in link.rests] == [True, True, False]
 
 
 def test_after_a_record_that_was_never_made_confidences_are_not_taken_for_those_of_other_drafts() -> None:
