@@ -8,6 +8,7 @@ sent now is dropped and counted; the engine thread never touches the socket.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -62,6 +63,7 @@ class EngineLink:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lull = LULLS.open()
         self._hears_lulls = False  # one was not long ago: what may rest needs no waking of the thread
+        self._next_s = 0.0  # by when another one must have begun
         self._rest_s = 0.0  # asked for by the newest message that woke the thread
         self._closing = False
         self._endpoint = endpoint
@@ -145,9 +147,9 @@ class EngineLink:
             poller.register(descriptor, zmq.POLLIN)
         while not self._closing:
             ready = dict(poller.poll(self._patience_ms()))
-            if self._lull in ready or not ready:
+            if self._lull in ready or (self._hears_lulls and time.monotonic() >= self._next_s):
                 # First whether lulls are heard, then what waits: nothing is handed over in between and left behind.
-                self._hears_lulls = heard(self._lull)
+                self._hears_lulls, self._next_s = heard(self._lull), time.monotonic() + NEXT_S
                 self._send_waiting()
             if self._wake in ready:
                 os.eventfd_read(self._wake)
@@ -168,8 +170,10 @@ class EngineLink:
 
     def _patience_ms(self) -> int | None:
         """Return how long to wait for anything, None: for ever."""
-        waits = [NEXT_S] * self._hears_lulls + [TRIES_AGAIN_S] * (self._cut_off_s is not None)
-        return round(1e3 * min(waits)) if waits else None
+        waits = [TRIES_AGAIN_S] * (self._cut_off_s is not None)
+        if self._hears_lulls:
+            waits.append(max(self._next_s - time.monotonic(), 0.0))
+        return math.ceil(1e3 * min(waits)) if waits else None
 
     def _watch(self) -> None:
         """Note from the newest event whether the connection was lost, and whether libzmq tries it again."""
