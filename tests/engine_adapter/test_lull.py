@@ -47,12 +47,20 @@ def sending(link: EngineLink, wanted_s: float) -> threading.Event:
     return is_made
 
 
-def told_until(lulls: Lulls, is_done: Callable[[], bool]) -> bool:
+def eventually(is_true: Callable[[], bool]) -> bool:
     end_s = time.monotonic() + 10.0
-    while not is_done() and time.monotonic() < end_s:
-        lulls.tell()
-        time.sleep(0.01)
-    return is_done()
+    while not is_true() and time.monotonic() < end_s:
+        time.sleep(0.005)
+    return is_true()
+
+
+def told_until(lulls: Lulls, is_done: Callable[[], bool]) -> bool:
+    def told() -> bool:
+        if not is_done():
+            lulls.tell()
+        return is_done()
+
+    return eventually(told)
 
 
 def test_a_record_that_rests_is_made_in_the_next_lull(link: EngineLink, lulls: Lulls) -> None:
@@ -64,6 +72,7 @@ def test_a_record_that_rests_is_made_in_the_next_lull(link: EngineLink, lulls: L
 def heard_one(link: EngineLink, lulls: Lulls) -> None:
     lulls.tell()
     assert eventually(lambda: link._hears_lulls)
+    time.sleep(0.05)  # what waited was sent behind that
 
 
 def test_a_lull_before_the_record_does_not_count(
@@ -112,13 +121,6 @@ def test_where_lulls_are_heard_a_record_does_not_wake_the_thread(
     assert rung == []
     sending(link, 0.0)
     assert rung == [link._wake], "what must not rest wakes it"
-
-
-def eventually(is_true: Callable[[], bool]) -> bool:
-    end_s = time.monotonic() + 10.0
-    while not is_true() and time.monotonic() < end_s:
-        time.sleep(0.005)
-    return is_true()
 
 
 def test_the_end_does_not_wait_for_a_lull(link: EngineLink) -> None:
