@@ -126,7 +126,7 @@ def _intervals(results: Results) -> str:
     return (
         f"{told}\nThe best rival is chosen on every other {place} and compared on the {pair} between, and the other\n"
         f"way round, among arms that were in half of the {pair} at least: after the first {pair} arms that fall\n"
-        "behind are left out." + _first_steps(results) + _cold_steps(results) + _steps_by_prompts(results)
+        "behind are left out." + _cold_steps(results) + _steps_by_prompts(results)
     )
 
 
@@ -153,20 +153,6 @@ def _scatter(results: Results) -> str:
     return (
         f" Starts' ratios of FASER to no\nspeculation scatter by {seen:.1%} (root mean square over loads); by the "
         f"scatter of rounds within a start, were they independent, {expected:.1%} is to be expected."
-    )
-
-
-def _first_steps(results: Results) -> str:
-    """Return how much longer FASER's first step in a slice is."""
-    told = []
-    for load, ours, theirs in _alike(results):
-        more_s = ours.first_s - theirs.first_s
-        told.append(f"{more_s * 1e3:+.1f} ms at {load} requests ({more_s / ours.seconds:+.1%} of its time)")
-    if not told:
-        return ""
-    return (
-        "\nA slice's first step, behind the others' turns, is FASER's by so much longer than that of no speculation, "
-        f"where both\nemit a token a step: {', '.join(told)}; prompts that happen to be read in first steps are in it."
     )
 
 
@@ -202,12 +188,15 @@ def _steps_by_prompts(results: Results) -> str:
     """Return how much longer FASER's steps are, with and without prompts."""
     told = []
     for load, ours, theirs in _alike(results):
-        if all(0 < each.prompt_steps < each.steps for each in (ours, theirs)):
+        if all(each.prompt_steps < each.steps for each in (ours, theirs)):
             plain, prompts = ours.plain_step_s / theirs.plain_step_s, ours.prompt_step_s / theirs.prompt_step_s
             told.append(f"{plain - 1.0:+.1%} and {prompts - 1.0:+.1%} at {load} requests")
     if not told:
         return ""
-    return f"\nThere a step of FASER's takes so much longer without prompts and with them: {', '.join(told)}."
+    return (
+        "\nWhere FASER and no speculation both emit a token a step, a step of FASER's takes so much longer without "
+        f"prompts and with them: {', '.join(told)}."
+    )
 
 
 def _alike(results: Results) -> Iterator[tuple[int, Slices, Slices]]:
@@ -226,7 +215,6 @@ class Slices(NamedTuple):
 
     steps: float
     seconds: float
-    first_s: float  # of its first step
     prompt_steps: float
     prompt_steps_s: float
 
@@ -242,13 +230,12 @@ class Slices(NamedTuple):
 
 
 def _slices(results: Results, load: int, arm: str) -> Slices | None:
-    """Return them; None where first steps were not told."""
-    turns = [turn for turn in results.turns if (turn.load, turn.arm) == (load, arm) and turn.first_steps_s]
-    turns = [turn for turn in turns if turn.prompt_steps] or turns  # of before they were told: none of them
+    """Return them; None where steps with prompts were not told."""
+    turns = [turn for turn in results.turns if (turn.load, turn.arm) == (load, arm) and turn.prompt_steps]
     if not turns:
         return None
     count = sum(turn.slices for turn in turns)
-    names = ("steps", "seconds", "first_steps_s", "prompt_steps", "prompt_steps_s")
+    names = ("steps", "seconds", "prompt_steps", "prompt_steps_s")
     totals = (sum(getattr(turn, name) for turn in turns) for name in names)
     return Slices(*(total / count for total in totals))
 

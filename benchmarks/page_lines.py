@@ -24,9 +24,9 @@ def read(name: str) -> Any:
     return json.loads((RESULTS / name).read_text())
 
 
-def closed_loop(path: Path = closed.RESULTS) -> str:
+def closed_loop() -> str:
     """Return the README's ratios at each load; docs/results.md has all of it."""
-    told = closed.read_results(path)
+    told = closed.read_results(closed.RESULTS)
     rivals = [name_of(arm) for arm in told.arms() if arm != OURS]
     lines = ["| concurrent requests | over no speculation | over the best rival | which |", "|---|---|---|---|"]
     for load in told.loads():
@@ -36,11 +36,6 @@ def closed_loop(path: Path = closed.RESULTS) -> str:
         ratios = " | ".join(f"{each.value:.2f} ({each.low:.2f} to {each.high:.2f})" for each in both)
         lines.append(f"| {load} | {ratios} | {which} |")
     return "\n".join([*lines, "", f"Rivals: {', '.join(rivals)}."])
-
-
-def closed_loop_three() -> str:
-    """Return the same of the run with three engines."""
-    return closed_loop(RESULTS / "closed_loop_three.json")
 
 
 def confidence() -> str:

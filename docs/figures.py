@@ -42,7 +42,6 @@ BLOCKS: dict[tuple[str, str], Callable[[], str]] = {
     ("README.md", "demo"): partial(reported, "readme", "demo"),
     ("README.md", "tests"): partial(reported, "readme", "tests"),
     ("README.md", "closed loop"): page_lines.closed_loop,
-    ("docs/results.md", "closed loop three"): page_lines.closed_loop_three,
     ("docs/simulator.md", "speed"): partial(reported, "measured", "speed"),
     ("docs/bench.md", "trace"): partial(reported, "bench_trace", "table"),
     ("docs/results.md", "ablation"): partial(reported, "ablation_report", "table"),

@@ -276,27 +276,12 @@ def test_a_turn_is_the_sum_of_its_slices(start: ModuleType) -> None:
     quiet = start.Slice(served, 1.1, 1.0, 1.05, 0.0)
     turn = start.as_turn("k2", 4, 7, [quiet, start.Slice(slow, 3.1, 3.0, 3.0, 0.0)], start=3)
     assert (turn.tokens_per_s, turn.seconds, turn.slices, turn.draft_tokens) == (15.0, 4.0, 2, 40)
-    assert (turn.start, turn.first_steps_s) == (3, pytest.approx(0.4))
+    assert turn.start == 3
     assert (turn.prompt_steps, turn.prompt_steps_s) == (4, pytest.approx(1.4))
     assert (turn.plain_firsts, turn.plain_firsts_s) == (2, pytest.approx(0.4))
     assert not turn.is_disturbed
     loud = start.as_turn("k2", 4, 7, [quiet, start.Slice(slow, 3.1, 3.0, 4.5, 0.0)])
     assert loud.is_disturbed
-
-
-def test_how_much_longer_a_first_step_is_is_told_where_slices_begin_alike(
-    report: ModuleType, result: ModuleType
-) -> None:
-    told = results(result, {"none": [100.0] * 2, "faser": [110.0] * 2})
-    assert "first step" not in report.markdown(told), "turns of before it was told"
-    first_s = {"none": 0.06, "faser": 0.08}  # of two slices, 4 s together
-    told.turns = [msgspec.structs.replace(turn, first_steps_s=first_s[turn.arm]) for turn in told.turns]  # type: ignore[attr-defined]
-    assert "a token a step: +10.0 ms at 1 requests (+0.5% of its time)" in report.markdown(told)
-    told.turns = [  # type: ignore[attr-defined]
-        msgspec.structs.replace(turn, steps=80) if turn.arm == "faser" else turn
-        for turn in told.turns  # type: ignore[attr-defined]
-    ]
-    assert "first step" not in report.markdown(told), "prompts would be most of it"
 
 
 def test_steps_with_and_without_prompts_are_told_apart_where_slices_begin_alike(
@@ -306,7 +291,7 @@ def test_steps_with_and_without_prompts_are_told_apart_where_slices_begin_alike(
     spent_s = {"none": 1.0, "faser": 1.1}
     told.turns = [  # type: ignore[attr-defined]
         msgspec.structs.replace(
-            turn, first_steps_s=0.1, steps=40, seconds=5.0, prompt_steps=10, prompt_steps_s=spent_s[turn.arm]
+            turn, steps=40, seconds=5.0, prompt_steps=10, prompt_steps_s=spent_s[turn.arm]
         )
         for turn in told.turns  # type: ignore[attr-defined]
     ]
