@@ -140,24 +140,24 @@ class Engine:
     def turn(self, until: int) -> dict[str, float]:
         """Serve until so many tokens are emitted since the start, a step at least; return what it took."""
         tokens, drafting, sent, read = self.emitted, self._drafting(), self.sent, self.read
-        began_s, cpu_s, steps, first_step_s = time.perf_counter(), time.process_time(), 0, 0.0
-        step_began_s, prompt_steps, prompt_steps_s, is_plain = began_s, 0, 0.0, False
+        began_s, cpu_s, steps = time.perf_counter(), time.process_time(), 0
+        step_began_s, prompt_steps, prompt_steps_s, plain_first_s = began_s, 0, 0.0, 0.0
         while self.live and (self.emitted < until or not steps):
             known = self.read
             self.step()
             ended_s = time.perf_counter()
             if self.read > known:
                 prompt_steps, prompt_steps_s = prompt_steps + 1, prompt_steps_s + ended_s - step_began_s
-            if not steps:
-                first_step_s, is_plain = ended_s - began_s, self.read == known
+            elif not steps:
+                plain_first_s = ended_s - began_s
             steps, step_began_s = steps + 1, ended_s
         seconds, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
         after = self._drafting()
         return {
             "seconds": seconds, "cpu_s": cpu_s, "steps": steps, "tokens": self.emitted - tokens,
-            "requests": self.sent - sent, "prompt_tokens": self.read - read, "first_step_s": first_step_s,
+            "requests": self.sent - sent, "prompt_tokens": self.read - read,
             "prompt_steps": prompt_steps, "prompt_steps_s": prompt_steps_s,
-            "plain_firsts": int(is_plain), "plain_firsts_s": first_step_s * is_plain,
+            "plain_firsts": int(plain_first_s > 0.0), "plain_firsts_s": plain_first_s,
             **{name: after[name] - drafting[name] for name in after},
         }  # fmt: skip
 

@@ -62,7 +62,6 @@ class Turn(msgspec.Struct, frozen=True):
     at: str
     prompt_tokens: int = 0  # read; 0 in all turns of a load of before it was counted
     start: int = 0  # which start of the engines
-    first_steps_s: float = 0.0  # of its slices, together; 0 in turns of before they were told
     prompt_steps: int = 0  # which ended the reading of a prompt; 0 in turns of before they were told
     prompt_steps_s: float = 0.0
     plain_firsts: int = 0  # first steps of slices that ended no prompt; 0 in turns of before they were told

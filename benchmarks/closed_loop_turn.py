@@ -38,7 +38,7 @@ def as_turn(name: str, load: int, round_: int, slices: Sequence[Slice], start: i
         draft_tokens=int(total["draft_tokens"]), accepted_tokens=int(total["accepted_tokens"]),
         engine_cpu=total["cpu_s"] / seconds, own_cpu=own_s / whole_s, other_cpu=noise.other_cpu,
         steal_share=noise.steal_share, is_disturbed=bool(noise.reason(cores)),
-        at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), start=start, first_steps_s=total["first_step_s"],
+        at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), start=start,
         prompt_steps=int(total["prompt_steps"]), prompt_steps_s=total["prompt_steps_s"],
         plain_firsts=int(total["plain_firsts"]), plain_firsts_s=total["plain_firsts_s"],
     )  # fmt: skip

@@ -269,7 +269,7 @@ def test_a_round_is_an_answer_of_every_client_or_of_enough(start: ModuleType) ->
 
 
 def test_a_turn_is_the_sum_of_its_slices(start: ModuleType) -> None:
-    served = {"seconds": 1.0, "cpu_s": 0.9, "steps": 10, "tokens": 30, "requests": 1, "first_step_s": 0.2}
+    served = {"seconds": 1.0, "cpu_s": 0.9, "steps": 10, "tokens": 30, "requests": 1}
     served |= {"draft_tokens": 20, "accepted_tokens": 15, "prompt_tokens": 100}
     served |= {"prompt_steps": 2, "prompt_steps_s": 0.7, "plain_firsts": 1, "plain_firsts_s": 0.2}
     slow = served | {"seconds": 3.0, "tokens": 30}
