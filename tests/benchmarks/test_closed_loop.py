@@ -349,6 +349,8 @@ def test_a_short_run_measures_every_turn(result: ModuleType, tmp_path: Path) -> 
     assert any(turn.accepted_tokens for turn in turns)
     assert all(turn.prompt_steps < turn.steps for turn in turns)
     assert any(0.0 < turn.prompt_steps_s < turn.seconds for turn in turns)
+    assert all(turn.plain_firsts <= turn.slices for turn in turns)
+    assert any(0.0 < turn.plain_firsts_s < turn.seconds - turn.prompt_steps_s for turn in turns)
 
 
 def test_what_is_told_of_the_committed_figures_is_in_them(report: ModuleType, result: ModuleType) -> None:
