@@ -290,9 +290,7 @@ def test_steps_with_and_without_prompts_are_told_apart_where_slices_begin_alike(
     told = results(result, {"none": [100.0] * 2, "faser": [100.0] * 2})
     spent_s = {"none": 1.0, "faser": 1.1}
     told.turns = [  # type: ignore[attr-defined]
-        msgspec.structs.replace(
-            turn, steps=40, seconds=5.0, prompt_steps=10, prompt_steps_s=spent_s[turn.arm]
-        )
+        msgspec.structs.replace(turn, steps=40, seconds=5.0, prompt_steps=10, prompt_steps_s=spent_s[turn.arm])
         for turn in told.turns  # type: ignore[attr-defined]
     ]
     assert "without prompts and with them: -2.5% and +10.0% at 1 requests" in report.markdown(told)
