@@ -108,7 +108,7 @@ def _legend(results: Results) -> list[str]:
         f"*Bar*: ratio at least {LEAST_RATIO}, lower end at least {LEAST_LOW}, half-width at most "
         f"{WANTED_HALF_WIDTH:.0%}; *open*: the interval is still wider.",
         f"{len(results.turns)} rounds of an arm, {disturbed} of them disturbed by other work or stolen time and left",
-        "out; * marks loads that use such rounds." + _uncounted(results),
+        "out; * marks loads that use such rounds.",
         "Reproduce: `python benchmarks/closed_loop.py --docs docs`.",
         "",
     ]
@@ -188,7 +188,7 @@ def _steps_by_prompts(results: Results) -> str:
     """Return how much longer FASER's steps are, with and without prompts."""
     told = []
     for load, ours, theirs in _alike(results):
-        if all(each.prompt_steps < each.steps for each in (ours, theirs)):
+        if all(0 < each.prompt_steps < each.steps for each in (ours, theirs)):
             plain, prompts = ours.plain_step_s / theirs.plain_step_s, ours.prompt_step_s / theirs.prompt_step_s
             told.append(f"{plain - 1.0:+.1%} and {prompts - 1.0:+.1%} at {load} requests")
     if not told:
@@ -230,19 +230,14 @@ class Slices(NamedTuple):
 
 
 def _slices(results: Results, load: int, arm: str) -> Slices | None:
-    """Return them; None where steps with prompts were not told."""
-    turns = [turn for turn in results.turns if (turn.load, turn.arm) == (load, arm) and turn.prompt_steps]
+    """Return them; None where the arm had none."""
+    turns = [turn for turn in results.turns if (turn.load, turn.arm) == (load, arm)]
     if not turns:
         return None
     count = sum(turn.slices for turn in turns)
     names = ("steps", "seconds", "prompt_steps", "prompt_steps_s")
     totals = (sum(getattr(turn, name) for turn in turns) for name in names)
     return Slices(*(total / count for total in totals))
-
-
-def _uncounted(results: Results) -> str:
-    loads = [load for load in results.loads() if not any(t.prompt_tokens for t in results.turns if t.load == load)]
-    return f" Prompt tokens were not counted yet at {', '.join(map(str, loads))} requests." if loads else ""
 
 
 def write_markdown(results: Results, path: Path) -> None:

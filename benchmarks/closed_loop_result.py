@@ -60,11 +60,11 @@ class Turn(msgspec.Struct, frozen=True):
     steal_share: float  # of all cores' time
     is_disturbed: bool
     at: str
-    prompt_tokens: int = 0  # read; 0 in all turns of a load of before it was counted
+    prompt_tokens: int = 0  # read
     start: int = 0  # which start of the engines
-    prompt_steps: int = 0  # which ended the reading of a prompt; 0 in turns of before they were told
+    prompt_steps: int = 0  # which ended the reading of a prompt
     prompt_steps_s: float = 0.0
-    plain_firsts: int = 0  # first steps of slices that ended no prompt; 0 in turns of before they were told
+    plain_firsts: int = 0  # first steps of slices that ended no prompt
     plain_firsts_s: float = 0.0
 
 

@@ -295,7 +295,7 @@ def test_steps_with_and_without_prompts_are_told_apart_where_slices_begin_alike(
     ]
     assert "without prompts and with them: -2.5% and +10.0% at 1 requests" in report.markdown(told)
     told.turns[0] = msgspec.structs.replace(told.turns[0], prompt_steps=0)  # type: ignore[attr-defined]
-    assert "without prompts and with them" in report.markdown(told), "a turn of before it was told is left out"
+    assert "without prompts and with them" in report.markdown(told), "a turn without them counts too"
     told.turns = [msgspec.structs.replace(turn, prompt_steps=0) for turn in told.turns]  # type: ignore[attr-defined]
     assert "without prompts and with them" not in report.markdown(told)
 
@@ -314,7 +314,7 @@ def test_how_much_longer_a_plain_first_step_is_than_others_is_told_of_the_best_r
     ]  # fmt: skip
     assert "best rival: +30.0 and +10.0 ms at 1 requests (no speculation)." in report.markdown(told)
     told.turns = [msgspec.structs.replace(turn, plain_firsts=0) for turn in told.turns]  # type: ignore[attr-defined]
-    assert "Of steps without prompts" not in report.markdown(told), "turns of before it was told"
+    assert "Of steps without prompts" not in report.markdown(told), "none to tell of"
 
 
 def test_the_first_start_measures_every_arm_later_ones_those_near_the_best_until_the_ratio_is_sharp(
