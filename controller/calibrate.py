@@ -56,6 +56,7 @@ from .starvation import freed, load_waiting
 from .whole_file import require_place
 
 PHASES: Final[tuple[Phase, ...]] = ("verify", "draft", "host")
+LEAST_REPEATS: Final = 3  # of a kind of step that is fitted
 _BLOCK_TOKENS: Final = 128  # vLLM's KV block on a CPU; with another size only the count of blocks differs
 _SAME: Final = ("model", "drafter", "method", "vllm_version", "device", "k_max", "graph_sizes")
 
@@ -72,7 +73,7 @@ class CalibrateOptions:
     acceptance: str = ""  # an accept trace, shipped or a file, instead of the telemetry's own drafts
     command: str = ""
     json: bool = False
-    least_repeats: int = 3
+    least_repeats: int = LEAST_REPEATS
     held_out: bool = True
     max_context: int = 2048
 
@@ -314,4 +315,4 @@ def machine() -> str:
     return f"{name}, {len(os.sched_getaffinity(0))} cores"
 
 
-__all__ = ["CalibrateOptions", "calibrate"]
+__all__ = ["LEAST_REPEATS", "CalibrateOptions", "calibrate"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,11 +21,11 @@ from typing import Final
 from rich.console import Console
 
 from ..engine_adapter.protocol import Hello
-from .calibrate import CalibrateOptions, calibrate
+from .calibrate import LEAST_REPEATS, CalibrateOptions, calibrate
 from .config import Config, Value, load
 from .endpoint import socket_folder
 from .engine import RunningEngine
-from .errors import EndpointError, EngineError, UsageError
+from .errors import EndpointError, EngineError, ModelError, UsageError
 from .launch import EngineLaunch
 from .processes import deferred_interrupts
 from .serve import (
@@ -77,10 +78,12 @@ def run_profile(options: ProfileOptions) -> int:
     output = options.output or Path(f"{Path(options.model).name}.profile.json")
     require_place(output, "--output")
     console = Console(stderr=True, highlight=False)
-    with tempfile.TemporaryDirectory(prefix="faser-profile-") as scratch, stopping_on_sigterm():
-        telemetry = options.telemetry or Path(scratch) / "telemetry.sqlite"
-        if telemetry.exists():
-            raise UsageError(f"--telemetry {telemetry} exists", "a new file")
+    if options.telemetry is not None and options.telemetry.exists():
+        raise UsageError(f"--telemetry {options.telemetry} exists", "a new file")
+    with ExitStack() as cleanup, stopping_on_sigterm():
+        scratch = Path(tempfile.mkdtemp(prefix="faser-profile-"))
+        cleanup.callback(shutil.rmtree, scratch, ignore_errors=True)
+        telemetry = options.telemetry or scratch / "telemetry.sqlite"
         try:
             measure(options, telemetry, console)
         except KeyboardInterrupt as interrupt:
@@ -88,9 +91,15 @@ def run_profile(options: ProfileOptions) -> int:
             return 143 if isinstance(interrupt, Terminated) else 130
         calibrate_options = CalibrateOptions(
             (telemetry,), output, name=Path(options.model).name, command=options.command, json=options.json,
-            held_out=not options.smoke,
+            least_repeats=1 if options.smoke else LEAST_REPEATS, held_out=not options.smoke,
         )  # fmt: skip
-        return calibrate(calibrate_options, console)
+        try:
+            return calibrate(calibrate_options, console)
+        except ModelError:
+            cleanup.pop_all()  # more can be added to the minutes that were measured
+            told = f"faser: what was measured stays in {telemetry}: faser calibrate {telemetry} MORE... -o {output}"
+            console.print(told, highlight=False, soft_wrap=True)
+            raise
 
 
 def measure(options: ProfileOptions, telemetry: Path, console: Console) -> None:

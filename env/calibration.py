@@ -110,9 +110,11 @@ def cells_of(samples: StepSamples, phase: Phase, least_repeats: int, held_out_sh
         held.append(_share_of(phase, key) < held_out_share)
         counts.append(len(own) >= COUNTED_REPEATS and (phase != "draft" or key[0] > 0))
     if len(rows) < LEAST_CELLS[phase]:
+        unknown = len(times) - sum(map(len, groups.values()))
+        left_out = f" ({unknown} of {len(times)} steps left out: disturbed, or without this time)" if unknown else ""
         raise CalibrationError(
-            f"{len(rows)} kinds of steps with at least {least_repeats} repeats to fit {phase} times to; "
-            f"expected {LEAST_CELLS[phase]} or more; measure longer"
+            f"{len(rows)} kinds of steps with at least {least_repeats} repeats to fit {phase} times to{left_out}; "
+            f"expected {LEAST_CELLS[phase]} or more; measure longer{', on a quieter machine' if unknown else ''}"
         )
     return Cells(
         np.array(rows), np.array(measured), np.array(repeats), np.array(spreads), np.array(halves), np.array(held),

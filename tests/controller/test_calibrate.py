@@ -18,6 +18,7 @@ from faser.controller.calibrate import CalibrateOptions, calibrate, with_ahead
 from faser.controller.errors import ModelError, StoreError, UsageError
 from faser.controller.fidelity import FidelityOptions, recorded_requests, run_fidelity
 from faser.controller.measured import ahead_steps, read_measured
+from faser.controller.profile import ProfileOptions, run_profile
 from faser.controller.starvation import Waiting, freed, load_waiting, save_waiting
 from faser.controller.store import EngineEntry, RunEntry, StepEntry, Store
 from faser.engine_adapter.protocol import Hello, Prune, RequestEvent, RequestRow, StepRecord
@@ -502,6 +503,28 @@ def test_too_little_telemetry_is_refused_with_what_is_missing(tmp_path: Path) ->
     with pytest.raises(ModelError, match=r"short\.sqlite: .* kinds of steps"):
         calibrate(CalibrateOptions((path,), tmp_path / "p.json"), CONSOLE)
     assert not list(tmp_path.glob("*.json"))
+
+
+def test_what_was_measured_stays_where_it_is_too_little_for_a_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_short(_: ProfileOptions, telemetry: Path, __: Console) -> None:
+        write_telemetry(telemetry, make_records(1))
+
+    monkeypatch.setattr("faser.controller.profile.measure", too_short)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(ModelError, match="kinds of steps") as refused:
+        run_profile(ProfileOptions(output=tmp_path / "p.json"))
+    (kept,) = tmp_path.glob("faser-profile-*/telemetry.sqlite")
+    assert str(kept) in str(refused.value)
+
+    def stopped(_: ProfileOptions, telemetry: Path, __: Console) -> None:
+        telemetry.touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("faser.controller.profile.measure", stopped)
+    assert run_profile(ProfileOptions(output=tmp_path / "p.json")) == 130
+    assert list(tmp_path.iterdir()) == [kept.parent]
 
 
 def test_the_telemetry_is_never_overwritten(telemetry: Path, tmp_path: Path) -> None:
