@@ -58,7 +58,7 @@ TUNED = ROOT / "benchmarks" / "results" / "bench_full.json"
 # Suffix decoding is left out: it remembers answers, and here the same ones are given over and over.
 ARMS = tuple(arm for arm in EVERY_ARM if arm not in (SUFFIX, *VARIANTS))
 USUAL_ARMS = (NONE, "k1", "k2", "k3", "k4", "k6", TABLE, OURS)  # what fits into memory
-MAX_LOAD = 48  # requests of the longest prompt and answer that fit the KV cache
+MAX_LOAD = 64  # requests: what an engine takes at once, and its KV cache holds
 HALF_WIDTH = 0.02  # at which a load is done: at the bar's own 3 % a ratio of 1.00 would often not be seen to meet it
 LEAST_STARTS = 4  # before that a ratio may look sharp by luck
 
@@ -216,7 +216,7 @@ def exit_with(run: Callable[[argparse.Namespace], int], options: argparse.Namesp
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--loads", default="1,2,4,8,16,32", help="concurrent requests")
+    parser.add_argument("--loads", default="1,2,4,8,16,32,64", help="concurrent requests")
     parser.add_argument("--arms", default=",".join(USUAL_ARMS), help=f"some of {','.join(ARMS)}")
     parser.add_argument("--table", help="the best table, as 1-5=3,6-64=0; default: that of bench_full.json")
     parser.add_argument("--starts", type=int, default=6, help="of all engines, at most")

@@ -23,7 +23,7 @@ from faser.models.embedded import ensure_embedded_target
 from faser.models.precision import dtype_on, number_bytes
 
 DTYPE = dtype_on("cpu")
-KV_BYTES = number_bytes(DTYPE) * 256 << 20
+KV_BYTES = number_bytes(DTYPE) * 384 << 20  # 64 requests of the longest prompt and answer
 
 
 class Engine:

@@ -46,7 +46,7 @@ RECORDED_AT_ONCE: Final = 32  # answers
 LEAST_TOKENS: Final = 384  # of a round: fewer depend too much on where in a text it begins and ends
 WHOLE_ANSWERS: Final = 16  # of a round at most: one prompt more or less is then a small part of it
 LEARNING_TOKENS: Final = 300  # of each client: the sidecar has never seen this engine, a user's has after half a minute
-ENGINE_GIB: Final = 1.5 + 0.35 * number_bytes(dtype_on("cpu"))  # of memory an engine takes
+ENGINE_GIB: Final = 1.5 + 0.475 * number_bytes(dtype_on("cpu"))  # of memory an engine takes
 
 
 @dataclass(frozen=True, slots=True)
