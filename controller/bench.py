@@ -46,6 +46,7 @@ from .errors import FaserError, UsageError
 from .launch import available_cores, default_threads, embedded_dtype
 from .serve import ensure_embedded_pair
 from .session import check_policy
+from .whole_file import require_folder, require_place
 
 _QUICK_TABLE: Final = (0, 1, 3, 4)  # with the four rivals three pairs of servers to start
 _ALL_LENGTHS: Final = (0, 1, 2, 3, 4)
@@ -148,6 +149,10 @@ def run_bench(options: BenchOptions) -> int:
         results = _resumed(options.resume, options.out, results, plan.rivals)
     elif path.exists():
         raise UsageError(f"--out {path} exists", "a new file, or --resume to go on with it")
+    for place, option in ((path, "--out"), (options.picture, "--picture")):
+        if place is not None:
+            require_folder(place.absolute().parent, option)
+            require_place(place, option)
     with socket_folder("bench") as sockets:
         bed = Bed(ensure_embedded_pair(), sockets, folder, options.policy, results.settings.threads, dtype)
         code, failure = _measure(plan, results, path, bed, console)

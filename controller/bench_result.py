@@ -18,6 +18,7 @@ from .bench_plan import ARMS, NONE, VARIANTS, is_rival
 from .bench_ratio import OURS, Envelope, Floats, cleanest, paired_ratio, wider_interval
 from .bench_table import described
 from .loadstats import Quantiles
+from .whole_file import replacing
 
 FORMAT: Final = 1
 SWEEP: Final = "sweep"
@@ -282,10 +283,8 @@ def read_results(path: Path) -> Results:
 
 def write_results(results: Results, path: Path) -> None:
     """Replace the file at once: a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
-    part.replace(path)
+    with replacing(path) as place:
+        place.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
 
 
 def _median(rate: Floats) -> float | None:

@@ -27,7 +27,7 @@ from .bench_server import Arm, Bed
 from .bench_table import best_table, described, worth_sweeping
 from .bench_turn import Look, Place, Slice, as_turn, slice_ends, slice_tokens
 from .bench_work import Mix, Replay, closed_stream
-from .errors import EngineError
+from .errors import EngineError, StoreError
 from .launch import available_cores
 
 MAX_REQUESTS: Final = 64  # as the embedded servers are started
@@ -75,11 +75,16 @@ class Bench:
                         await self._replayed(each, mix, names)
         finally:
             self.results.wall_s += time.monotonic() - self.begin_s
-            self._write()
-            await self._end(tuple(self.arms))
+            try:
+                self._write()
+            finally:
+                await self._end(tuple(self.arms))
 
     def _write(self) -> None:
-        write_results(self.results, self.path)
+        try:
+            write_results(self.results, self.path)
+        except OSError as error:
+            raise StoreError(f"{self.path} cannot be written: {error.strerror}", "a place with room") from None
 
     # -- servers -------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ drafter and versions. The profile is written whole or not at all.
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import sys
@@ -53,7 +52,7 @@ from .calibrate_report import acceptance_table, ahead_line, drift_range, error_t
 from .errors import ModelError, StoreError, UsageError
 from .measured import Measured, ahead_steps, looks, read_measured, trials
 from .starvation import freed, load_waiting
-from .whole_file import require_place
+from .whole_file import replacing, require_place
 
 PHASES: Final[tuple[Phase, ...]] = ("verify", "draft", "host")
 LEAST_REPEATS: Final = 3  # of a kind of step that is fitted
@@ -115,7 +114,8 @@ def calibrate(options: CalibrateOptions, console: Console) -> int:
     if steps.is_busy.any() and not options.keeps_costs:
         profile = with_ahead(profile, steps, console)
     try:
-        save_profile(profile, options.output)
+        with replacing(options.output) as place:
+            save_profile(profile, place)
     except OSError as error:
         raise ModelError(f"{options.output} cannot be written: {error.strerror}", "a writable path") from None
     if options.json:
@@ -251,7 +251,8 @@ def profile_of(
 ) -> EngineProfile:
     """Put the profile together."""
     steps = [fits[phase].cells for phase in ("verify", "draft")]
-    spread = float(np.nanmedian(np.concatenate([cells.halves for cells in steps]))) / 2.0
+    halves = np.concatenate([cells.halves for cells in steps])
+    known = halves[np.isfinite(halves)]
     return EngineProfile(
         version=PROFILE_VERSION,
         name=options.name or model_name(hello.model),
@@ -264,7 +265,7 @@ def profile_of(
             machine=machine(),
             threads=len(os.sched_getaffinity(0)),
             date=time.strftime("%Y-%m-%d"),
-            spread=spread if math.isfinite(spread) else None,
+            spread=float(np.median(known)) / 2.0 if len(known) else None,
             step_spread=float(np.median(np.concatenate([cells.step_spread for cells in steps]))),
             command=options.command,
             commit=commit(),

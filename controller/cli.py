@@ -6,6 +6,8 @@ where vLLM, torch or a command's own dependencies are missing.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import sys
 from enum import StrEnum
@@ -90,13 +92,28 @@ class ExportTable(StrEnum):
 def main() -> NoReturn:
     """Run the command line; exit with the error's code after one line on stderr."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except FaserError as error:
         typer.echo(f"faser: {error}", err=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:
+        sys.exit(_failed(error))
     sys.exit(0)
+
+
+def _failed(error: OSError) -> int:
+    """Tell what the system refused, such as a full disk; return the exit code. What stdout still holds is dropped."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if error.errno != errno.EPIPE:  # else the reader, such as `head`, has seen enough
+        place = f"{error.filename}: " if error.filename else ""
+        typer.echo(f"faser: {place}{error.strerror or error}", err=True)
+    return FaserError.exit_code
 
 
 def _load(config: Path | None, flags: dict[str, Value | None]) -> Effective:

@@ -114,7 +114,10 @@ def evaluate(
     ),
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs of each cell, with different requests.")] = 3,
     steps: Annotated[
-        int, typer.Option(min=20, help="Length of a run, in steps without speculation; with fewer a swing has no time.")
+        int,
+        typer.Option(
+            min=20, max=100_000, help="Length of a run, in steps without speculation; with fewer a swing has no time."
+        ),
     ] = 1000,
     workers: Annotated[int, typer.Option(min=1, max=256, help="Processes.")] = 1,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the JSON object to this file.")] = None,
@@ -163,10 +166,10 @@ def evaluate(
         table = run(plan, decided, executor, lambda done, total: bar.update(task, completed=done, total=total))
     result = summary(table) | provenance()
     text = json_module.dumps(result, indent=None if json else 1)
-    if output is not None:
+    typer.echo(text if json else drawn(result))
+    if output is not None:  # behind what is printed: a full disk must not cost hours
         with replacing(output) as place:
             place.write_text(text + "\n")
-    typer.echo(text if json else drawn(result))
 
 
 def drawn(result: dict[str, Any]) -> str:

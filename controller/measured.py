@@ -6,11 +6,13 @@ row; never guesses.
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +25,8 @@ from ..env.step_samples import StepSamples
 from .errors import StoreError
 from .schema import open_for_reading
 from .telemetry import StepTable, read_engines, read_request_rows, read_steps
+
+MOST_TOKENS: Final = 1 << 24  # of one request, or rows of a step: beyond lies a damaged file
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -86,6 +90,11 @@ def _require_times(path: Path, steps: StepTable) -> None:
         if is_bad.any():
             at = int(np.flatnonzero(is_bad)[0])
             raise StoreError(f"{path}, {_row(steps, at)}: {name} is {values[at]:g}", "a measured time above 0")
+    for name in ("running", "prefill_tokens", "caught_up"):
+        counts = getattr(steps, name)
+        if (is_bad := (counts < 0) | (counts > MOST_TOKENS)).any():
+            at = int(np.flatnonzero(is_bad)[0])
+            raise StoreError(f"{path}, {_row(steps, at)}: {name} is {counts[at]}", f"0 to {MOST_TOKENS}")
     backwards = (np.diff(steps.time_s) < 0.0) & (np.diff(steps.engine) == 0)
     if backwards.any():
         at = int(np.flatnonzero(backwards)[0]) + 1
@@ -206,5 +215,22 @@ def lives(path: Path) -> list[Life]:
     query = """
         SELECT engine, handle, arrival_s, first_token_s, end_s, prompt_tokens, output_tokens FROM request_summary
         WHERE arrival_s IS NOT NULL AND first_token_s IS NOT NULL AND end_kind = 'finish' ORDER BY arrival_s, handle"""
-    with closing(open_for_reading(path)) as database:
-        return [Life(*values) for values in database.execute(query).fetchall()]
+    try:
+        with closing(open_for_reading(path)) as database:
+            rows = database.execute(query).fetchall()
+    except sqlite3.Error as error:
+        raise StoreError(f"{path} cannot be read: {error}", "a whole telemetry file", "the file may be cut") from None
+    return [_life(path, values) for values in rows]
+
+
+def _life(path: Path, values: tuple[Any, ...]) -> Life:
+    """Return a row of request_summary; SQLite keeps what it is given, so everything is looked at."""
+    whole, times_s, tokens = values[:2], values[2:5], values[5:]
+    is_sound = (
+        all(isinstance(value, int) for value in (*whole, *tokens))
+        and all(isinstance(value, float | int) and math.isfinite(value) for value in times_s)
+        and all(0 <= value <= MOST_TOKENS for value in tokens)
+    )
+    if not is_sound:
+        raise StoreError(f"{path}, request {values[1]}: {values[2:]}", "times in s and numbers of tokens")
+    return Life(*values)

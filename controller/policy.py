@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import PolicyError, UsageError
-from .whole_file import require_place
+from .whole_file import replacing, require_folder, require_place
 
 if TYPE_CHECKING:
     from ..models.portrait import Stroke
@@ -38,7 +38,7 @@ def show(
         ),
     ] = EMBEDDED,
     loads: Annotated[str, typer.Option(help="Running requests.")] = "1,2,4,8,16,32,64",
-    steps: Annotated[int, typer.Option(min=20, help="Engine steps that count at each load.")] = 500,
+    steps: Annotated[int, typer.Option(min=20, max=100_000, help="Engine steps that count at each load.")] = 500,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Draw the picture (SVG) to this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
@@ -69,16 +69,17 @@ def show(
             transient=True, disable=not console.is_terminal,
         )
     )  # fmt: skip
-    if output is not None:
-        from .policy_picture import draw
-
-        output.write_text(draw(spec, chosen.name, strokes))
     told = _manifest_of(spec)
     if json:
         rows = [_row(stroke) for stroke in strokes]
         typer.echo(json_module.dumps({"policy": spec, "world": chosen.name, **told, "loads": rows}))
-        return
-    typer.echo(_text(spec, chosen, told, strokes))
+    else:
+        typer.echo(_text(spec, chosen, told, strokes))
+    if output is not None:
+        from .policy_picture import draw
+
+        with replacing(output) as place:
+            place.write_text(draw(spec, chosen.name, strokes))
 
 
 @app.command()
@@ -105,7 +106,7 @@ def release(
     if not isinstance(found, dict):
         raise UsageError(f"--evaluation {evaluation}: {type(found).__name__}", "a JSON object")
     folder = output or RELEASED.parent
-    folder.mkdir(parents=True, exist_ok=True)
+    require_folder(folder, "--output")
     try:
         path = put_in_place(manifest, found, folder)
     except PolicyNameError as error:

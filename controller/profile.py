@@ -12,8 +12,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -25,7 +25,7 @@ from .calibrate import LEAST_REPEATS, CalibrateOptions, calibrate
 from .config import Config, Value, load
 from .endpoint import socket_folder
 from .engine import RunningEngine
-from .errors import EndpointError, EngineError, ModelError, UsageError
+from .errors import EndpointError, EngineError, UsageError
 from .launch import EngineLaunch
 from .processes import deferred_interrupts
 from .serve import (
@@ -78,28 +78,43 @@ def run_profile(options: ProfileOptions) -> int:
     output = options.output or Path(f"{Path(options.model).name}.profile.json")
     require_place(output, "--output")
     console = Console(stderr=True, highlight=False)
-    if options.telemetry is not None and options.telemetry.exists():
-        raise UsageError(f"--telemetry {options.telemetry} exists", "a new file")
-    with ExitStack() as cleanup, stopping_on_sigterm():
-        scratch = Path(tempfile.mkdtemp(prefix="faser-profile-"))
-        cleanup.callback(shutil.rmtree, scratch, ignore_errors=True)
-        telemetry = options.telemetry or scratch / "telemetry.sqlite"
-        try:
-            measure(options, telemetry, console)
-        except KeyboardInterrupt as interrupt:
-            console.print("faser: stopped; no profile was written", highlight=False)
-            return 143 if isinstance(interrupt, Terminated) else 130
-        calibrate_options = CalibrateOptions(
+    if options.telemetry is not None:
+        require_place(options.telemetry, "--telemetry")
+        if options.telemetry.exists():
+            raise UsageError(f"--telemetry {options.telemetry} exists", "a new file")
+    with _scratch(options, console) as telemetry, stopping_on_sigterm():
+        fit = CalibrateOptions(
             (telemetry,), output, name=Path(options.model).name, command=options.command, json=options.json,
             least_repeats=1 if options.smoke else LEAST_REPEATS, held_out=not options.smoke,
         )  # fmt: skip
         try:
-            return calibrate(calibrate_options, console)
-        except ModelError:
-            cleanup.pop_all()  # more can be added to the minutes that were measured
-            told = f"faser: what was measured stays in {telemetry}: faser calibrate {telemetry} MORE... -o {output}"
-            console.print(told, highlight=False, soft_wrap=True)
-            raise
+            measure(options, telemetry, console)
+            return calibrate(fit, console)
+        except KeyboardInterrupt as interrupt:
+            console.print("faser: stopped; no profile was written", highlight=False)
+            return 143 if isinstance(interrupt, Terminated) else 130
+
+
+@contextmanager
+def _scratch(options: ProfileOptions, console: Console) -> Iterator[Path]:
+    """Yield where the telemetry goes, a folder that is gone afterwards unless --telemetry names a file.
+
+    After an error what is in the folder stays: the minutes that were measured, or the log that the error names.
+    """
+    if options.telemetry is not None:
+        yield options.telemetry
+        return
+    folder = Path(tempfile.mkdtemp(prefix="faser-profile-"))
+    telemetry = folder / "telemetry.sqlite"
+    try:
+        yield telemetry
+    except Exception:
+        if telemetry.exists():
+            console.print(f"faser: what was measured stays in {telemetry}", highlight=False, soft_wrap=True)
+        elif not any(folder.iterdir()):
+            folder.rmdir()
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def measure(options: ProfileOptions, telemetry: Path, console: Console) -> None:

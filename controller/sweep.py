@@ -14,6 +14,7 @@ from .bench_machine import commit
 from .errors import PolicyError, UsageError
 from .evaluate import decided, whole_numbers
 from .launch import available_cores
+from .whole_file import require_folder
 
 if TYPE_CHECKING:  # torch comes with them: `faser --help` must not wait for it
     from ..models.sweep import Outcome, Run, Value
@@ -40,6 +41,7 @@ def sweep(
     if address is not None and (not ray or workers is not None):
         raise UsageError("--address", "--ray and no --workers beside it: the cluster's CPUs say how many run at a time")
     runs = _planned(config, seeds, set_ or [], output)
+    require_folder(output, "--output")
     outcomes: list[Outcome] = []
     interrupted = False
     try:

@@ -11,6 +11,7 @@ import typer
 
 from .bench_machine import commit
 from .errors import PolicyError, UsageError
+from .whole_file import require_folder
 
 
 def train(
@@ -46,6 +47,7 @@ def train(
                     tasks[what] = bar.add_task(what, total=total)
                 bar.update(tasks[what], completed=done, total=total)  # type: ignore[arg-type]
 
+            require_folder(output, "--output")
             result = run(settings, output, decided, resume=resume, progress=tell, commit=commit())
     except PolicyFault as error:
         raise PolicyError(str(error)) from None

@@ -52,6 +52,19 @@ def require_place(path: Path, option: str) -> None:
         raise UsageError(f"{option} {path} cannot be written", "a place of yours")
 
 
+def require_folder(path: Path, option: str) -> None:
+    """Make the folder of a result, before the work; raise UsageError where none can be.
+
+    :param option: as the user gave it
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{option} {path}: {error.strerror}", "a folder, or a place for one") from None
+    if not os.access(path, os.W_OK):
+        raise UsageError(f"{option} {path} cannot be written to", "a folder of yours")
+
+
 def _umask() -> int:
     """Return the process's mask; only setting it tells, on Linux /proc does."""
     for line in Path("/proc/self/status").read_text().splitlines():

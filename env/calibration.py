@@ -114,10 +114,11 @@ def cells_of(samples: StepSamples, phase: Phase, least_repeats: int, held_out_sh
         left_out = f" ({unknown} of {len(times)} steps left out: disturbed, or without this time)" if unknown else ""
         raise CalibrationError(
             f"{len(rows)} kinds of steps with at least {least_repeats} repeats to fit {phase} times to{left_out}; "
-            f"expected {LEAST_CELLS[phase]} or more; measure longer{', on a quieter machine' if unknown else ''}"
+            f"expected {LEAST_CELLS[phase]} or more; measure longer{', or on a quieter machine' if unknown else ''}"
         )
+    is_held = np.array(held) & (not all(held))  # of few kinds all may be: none would be left to fit
     return Cells(
-        np.array(rows), np.array(measured), np.array(repeats), np.array(spreads), np.array(halves), np.array(held),
+        np.array(rows), np.array(measured), np.array(repeats), np.array(spreads), np.array(halves), is_held,
         np.array(counts),
     )  # fmt: skip
 

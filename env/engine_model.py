@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import importlib.resources
 import math
-import os
-import tempfile
 from dataclasses import dataclass
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -312,21 +310,9 @@ def check(profile: EngineProfile, where: str) -> None:
 
 
 def save_profile(profile: EngineProfile, path: Path) -> None:
-    """Write a profile whole or not at all."""
+    """Write a profile; raise ProfileError, with nothing written, for one that no engine can have."""
     check(profile, str(path))
-    content = msgspec.json.format(msgspec.json.encode(profile), indent=1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        os.fchmod(handle, 0o644)  # mkstemp's file is the owner's alone
-        with os.fdopen(handle, "wb") as file:
-            file.write(content + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
 
 
 def shipped_profile(name: str = "embedded") -> EngineProfile:

@@ -43,7 +43,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         bounds: dict[str, tuple[float, float]] = {
-            "hidden": (4, 256), "worlds": (1, 1024), "slots": (1, 256), "engines": (1, 4096),
+            "seed": (0, 2**31 - 1), "hidden": (4, 256), "worlds": (1, 1024), "slots": (1, 256), "engines": (1, 4096),
             "rollout_steps": (2, 4096), "spans": (1, 10_000), "minibatch": (2, 65536), "epochs": (1, 100),
             "judge_every": (1, 10**6), "patience": (1, 10**6),
             "renewed_share": (0.0, 1.0), "exits_share": (0.0, 1.0), "learning_rate": (1e-7, 1.0),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import subprocess
 import sys
 import time
@@ -28,7 +30,7 @@ from faser.controller.bench_server import Arm, Bed, Drafting
 from faser.controller.bench_table import Table
 from faser.controller.bench_turn import LEAST_STEPS
 from faser.controller.bench_work import Mix, Replay, closed_stream
-from faser.controller.errors import EndpointError, EngineError, UsageError
+from faser.controller.errors import EndpointError, EngineError, StoreError, UsageError
 from faser.controller.serve import EmbeddedPair
 from faser.models.precision import DTYPES
 
@@ -448,6 +450,21 @@ def test_a_run_that_cannot_go_on_is_refused_before_a_model_is_made(
     monkeypatch.setattr("faser.controller.bench.ensure_embedded_pair", lambda: pytest.fail("a model was made"))
     with pytest.raises(UsageError, match=r"typo\.json"):
         run_bench(BenchOptions(resume=tmp_path / "typo.json"))
+    (file := tmp_path / "file").touch()
+    for options in (BenchOptions(out=file / "r.json"), BenchOptions(out=tmp_path / "r.json", picture=file / "p.svg")):
+        with pytest.raises(UsageError, match=r"--(out|picture) .*file"):
+            run_bench(options)
+
+
+def test_results_that_cannot_be_written_end_the_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(bench_run, "write_results", full)
+    arms = {"faser": FakeArm("faser"), "k1": FakeArm("k1")}
+    with pytest.raises(StoreError, match="No space left"):
+        measure(plan(), tmp_path, monkeypatch, arms)
+    assert all(arm.ended for arm in arms.values())
 
 
 def test_suffix_decoding_that_is_not_installed_is_not_available_and_no_loss(

@@ -1,9 +1,12 @@
 """faser calibrate and faser fidelity on recorded telemetry: what they find, and what they refuse by file and row."""
 
 import json
+import os
+import shutil
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -15,7 +18,7 @@ from rich.console import Console
 
 import faser
 from faser.controller.calibrate import CalibrateOptions, calibrate, with_ahead
-from faser.controller.errors import ModelError, StoreError, UsageError
+from faser.controller.errors import EngineError, ModelError, StoreError, UsageError
 from faser.controller.fidelity import FidelityOptions, recorded_requests, run_fidelity
 from faser.controller.measured import ahead_steps, read_measured
 from faser.controller.profile import ProfileOptions, run_profile
@@ -506,25 +509,80 @@ def test_too_little_telemetry_is_refused_with_what_is_missing(tmp_path: Path) ->
 
 
 def test_what_was_measured_stays_where_it_is_too_little_for_a_profile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def too_short(_: ProfileOptions, telemetry: Path, __: Console) -> None:
         write_telemetry(telemetry, make_records(1))
 
+    output = tmp_path / "p.json"
     monkeypatch.setattr("faser.controller.profile.measure", too_short)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(ModelError, match="kinds of steps") as refused:
-        run_profile(ProfileOptions(output=tmp_path / "p.json"))
+        run_profile(ProfileOptions(output=output))
     (kept,) = tmp_path.glob("faser-profile-*/telemetry.sqlite")
     assert str(kept) in str(refused.value)
+    assert f"stays in {kept}" in capsys.readouterr().err.replace("\n", "")
 
     def stopped(_: ProfileOptions, telemetry: Path, __: Console) -> None:
         telemetry.touch()
         raise KeyboardInterrupt
 
     monkeypatch.setattr("faser.controller.profile.measure", stopped)
-    assert run_profile(ProfileOptions(output=tmp_path / "p.json")) == 130
+    assert run_profile(ProfileOptions(output=output)) == 130
     assert list(tmp_path.iterdir()) == [kept.parent]
+
+    def no_engine(_: ProfileOptions, telemetry: Path, __: Console) -> None:
+        telemetry.with_suffix(".engine.log").write_text("why")
+        raise EngineError("vLLM ended")
+
+    shutil.rmtree(kept.parent)
+    monkeypatch.setattr("faser.controller.profile.measure", no_engine)
+    with pytest.raises(EngineError):
+        run_profile(ProfileOptions(output=output))
+    assert [path.name for path in tmp_path.glob("faser-profile-*/*")] == ["telemetry.engine.log"]
+
+
+def test_a_profile_that_cannot_be_kept_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("faser.controller.profile.measure", lambda *_: pytest.fail("it was measured"))
+    same, none = tmp_path / "p.json", tmp_path / "none" / "t.sqlite"
+    for telemetry, seen in ((same, "telemetry file itself"), (none, "--telemetry .* no folder")):
+        with pytest.raises(UsageError, match=seen):
+            run_profile(ProfileOptions(output=same, telemetry=telemetry))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_profile_goes_where_a_link_points_and_into_a_pipe(telemetry: Path, tmp_path: Path) -> None:
+    target, link, pipe = (tmp_path / name for name in ("target.json", "link.json", "pipe"))
+    link.symlink_to(target)
+    assert calibrate(CalibrateOptions((telemetry,), link, held_out=False), CONSOLE) == 0
+    assert link.is_symlink()
+    os.mkfifo(pipe)
+    with subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE) as reader:
+        assert calibrate(CalibrateOptions((telemetry,), pipe, held_out=False), CONSOLE) == 0
+        assert reader.stdout is not None
+        assert reader.stdout.read() == target.read_bytes()
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "DROP VIEW request_summary",
+        "UPDATE events SET time_s = 'x' WHERE kind = 'finish'",
+        "UPDATE events SET tokens = 1e12 WHERE kind = 'arrival'",
+        "UPDATE steps SET caught_up = 9223372036854775807",
+        "UPDATE steps SET running = -3",
+    ],
+)
+def test_damaged_requests_and_counts_are_refused(damage: str, profile: Path, tmp_path: Path) -> None:
+    path = write_telemetry(tmp_path / "bad.sqlite", make_records(12))
+    with closing(sqlite3.connect(path)) as database:
+        database.execute(damage)
+        database.commit()
+    with pytest.raises(StoreError, match=r"^[^\n]*bad\.sqlite[^\n]*$"):
+        run_fidelity(FidelityOptions(path, profile))
 
 
 def test_the_telemetry_is_never_overwritten(telemetry: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from faser.controller.config import Config, settings
 from faser.controller.errors import EndpointError, EngineError, FaserError, UnsupportedError
 
+FASER = [sys.executable, "-P", "-c", "from faser.controller.cli import main; main()"]
 COMMANDS = ("demo", "serve", "sidecar", "status", "top", "doctor", "config", "store")
 
 
@@ -130,6 +131,21 @@ def test_what_cannot_be_used_is_one_line_on_stderr_and_an_exit_code(
     assert (result.returncode, result.stdout) == (code, "")
     (line,) = [line for line in result.stderr.splitlines() if "controller.warm_up" not in line]  # said where it is slow
     assert line.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("place", "code", "told"), [("/dev/full", 1, "faser: No space left on device\n"), ("pipe", 1, "")]
+)
+def test_a_full_disk_behind_stdout_is_one_line_and_a_closed_pipe_none(
+    place: str, code: int, told: str, sockets: Path
+) -> None:
+    with open("/dev/full", "w") as full, subprocess.Popen(["true"], stdin=subprocess.PIPE) as gone:
+        gone.wait()
+        done = subprocess.run(
+            [*FASER, "policy", "list"], stdout=full if place == "/dev/full" else gone.stdin, stderr=subprocess.PIPE,
+            text=True, check=False, env=os.environ | {"FASER_RUNTIME_DIR": str(sockets)},
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (code, told)
 
 
 def with_vllm(version: str, folder: Path) -> dict[str, str]:

@@ -130,6 +130,39 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(command: list[
         assert "--output" in str(result.exception)
 
 
+def test_a_picture_that_cannot_be_written_costs_no_result(tmp_path: Path) -> None:
+    shown = CliRunner().invoke(app, ["policy", "show", "off", "--loads", "1", "--steps", "20", "-o", "/dev/full"])
+    assert isinstance(shown.exception, OSError)  # told in one line by main()
+    assert "1.00x" in shown.stdout
+
+
+def test_a_judgement_that_cannot_be_written_is_printed_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("faser.models.evaluate.evaluate", lambda *_: None)
+    monkeypatch.setattr("faser.models.standing.summary", lambda _: {"policies": {"price": {}}})
+    judged = CliRunner().invoke(app, ["evaluate", "-o", "/dev/full", "--json"])
+    assert isinstance(judged.exception, OSError)
+    assert json.loads(judged.stdout)["policies"] == {"price": {}}
+
+
+def test_a_folder_that_cannot_be_is_refused_before_any_work(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("{}")
+    recipe = str(RELEASED.with_name("policy.recipe.toml"))
+    for command in (
+        ["policy", "release", str(RELEASED), "--evaluation", str(file)],
+        ["train", "--config", recipe],
+        ["sweep", "--config", recipe],
+    ):
+        result = CliRunner().invoke(app, [*command, "-o", str(file / "sub")])
+        assert isinstance(result.exception, UsageError), command
+        assert "--output" in str(result.exception)
+    result = CliRunner().invoke(app, ["train", "--config", recipe, "--seed", "-1", "-o", str(tmp_path / "run")])
+    assert isinstance(result.exception, UsageError)
+    assert "seed -1; expected 0.." in str(result.exception)
+
+
 def test_a_judged_policy_that_not_every_world_can_have_says_so() -> None:
     row = {
         "goodput": 1.0,

@@ -76,11 +76,10 @@ def test_uncertainty_comes_from_the_covariance_of_the_coefficients() -> None:
 
 
 def test_a_profile_survives_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "folder" / "p.json"
+    path = tmp_path / "p.json"
     profile = synthetic_profile(graph_sizes=(1, 2, 4))
     save_profile(profile, path)
     assert load_profile(path) == profile
-    assert [entry.name for entry in path.parent.iterdir()] == ["p.json"]
 
 
 def spoil(profile: EngineProfile, **changes: object) -> bytes:
