@@ -42,7 +42,9 @@ from ..env.engine_model import (
     ProfileError,
     load_profile,
     save_profile,
+    shipped_profile,
 )
+from ..env.engine_model import SHIPPED as SHIPPED_PROFILES
 from ..env.exit_fit import fit_exits
 from ..env.step_basis import Phase
 from ..env.step_samples import Floats, StepSamples
@@ -221,9 +223,9 @@ def accept_trace(name: str) -> list[DraftTrial]:
 
 
 def load_profile_or_fail(path: Path) -> EngineProfile:
-    """Return a profile; raise ModelError with the reason if it cannot be used."""
+    """Return a profile, of a file or a shipped one's name; raise ModelError with the reason if it cannot be used."""
     try:
-        return load_profile(path)
+        return shipped_profile(str(path)) if str(path) in SHIPPED_PROFILES else load_profile(path)
     except ProfileError as error:
         raise ModelError(str(error)) from None
 

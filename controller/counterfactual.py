@@ -167,7 +167,8 @@ def _compared(real: Run, same: Sequence[Run], other: Sequence[Run]) -> tuple[tup
     if not worst.error <= LIMIT:
         return (), (
             f"the simulator misses this file's {worst.name} by {worst.error:.0%}; expected {LIMIT:.0%} at most: "
-            "calibrate it to this machine (faser calibrate) or record longer"
+            "calibrate it to this machine (faser calibrate FILE --base embedded -o NEW, then --profile NEW), "
+            "or record longer"
         )
     return tuple(speeds), ""
 

@@ -291,14 +291,7 @@ def _speculative(settings: dict[str, object]) -> tuple[str, ...]:
 def _configure(options: DemoOptions, sockets: Path) -> Config:
     """Return the sidecar's configuration: the user's, with the demo's own socket and telemetry file."""
     folder = (options.output or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "result.json").unlink(missing_ok=True)
-    except OSError as error:
-        raise StoreError(f"{folder} cannot be made: {error.strerror}", "a writable folder", "pass --output") from None
     telemetry = folder / "telemetry.sqlite"
-    if telemetry.exists():
-        raise StoreError(f"{telemetry} exists", "a new file", "remove it or pass another --output")
     flags = {
         "link.endpoint": f"ipc://{sockets / 'engine.sock'}",
         "link.status_endpoint": f"ipc://{sockets / 'status.sock'}",
@@ -309,6 +302,13 @@ def _configure(options: DemoOptions, sockets: Path) -> Config:
     }
     config = load(options.config, os.environ, flags).config
     check_policy(config.policy.spec)
+    if telemetry.exists():
+        raise StoreError(f"{telemetry} exists", "a new file", "remove it or pass another --output")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "result.json").unlink(missing_ok=True)
+    except OSError as error:
+        raise StoreError(f"{folder} cannot be made: {error.strerror}", "a writable folder", "pass --output") from None
     return config
 
 

@@ -12,7 +12,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -78,8 +78,10 @@ class Endpoint:
             os.umask(mask)
 
     def close(self) -> None:
-        """Let others have the address."""
+        """Let others have the address; the socket's file goes, lest it look like a sidecar that hangs."""
         if self._lock is not None:
+            with suppress(OSError):
+                os.unlink(self.address.removeprefix(IPC))
             self._lock.close()
             self._lock = None
 

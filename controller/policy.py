@@ -38,7 +38,7 @@ def show(
         ),
     ] = EMBEDDED,
     loads: Annotated[str, typer.Option(help="Running requests.")] = "1,2,4,8,16,32,64",
-    steps: Annotated[int, typer.Option(min=20, max=100_000, help="Engine steps that count at each load.")] = 500,
+    steps: Annotated[int, typer.Option(min=20, max=100_000, help="Engine steps of each of six runs that count.")] = 500,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Draw the picture (SVG) to this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
@@ -164,11 +164,15 @@ def _text(spec: str, world: WorldSpec, told: dict[str, Any], strokes: list[Strok
         lines += [f"  {name}: {_in_short(value)}" for name, value in results.items()]
     lines.append("")
     k_max = len(strokes[0].shares) - 1
-    lines.append(f"{'requests':>8} {'length':>7} {'accepted':>9} {'speed':>7}  lengths 0..{k_max}, %")
+    lines.append(
+        f"{'requests':>8} {'length':>7} {'accepted':>9} {'speed':>6} {'95 % interval':>14}  lengths 0..{k_max}, %"
+    )
     for stroke in strokes:
         accepted = "-" if stroke.acceptance is None else f"{stroke.acceptance:.0%}"
         shares = " ".join(f"{share:4.0%}"[:-1].rjust(3) for share in stroke.shares)
-        lines.append(f"{stroke.requests:8} {stroke.mean_length:7.2f} {accepted:>9} {stroke.ratio:6.2f}x  {shares}")
+        low, high = stroke.ratio_ci
+        speed = f"{stroke.ratio:5.2f}x {low:6.2f} to {high:4.2f}"
+        lines.append(f"{stroke.requests:8} {stroke.mean_length:7.2f} {accepted:>9} {speed}  {shares}")
     lines.append("")
     lines += [f"{stroke.requests:8} why: {stroke.reason}" for stroke in strokes]
     return "\n".join(lines)

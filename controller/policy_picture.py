@@ -27,7 +27,9 @@ def draw(spec: str, world: str, strokes: Sequence[Stroke]) -> str:
         above.set_ylabel("draft length (tokens)")
         above.set_title(f"{spec} in {world}", loc="left", fontsize=10)
         canvas.colorbar(mesh, ax=above, label="share of requests' steps")
-        below.plot([stroke.ratio for stroke in strokes], color="#1f5fa8", marker="o", markersize=3)
+        ratios = np.array([(stroke.ratio, *stroke.ratio_ci) for stroke in strokes]).T
+        spread = np.abs(ratios[1:] - ratios[0])
+        below.errorbar(range(len(strokes)), ratios[0], spread, color="#1f5fa8", marker="o", markersize=3, capsize=2)
         below.axhline(1.0, color="#7a8794", linewidth=0.8)
         below.set_ylabel("tokens/s,\noff = 1")
         below.set_xticks(range(len(strokes)), [str(stroke.requests) for stroke in strokes])

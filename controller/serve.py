@@ -235,7 +235,7 @@ def log_folder() -> Path:
 def progress_bar(console: Console) -> Iterator[ShowProgress]:
     """Give a callback that draws a bar; nothing is drawn until it is called."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         tasks: dict[str, object] = {}
 
         def show(what: str, share: float) -> None:

@@ -60,7 +60,10 @@ def calibrate(
     telemetry: Files,
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.")],
     base: Annotated[
-        Path | None, typer.Option(help="Keep the shape of this profile's step costs; fit level and acceptance.")
+        Path | None,
+        typer.Option(
+            help="Keep the shape of this profile's step costs; fit level and acceptance. A file, or embedded."
+        ),
     ] = None,
     keep_costs: Annotated[
         bool, typer.Option("--keep-costs", help="Leave the base's step costs as they are; fit acceptance alone.")

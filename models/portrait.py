@@ -5,6 +5,7 @@ Called by controller/policy.py, which injects the decision core: what is shown i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -15,11 +16,13 @@ from ..engine_adapter.protocol import ActionSet, StepRecord
 from ..env.state import EngineState
 from .policy import Policy, make_policy
 from .simulated import SimulatedEngine
+from .standing import interval
 from .worlds import WorldSpec
 
 Explain: TypeAlias = Callable[[EngineState, StepRecord, Policy, int], tuple[ActionSet, str]]
 WARM_STEPS = 300  # estimates settle and the batch fills; not counted
-SEED = 401
+RUNS = 6  # of each load, with different requests: a run by itself is off by up to a tenth
+FIRST_SEED = 401
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,26 +33,31 @@ class Stroke:
     shares: tuple[float, ...]  # of requests' steps with 0..k_max tokens handed over for verification
     mean_length: float
     acceptance: float | None  # accepted per verified token; None where nothing was verified
-    ratio: float  # tokens per second beside no speculation, with the same requests
-    reason: str  # of the last decision
+    ratio: float  # tokens per second beside no speculation, with the same requests; geometric mean of RUNS
+    ratio_ci: tuple[float, float]  # 95 %, over these
+    reason: str  # of the last run's last decision
 
 
 def portray(spec: str, world: WorldSpec, loads: Sequence[int], steps: int, explain: Explain) -> Iterator[Stroke]:
     """Yield a stroke for each load; the same arguments give the same strokes.
 
-    :param steps: steps that count, behind WARM_STEPS
+    :param steps: steps of each run that count, behind WARM_STEPS
     """
+    seeds = range(FIRST_SEED, FIRST_SEED + RUNS)
     for requests in loads:
-        plain = _run("off", world, requests, steps, explain)
-        ours = _run(spec, world, requests, steps, explain)
-        total = max(int(ours.lengths.sum()), 1)
+        plain, ours = ([_run(each, world, requests, steps, explain, seed) for seed in seeds] for each in ("off", spec))
+        lengths = np.sum([run.lengths for run in ours], axis=0)
+        total = max(int(lengths.sum()), 1)
+        accepted, verified = (sum(getattr(run, name) for run in ours) for name in ("accepted", "verified"))
+        gain = interval([math.log(a.tokens_per_s / b.tokens_per_s) for a, b in zip(ours, plain, strict=True)])
         yield Stroke(
             requests,
-            tuple((ours.lengths / total).tolist()),
-            float(np.arange(len(ours.lengths)) @ ours.lengths / total),
-            ours.accepted / ours.verified if ours.verified else None,
-            ours.tokens_per_s / plain.tokens_per_s,
-            ours.reason,
+            tuple((lengths / total).tolist()),
+            float(np.arange(len(lengths)) @ lengths / total),
+            accepted / verified if verified else None,
+            math.exp(gain.mean),
+            (math.exp(gain.mean - gain.half), math.exp(gain.mean + gain.half)),
+            ours[-1].reason,
         )
 
 
@@ -67,8 +75,8 @@ class _Tally:
         return self.emitted / max(self.span_s, 1e-9)
 
 
-def _run(spec: str, world: WorldSpec, requests: int, steps: int, explain: Explain) -> _Tally:
-    engine = SimulatedEngine(world.closed(requests), SEED, has_confidence=world.has_confidence)
+def _run(spec: str, world: WorldSpec, requests: int, steps: int, explain: Explain, seed: int) -> _Tally:
+    engine = SimulatedEngine(world.closed(requests), seed, has_confidence=world.has_confidence)
     policy, state = make_policy(spec, engine.capabilities), EngineState(engine.capabilities)
     tally = _Tally(np.zeros(engine.capabilities.k_max + 1, np.int64))
     actions: ActionSet | None = None

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 import faser
-from faser.controller.calibrate import CalibrateOptions, calibrate, with_ahead
+from faser.controller.calibrate import CalibrateOptions, calibrate, load_profile_or_fail, with_ahead
 from faser.controller.errors import EngineError, ModelError, StoreError, UsageError
 from faser.controller.fidelity import FidelityOptions, recorded_requests, run_fidelity
 from faser.controller.measured import ahead_steps, read_measured
@@ -26,7 +26,16 @@ from faser.controller.starvation import Waiting, freed, load_waiting, save_waiti
 from faser.controller.store import EngineEntry, RunEntry, StepEntry, Store
 from faser.engine_adapter.protocol import Hello, Prune, RequestEvent, RequestRow, StepRecord
 from faser.env.accept_traces import SHIPPED
-from faser.env.engine_model import Ahead, Card, Exit, Work, load_profile, save_profile, synthetic_profile
+from faser.env.engine_model import (
+    Ahead,
+    Card,
+    Exit,
+    Work,
+    load_profile,
+    save_profile,
+    shipped_profile,
+    synthetic_profile,
+)
 from faser.env.replay import Orders, replay
 
 CONSOLE = Console(quiet=True)
@@ -499,6 +508,12 @@ def test_acceptance_can_come_from_a_published_trace(telemetry: Path, profile: Pa
     assert (found.k_max, found.source) == (4, "sentiment_analysis__eagle")
     with pytest.raises(UsageError, match=r"sheep\.jsonl: cannot be read"):
         calibrate(CalibrateOptions((telemetry,), tmp_path / "q.json", acceptance="sheep.jsonl"), CONSOLE)
+
+
+def test_a_shipped_profile_goes_by_its_name() -> None:
+    assert load_profile_or_fail(Path("embedded")) == shipped_profile("embedded")
+    with pytest.raises(ModelError, match=r"sheep: cannot be read"):
+        load_profile_or_fail(Path("sheep"))
 
 
 def test_too_little_telemetry_is_refused_with_what_is_missing(tmp_path: Path) -> None:

@@ -121,6 +121,7 @@ def test_an_unknown_policy_and_a_used_folder_are_refused_before_anything_starts(
         assert done.returncode != 0
         assert seen in done.stderr
         assert len(done.stderr.strip().splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["telemetry.sqlite"]
 
 
 def test_the_result_has_every_promised_field_also_when_nothing_was_measured(tmp_path: Path) -> None:

@@ -60,6 +60,14 @@ def test_a_dead_sidecars_socket_file_is_replaced(sockets: Path) -> None:
     bound(f"ipc://{path}")
 
 
+def test_a_socket_file_goes_with_its_owner(sockets: Path) -> None:
+    path = sockets / "engine.sock"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as taken, Endpoint(f"ipc://{path}") as own:
+        own.bind(taken)
+        assert path.exists()
+    assert not path.exists()
+
+
 def test_a_file_that_is_no_socket_is_never_removed(sockets: Path) -> None:
     path = sockets / "engine.sock"
     path.write_text("precious")

@@ -46,6 +46,9 @@ def test_a_fixed_length_does_the_same_at_every_load_and_loses_past_the_knee(tmp_
     assert low["mean_length"] > 3.5
     assert high["mean_length"] > 3.5
     assert high["ratio"] < 0.9
+    for load in told["loads"]:
+        least, most = load["ratio_ci"]
+        assert least < load["ratio"] < most < 2.0 * least
     assert sum(low["shares"]) == pytest.approx(1.0)
     assert picture.read_text().count("<svg") == 1
 
@@ -61,6 +64,7 @@ def test_price_shortens_with_the_load_and_says_why() -> None:
 def test_no_speculation_is_its_own_measure() -> None:
     (stroke,) = portray("off", WORLDS["gpu-ngram"], (4,), 50, explained)
     assert stroke.ratio == 1.0
+    assert stroke.ratio_ci == (1.0, 1.0)
     assert stroke.acceptance is None
     assert stroke.shares[0] == 1.0
 
