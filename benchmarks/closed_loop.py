@@ -96,7 +96,7 @@ def open_results(path: Path, plan: Orders, is_resumed: bool) -> Results:
         return Results(machine_facts(), versions(), [now], settings, table=plan.table)
     try:
         results = read_results(path)
-    except msgspec.MsgspecError as error:
+    except (OSError, msgspec.MsgspecError) as error:
         raise UsageError(f"{path}: {error}", "turns of this version", "drop --resume") from None
     if (results.settings, results.machine) != (settings, machine_facts()):
         raise UsageError(f"{path} was measured with {results.settings}", f"{settings} on this machine", "drop --resume")
