@@ -95,7 +95,8 @@ def main() -> NoReturn:
         try:
             app()
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # it was closed by who started us
+                sys.stdout.flush()
     except FaserError as error:
         typer.echo(f"faser: {error}", err=True)
         sys.exit(error.exit_code)

@@ -148,6 +148,14 @@ def test_a_full_disk_behind_stdout_is_one_line_and_a_closed_pipe_none(
     assert (done.returncode, done.stderr) == (code, told)
 
 
+def test_without_a_stdout_nothing_is_said(sockets: Path) -> None:
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *FASER, "policy", "list"], stderr=subprocess.PIPE, text=True, check=False,
+        env=os.environ | {"FASER_RUNTIME_DIR": str(sockets)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def with_vllm(version: str, folder: Path) -> dict[str, str]:
     """Return the environment of an installation with this vLLM; what is planted has metadata and no module."""
     told = folder / f"vllm-{version}.dist-info" / "METADATA"
