@@ -54,6 +54,7 @@ class Endpoint:
     def __init__(self, address: str, *, is_encrypted: bool = False) -> None:
         self.address = address
         self._lock: FileLock | None = None
+        self._is_bound = False
         if address.startswith(IPC):
             self._claim_path(Path(address.removeprefix(IPC)))
         elif address.startswith(TCP):
@@ -66,6 +67,7 @@ class Endpoint:
         mask = os.umask(0o077)
         try:
             socket.bind(self.address)
+            self._is_bound = True
         except zmq.ZMQError as error:
             if error.errno == zmq.EADDRINUSE:
                 raise EndpointError(
@@ -80,8 +82,9 @@ class Endpoint:
     def close(self) -> None:
         """Let others have the address; the socket's file goes, lest it look like a sidecar that hangs."""
         if self._lock is not None:
-            with suppress(OSError):
-                os.unlink(self.address.removeprefix(IPC))
+            if self._is_bound:
+                with suppress(OSError):
+                    os.unlink(self.address.removeprefix(IPC))
             self._lock.close()
             self._lock = None
 
