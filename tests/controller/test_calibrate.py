@@ -557,6 +557,17 @@ def test_what_was_measured_stays_where_it_is_too_little_for_a_profile(
     assert [path.name for path in tmp_path.glob("faser-profile-*/*")] == ["telemetry.engine.log"]
 
 
+def test_a_smoke_run_is_fitted_to_steps_that_never_came_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(_: ProfileOptions, telemetry: Path, __: Console) -> None:
+        write_telemetry(telemetry, make_records(3))
+
+    monkeypatch.setattr("faser.controller.profile.measure", short)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(ModelError, match="kinds of steps with at least 3 repeats"):
+        run_profile(ProfileOptions(output=tmp_path / "p.json"))
+    assert run_profile(ProfileOptions(output=tmp_path / "p.json", smoke=True)) == 0
+
+
 def test_a_profile_that_cannot_be_kept_is_refused_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
