@@ -18,6 +18,7 @@ from faser.controller.bench_machine import Machine
 from faser.controller.bench_plan import ARMS
 from faser.controller.bench_ratio import OURS, Envelope, Floats, Ratio, cleanest, paired_ratio
 from faser.controller.bench_table import Table as BatchLengths
+from faser.controller.whole_file import replacing
 
 RESULTS: Final = Path(__file__).resolve().parent / "results" / "closed_loop.json"
 
@@ -135,9 +136,8 @@ def read_results(path: Path) -> Results:
 def write_results(results: msgspec.Struct, path: Path) -> None:
     """Replace the file at once: a reader never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
-    part.replace(path)
+    with replacing(path) as place:
+        place.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
 
 
 def by_start(rates: dict[str, Floats], starts: Ints) -> dict[str, Floats]:

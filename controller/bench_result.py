@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from .bench_machine import Machine
-from .bench_plan import ARMS, NONE, VARIANTS, is_rival
+from .bench_plan import ARMS, NONE, VARIANTS, is_rival, length_of
 from .bench_ratio import OURS, Envelope, Floats, cleanest, paired_ratio, wider_interval
 from .bench_table import described
 from .loadstats import Quantiles
@@ -274,6 +274,20 @@ def cost_of(turns: Sequence[Turn]) -> Cost:
 def name_of(arm: str) -> str:
     """Return an arm's name for people."""
     return NAMES.get(arm, f"k = {arm[1:]}" if arm[1:].isdigit() else arm)
+
+
+def levels_at(results: Results, load: int, kinds: str) -> dict[int, float]:
+    """Return the sweep's level of each length at a load: mean log ratio to no speculation in the same rounds."""
+    rates = results.rates(load, kinds, SWEEP, is_clean=True)
+    if not len(next(iter(rates.values()), ())):
+        rates = results.rates(load, kinds, SWEEP)
+    base = np.log(rates[NONE]) if NONE in rates else 0.0  # it was lost: the others are compared as they are
+    levels = {}
+    for arm, rate in rates.items():
+        logs = np.log(rate) - base
+        if (length := length_of(arm)) is not None and (~np.isnan(logs)).any():
+            levels[length] = float(np.nanmean(logs))
+    return levels
 
 
 def read_results(path: Path) -> Results:

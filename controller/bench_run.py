@@ -15,14 +15,13 @@ from typing import Final, TypeVar
 
 import aiohttp
 import msgspec
-import numpy as np
 
 from ..models.embedded import TARGET_NAME
 from .bench_clients import Clients, Served, Times, one_by_one, replay
 from .bench_machine import OwnLoad, Processor, free_gib, require_memory
-from .bench_plan import NONE, REPEATS, TABLE, Plan, Progress, arm_of, contenders, groups, length_of, turn_order
+from .bench_plan import NONE, REPEATS, TABLE, Plan, Progress, arm_of, contenders, groups, turn_order
 from .bench_ratio import OURS, Goodput, Objective
-from .bench_result import MAIN, SWEEP, Latency, Results, Spans, Turn, envelope_at, name_of, write_results
+from .bench_result import MAIN, SWEEP, Latency, Results, Spans, Turn, envelope_at, levels_at, name_of, write_results
 from .bench_server import Arm, Bed
 from .bench_table import best_table, described, worth_sweeping
 from .bench_turn import Look, Place, Slice, as_turn, slice_ends, slice_tokens
@@ -376,20 +375,6 @@ class Bench:
         except _LOST as error:
             await self._lose(name, error)
             return None
-
-
-def levels_at(results: Results, load: int, kinds: str) -> dict[int, float]:
-    """Return the sweep's level of each length at a load: mean log ratio to no speculation in the same rounds."""
-    rates = results.rates(load, kinds, SWEEP, is_clean=True)
-    if not len(next(iter(rates.values()), ())):
-        rates = results.rates(load, kinds, SWEEP)
-    base = np.log(rates[NONE]) if NONE in rates else 0.0  # it was lost: the others are compared as they are
-    levels = {}
-    for arm, rate in rates.items():
-        logs = np.log(rate) - base
-        if (length := length_of(arm)) is not None and (~np.isnan(logs)).any():
-            levels[length] = float(np.nanmean(logs))
-    return levels
 
 
 def expected_steps(plan: Plan) -> float:

@@ -22,12 +22,12 @@ from faser.controller.bench_result import (
     Spans,
     Turn,
     cost_of,
+    levels_at,
     points,
     read_results,
     summary,
     write_results,
 )
-from faser.controller.bench_run import levels_at
 from faser.controller.bench_view import _over, envelope_table, write_picture
 from faser.controller.errors import UsageError
 
