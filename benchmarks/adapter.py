@@ -31,6 +31,7 @@ from engine_end import Inbox, summed_up
 from faser.engine_adapter import protocol
 from faser.engine_adapter.lease import Lease
 from faser.engine_adapter.link import EngineLink, give_way
+from faser.engine_adapter.sampled_tokens import SampledTokens, delivered_tokens, vllms_count
 from faser.engine_adapter.steering import BatchOutcome, Default, Steering
 from faser.engine_adapter.steps import StepReport
 
@@ -90,11 +91,15 @@ class Engine:
         self._inbox = self._steering.link._inbox = Inbox()  # type: ignore[attr-defined]
         ids = list(self._steering.entries)
         self._scheduled = dict.fromkeys(ids, 5)
-        self._outcome = BatchOutcome(
-            self._scheduled, {request_id: [1, 2, 3, 4] for request_id in ids},
-            {request_id: row for row, request_id in enumerate(ids)}, [[1, 2]] * requests, requests, 0, 0.5,
-            StepReport(0.01, 0.001, 0.003, 0.0, 0.015, drafted=[4] * requests),
-        )  # fmt: skip
+        self._sampled = [[1, 2] for _ in ids]
+        self._drafts = {request_id: [1, 2, 3, 4] for request_id in ids}
+        self._rows = {request_id: row for row, request_id in enumerate(ids)}
+        outputs = [SimpleNamespace(request_id=name, new_token_ids=[1, 2]) for name in ids]
+        statistics = SimpleNamespace(
+            spec_decoding_stats=SimpleNamespace(num_draft_tokens=4 * requests, num_accepted_tokens=requests)
+        )
+        self._result = {0: SimpleNamespace(outputs=outputs, scheduler_stats=statistics)}
+        self._report = StepReport(0.01, 0.001, 0.003, 0.0, 0.015, drafted=[4] * requests)
         self._steps = 0
 
     def serve(self, steps: int, flush: np.ndarray | None, pause_s: float) -> list[tuple[float, bool]]:
@@ -118,10 +123,18 @@ class Engine:
         for request in self._live:
             request.num_output_tokens += 2
         resumed_s = time.thread_time()
-        self._steering.record(order, self._outcome)
+        self._steering.record(order, self._digest())
         spent_s = time.thread_time() - resumed_s + ordered_s
         self._steps += 1
         return spent_s, order.lease_epoch > 0
+
+    def _digest(self) -> BatchOutcome:
+        """Count a step as the scheduler mixin does."""
+        sampled, delivered = SampledTokens.of(self._sampled, is_pruned=False), delivered_tokens(self._result)
+        running, counted = len(self._rows), vllms_count(self._result)
+        return BatchOutcome(
+            self._scheduled, self._drafts, self._rows, sampled, delivered, running, 0, 0.5, self._report, {}, counted
+        )
 
     def close(self) -> None:
         """Say goodbye."""

@@ -192,7 +192,7 @@ class GatedEngine(Engine):
         kind = "groups" if turn.is_apart or turn.held else "ahead" if was_ahead else "in turn"
         rows, rounds = sum(outcome.scheduled.values()), outcome.report.rounds or ()
         work = (math.log(rows), float(rows), float(len(rounds)), float(sum(rounds)), float(emitted))
-        return outputs, Step(kind, number, work, took_s), sum(map(len, outcome.sampled))
+        return outputs, Step(kind, number, work, took_s), sum(outcome.sampled.counts)
 
     def _check(self, said: dict[str, list[int]]) -> None:
         """Raise if answers so far are not what they are held to."""

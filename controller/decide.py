@@ -89,7 +89,17 @@ def decide(
     )
     if terms.mode in ("active", "canary"):
         state.ask(sequence, action.stop)
-    return Decision(action_set, action, action.reason, possible is not asked and is_other(asked, possible))
+    reason = told_of_sitting_out(record, action.reason)
+    return Decision(action_set, action, reason, possible is not asked and is_other(asked, possible))
+
+
+def told_of_sitting_out(record: StepRecord, reason: str) -> str:
+    """Return the reason, behind what keeps the drafter from drafting for some or all requests."""
+    if not record.sat_out:
+        return reason
+    if any(row.drafted for row in record.rows):
+        return f"requests longer than the drafter's context get no drafts ({record.sat_out} now); {reason}"
+    return f"the drafter sits out: a sequence is longer than its context; {reason}"
 
 
 def guard(action: Action, state: EngineState) -> Action:

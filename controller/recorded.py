@@ -29,7 +29,7 @@ from .canary import Draws
 from .epoch import epoch_above
 from .errors import StoreError
 from .packing import unpack_draws, unpack_lengths, unpack_rows
-from .schema import MOST, PLAIN_FIELDS
+from .schema import MOST, PLAIN_FIELDS, STOP_OR_ABORT
 
 T = TypeVar("T")
 EVENT_KINDS: Final = ("arrival", "first_token", "finish", "abort", "preempt")
@@ -193,7 +193,8 @@ def _event(
 ) -> RequestEvent:
     most = str(detail or "").removeprefix(MOST)
     limit = int(most) if most.isdecimal() else MAX_DRAFT_LENGTH
-    cells = [kind, handle, time_s, tokens, request_id or "", priority, min(limit, MAX_DRAFT_LENGTH)]
+    may_be_stop = detail == STOP_OR_ABORT
+    cells = [kind, handle, time_s, tokens, request_id or "", priority, min(limit, MAX_DRAFT_LENGTH), may_be_stop]
     return _checked("an event", cells, RequestEvent)
 
 

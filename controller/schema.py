@@ -23,11 +23,12 @@ from .packing import SUMMED, PackedRows, pack_draws, pack_lengths, pack_rows
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION: Final = 4
+SCHEMA_VERSION: Final = 5
 APPLICATION_ID: Final = 0x46415345  # "FASE": tells our files from other SQLite files
 
 LARGEST: Final = (1 << 63) - 1  # SQLite's; a client may give its request any priority
 MOST: Final = "most "  # in an arrival's detail, before the longest draft that its client allows
+STOP_OR_ABORT: Final = "a stop string, or an abort"  # an abort's detail, where the client gave stop strings
 
 Cell: TypeAlias = int | float | str | bytes | None
 Row: TypeAlias = dict[str, Cell]
@@ -69,6 +70,7 @@ ADDED: Final[dict[int, tuple[tuple[str, str, str], ...]]] = {
         ("prune_layer", "INTEGER", "NULL"), ("prune_s", "FLOAT", "0"), ("saved_rows", "FLOAT", "0"),
         ("wrongly_pruned", "INTEGER", "0"), ("frontier_hits", "INTEGER", "0"), ("frontier_misses", "INTEGER", "0"),
     ),
+    5: (("sat_out", "INTEGER", "0"), ("miscounted", "INTEGER", "0")),
 }  # fmt: skip
 
 VIEWS: Final = {
@@ -224,9 +226,14 @@ def event_row(event: RequestEvent, received_ns: int, counter: int | None) -> Row
     return {
         "received_ns": received_ns, "counter": counter, "time_s": event.time_s, "kind": event.kind,
         "handle": event.handle, "request_id": event.request_id or None, "tokens": event.tokens,
-        "priority": min(max(event.priority, -LARGEST), LARGEST),
-        "detail": f"{MOST}{event.most}" if event.most < MAX_DRAFT_LENGTH else None,
+        "priority": min(max(event.priority, -LARGEST), LARGEST), "detail": _detail_of(event),
     }  # fmt: skip
+
+
+def _detail_of(event: RequestEvent) -> str | None:
+    if event.may_be_stop:
+        return STOP_OR_ABORT
+    return f"{MOST}{event.most}" if event.most < MAX_DRAFT_LENGTH else None
 
 
 def notice_row(kind: str, detail: str, received_ns: int) -> Row:

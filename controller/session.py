@@ -219,6 +219,8 @@ class Session:
             clamped=self.clamped,
             handed_over=self._handed_over + policies.handed_over(self.policy),
             unverified_tokens=self.unverified_tokens,
+            sat_out=record.sat_out if record else 0,
+            miscounted=record.miscounted if record else 0,
         )
 
     def _lease_age_s(self, now_s: float) -> float | None:

@@ -104,6 +104,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     clamped: int = 0  # decisions in which the policy asked for what the engine cannot run
     handed_over: int = 0  # observations that a learned policy left to price
     unverified_tokens: int = 0  # drawn, and by a stop rule not handed over for verification
+    sat_out: int = 0  # requests of the last step whose drafter sits out: a sequence is longer than its context
+    miscounted: int = 0  # tokens since its boot by which the engine's records differ from vLLM's own counters
 
 
 class LinkStatus(msgspec.Struct, frozen=True):

@@ -188,4 +188,13 @@ def engine_lines(engine: EngineStatus) -> list[tuple[str, str]]:
         ),
         ("mode", _mode_line(engine.steering)),
         ("reason", engine.reason or "-"),
+        *_miscount_lines(engine),
     ]
+
+
+def _miscount_lines(engine: EngineStatus) -> list[tuple[str, str]]:
+    """Return a line about counts that cannot both be right, nothing while they agree."""
+    if not engine.miscounted:
+        return []
+    apart = f"{engine.miscounted} draft tokens counted otherwise than by vLLM: acceptance here is not to be trusted"
+    return [("MISCOUNT", f"{apart}; please report the engine's log with vLLM's and FASER's versions")]

@@ -95,6 +95,20 @@ def _frontier(config: VllmConfig, settings: Settings) -> int:
     return min(config.num_speculative_tokens, MAX_DRAFT_LENGTH) if command else 0
 
 
+def drafter_context(config: VllmConfig) -> int | None:
+    """Return the longest sequence beside which this engine drafts for anybody; None: its runner says for whom.
+
+    vLLM's V1 runner asks nobody for drafts while a sequence and k_max drafts are longer than that, and verifies zeros
+    in their place (0.32 gpu_model_runner.py:4288). Under async scheduling they are scheduled before that is seen.
+    """
+    speculative = config.speculative_config
+    if speculative is None or _runner(config) == "v2" or not config.scheduler_config.async_scheduling:
+        return None
+    drafter = speculative.draft_model_config
+    longest = config.model_config.max_model_len
+    return longest if drafter is None or drafter.max_model_len is None else min(longest, drafter.max_model_len)
+
+
 def _runner(config: VllmConfig) -> Literal["v1", "v2"]:
     return "v2" if config.use_v2_model_runner else "v1"
 

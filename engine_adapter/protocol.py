@@ -71,6 +71,9 @@ class RequestEvent(msgspec.Struct, array_like=True, frozen=True, gc=False):
     request_id: Text = ""
     priority: Priority = 0
     most: DraftLength = MAX_DRAFT_LENGTH  # the longest draft that its client allows; with an arrival only
+    may_be_stop: bool = (
+        False  # an abort that may be the end by a stop string: vLLM's front end tells its engine the same
+    )
 
 
 class RequestRow(msgspec.Struct, array_like=True, gc=False):
@@ -126,6 +129,8 @@ class StepRecord(msgspec.Struct, array_like=True, tag="step", gc=False):
     wrongly_pruned: Count = 0  # drafts cut at a token that was then accepted: the last one tested
     frontier_hits: Count = 0  # requests of this step whose next draft had been drafted ahead
     frontier_misses: Count = 0  # requests of this step whose frontier was thrown away, or not there in time
+    sat_out: Count = 0  # requests that were to draft and did not: a sequence is longer than the drafter's context
+    miscounted: Count = 0  # tokens since boot by which `verified` and `accepted` differ from vLLM's own counters
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):

@@ -67,6 +67,7 @@ class RaggedModelDrafter(DrafterHooks):
     book: ConfidenceBook | None = None  # of the last drafting
     candidates = 0  # likely tokens to note at each position, for exit heads (candidates.py)
     candidate_book: CandidateBook | None = None  # of the last drafting
+    must_cut = False  # a sequence is longer than the drafter's context: vLLM's own pass over all rows would not do
     ends: list[int] | None = None  # per batch row, tokens the last drafting hands over; None: `lengths`
     _drafting: list[int] | None = None  # batch rows of the pass under way; None: all
     _first: tuple[Any, Any] | None = None
@@ -115,7 +116,7 @@ class RaggedModelDrafter(DrafterHooks):
         vLLM prepares the pass in every step; where speculation does not pay, nobody should pay for that.
         """
         catch_up = self.catch_up
-        if catch_up is None or not catch_up.can_keep(step.hidden) or not self._can_cut(lengths, 0, step.metadata):
+        if catch_up is None or not catch_up.can_keep(step.hidden) or not self.can_cut(lengths, 0, step.metadata):
             return None
         catch_up.keep(step.slots, step.tokens, step.hidden)
         self.ends, self.rounds, self.caught_up, self.first_rows = list(lengths), (), 0, 0
@@ -135,7 +136,7 @@ class RaggedModelDrafter(DrafterHooks):
         if self.catch_up is not None and not self.catch_up.can_keep(inputs["target_hidden_states"]):
             self.catch_up = None
             logger.info("FASER lets the drafter skip nothing: target states of this KV cache need too much memory")
-        if not self._can_cut(lengths, num_speculative_tokens, inputs["common_attn_metadata"]):
+        if not self.can_cut(lengths, num_speculative_tokens, inputs["common_attn_metadata"]):
             self.catch_up = None  # it no longer sees every row
             return inherited(num_speculative_tokens, **inputs)
         assert lengths is not None
@@ -146,16 +147,23 @@ class RaggedModelDrafter(DrafterHooks):
             self.rounds = (len(lengths),) * num_speculative_tokens
             self._open_book()
             logger.exception("FASER's ragged drafting failed; vLLM's own drafting takes over, cut to length")
+            if self.must_cut:
+                return self._no_drafts(len(lengths), inputs["next_token_ids"])
             return inherited(num_speculative_tokens, **inputs)
         finally:
             self._first = None
+
+    def _no_drafts(self, requests: int, like: Tensor) -> Tensor:
+        self.ends, self.rounds = [0] * requests, ()
+        return like.new_zeros((requests, 0), dtype=_int64())
 
     def _open_book(self) -> None:
         self.book = ConfidenceBook() if self.has_book and self.lengths is not None else None
         self.candidate_book = CandidateBook(self.candidates) if self.candidates and self.book is not None else None
         self._drafting = None
 
-    def _can_cut(self, lengths: list[int] | None, longest: int, metadata: Any) -> bool:
+    def can_cut(self, lengths: list[int] | None, longest: int, metadata: Any) -> bool:
+        """Tell whether a pass over this batch can be cut to the requests that draft up to `longest` tokens."""
         return (
             lengths is not None
             and self.is_ragged
@@ -270,6 +278,7 @@ class RaggedNgramDrafter:
     """Mixin in front of NgramProposer: no search for a request that drafts nothing."""
 
     lengths: list[int] | None = None
+    must_cut = False  # nothing to cut: each request is searched by itself
 
     def propose(
         self, num_speculative_tokens: int, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any

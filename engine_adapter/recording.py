@@ -10,8 +10,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from .operator_log import operator_log
 from .protocol import LARGEST_PRIORITY, MAX_DRAFT_LENGTH, MAX_REQUESTS, RequestEvent, RequestRow, StepRecord
+from .sampled_tokens import SampledTokens
 from .steps import StepOrder, StepReport
+
+logger = operator_log(__name__)
 
 
 class LiveRequest(Protocol):
@@ -29,14 +33,15 @@ class LiveRequest(Protocol):
 
 @dataclass(slots=True)
 class Entry:
-    """One live request as the adapter sees it; `emitted` and `confidences` belong to the builder."""
+    """One live request as the adapter sees it; `has_emitted` and `confidences` belong to the builder."""
 
     handle: int
     request_id: str
     request: LiveRequest
     arrived_s: float
     most: int = MAX_DRAFT_LENGTH  # longest draft that its client allows
-    emitted: int = 0
+    emitted: int = 0  # tokens handed out so far; only ever grows, where vLLM's own list is emptied between two turns
+    has_emitted: bool = False  # a record said so
     confidences: tuple[float, ...] = ()  # of the draft tokens that wait for verification, and of a dropped one
 
     def arrival(self) -> RequestEvent:
@@ -58,11 +63,11 @@ class StepTrace:
     entries: list[Entry]
     batch_rows: list[int | None]
     computed: list[int]  # tokens of each request after the step
-    emitted: list[int]  # tokens
+    delivered: list[int | None]  # tokens that vLLM handed out; None: none
     drafts: dict[str, list[int]]
     draft_lengths: list[int]  # aligned with `drafts`
-    sampled: list[list[int]]  # by batch row
-    sampled_lengths: list[int]  # aligned with `sampled`
+    invalid: dict[str, int]  # of these, how many a grammar forbade: they were rows, but no drafts
+    sampled: SampledTokens
     events: list[RequestEvent]
     preempted: list[Entry]
     counter: int
@@ -73,6 +78,7 @@ class StepTrace:
     waiting: int
     kv_usage: float
     apart: list[tuple[Entry, tuple[float, ...]]] = field(default_factory=list)  # drafts of requests not in the step
+    counted: tuple[int, int] | None = None  # vLLM's own (drafted, accepted); None: it keeps no statistics
 
 
 class Counters(Protocol):
@@ -88,6 +94,7 @@ class RecordBuilder:
 
     boot_id: str
     link: Counters
+    miscounted: int = 0  # verified and accepted tokens so far by which the records differ from vLLM's own counters
     _last: int = 0  # counter of the last record
 
     def build(self, trace: StepTrace) -> StepRecord:
@@ -97,6 +104,9 @@ class RecordBuilder:
             entry.confidences = ()
         rows, prefill, decode, drafts = self._rows(trace)
         self._last = trace.counter
+        wrongly_pruned = sum([ends_wrongly(row) for row in rows]) if report.pruned else 0
+        if trace.counted is not None:
+            self._compare(rows, wrongly_pruned, *trace.counted)
         return StepRecord(
             boot_id=self.boot_id,
             counter=trace.counter,
@@ -131,28 +141,42 @@ class RecordBuilder:
             prune_layer=report.prune_layer,
             prune_s=report.prune_s,
             saved_rows=report.saved_rows,
-            wrongly_pruned=sum([ends_wrongly(row) for row in rows]) if report.pruned else 0,
+            wrongly_pruned=wrongly_pruned,
+            sat_out=order.sat_out + report.sat_out,
+            miscounted=self.miscounted,
         )
+
+    def _compare(self, rows: list[RequestRow], wrongly_pruned: int, drafted: int, accepted: int) -> None:
+        """Hold a step's rows against vLLM's own counters.
+
+        vLLM takes the last token of every step for the target's own; behind a draft that was cut at a token which then
+        was accepted, it is that token.
+        """
+        verified = sum([row.verified for row in rows])
+        apart = abs(verified - drafted) + abs(sum([row.accepted for row in rows]) - wrongly_pruned - accepted)
+        if apart and not self.miscounted:
+            logger.warning("FASER counts drafts otherwise than vLLM (verified in a step: %d and %d)", verified, drafted)
+        self.miscounted += apart
 
     def _rows(self, trace: StepTrace) -> tuple[list[RequestRow], int, int, int]:
         rows: list[RequestRow] = []
         prefill = decode = drafts = 0
-        report, lengths, draft_of, sampled = trace.report, trace.order.lengths, trace.drafts, trace.sampled
-        drafted, confidences, pruned = report.drafted, report.confidences, report.pruned
+        report, lengths, draft_of, counts = trace.report, trace.order.lengths, trace.drafts, trace.sampled.counts
+        drafted, confidences, pruned, invalid = report.drafted, report.confidences, report.pruned, trace.invalid
         verified_of = dict(zip(draft_of, trace.draft_lengths, strict=True))
         is_next = trace.counter == self._last + 1  # else what is known of the drafts is that of an earlier step
-        for (request_id, scheduled), entry, row, context, emitted in zip(
-            trace.scheduled.items(), trace.entries, trace.batch_rows, trace.computed, trace.emitted, strict=True
+        for (request_id, scheduled), entry, row, context, delivered in zip(
+            trace.scheduled.items(), trace.entries, trace.batch_rows, trace.computed, trace.delivered, strict=True
         ):
             if row is None:
                 continue
-            generated = trace.sampled_lengths[row] if sampled else 0
+            generated = counts[row] if counts else 0
             verified = verified_of.get(request_id, 0)
             left = pruned[row] if pruned else 0
             accepted = 0
             if verified and generated:
-                accepted = _accepted(draft_of[request_id], sampled[row], left) if left else generated - 1
-            fresh = emitted - entry.emitted
+                last = trace.sampled.lasts[row] if left else -1
+                accepted = _accepted(draft_of[request_id], generated, last, left)
             # An emitting step with one row per token decodes; anything else computes prompt.
             is_prefill = scheduled > verified + 1 or not generated
             if is_prefill:
@@ -160,9 +184,12 @@ class RecordBuilder:
             else:
                 decode += 1
                 drafts += verified
-            if fresh and not entry.emitted and len(trace.events) < MAX_REQUESTS:
-                trace.events.append(RequestEvent("first_token", entry.handle, trace.time_s, emitted))
-            entry.emitted = emitted
+            if generated and not delivered:  # it ended while the step ran: vLLM threw its tokens away and counts none
+                continue
+            if delivered and not entry.has_emitted:
+                entry.has_emitted = True
+                if len(trace.events) < MAX_REQUESTS:
+                    trace.events.append(RequestEvent("first_token", entry.handle, trace.time_s, delivered))
             known = entry.confidences if is_next else ()
             rows.append(
                 RequestRow(
@@ -170,10 +197,10 @@ class RecordBuilder:
                     scheduled,
                     lengths.get(request_id, 0),
                     drafted[row] if drafted else 0,
-                    verified,
+                    verified - invalid.get(request_id, 0) if invalid else verified,
                     left,
                     accepted,
-                    fresh if fresh > 0 else 0,
+                    delivered or 0,
                     context,
                     is_prefill,
                     known[: verified + 1],  # scheduler and grammar only ever cut a draft's end
@@ -185,14 +212,14 @@ class RecordBuilder:
         return rows[:MAX_REQUESTS], prefill, decode, drafts
 
 
-def _accepted(draft: list[int], sampled: list[int], pruned: int) -> int:
+def _accepted(draft: list[int], generated: int, last: int, pruned: int) -> int:
     """Return how many draft tokens were accepted; a pruned draft ends without a token of the target's own.
 
     A token that replaces a rejected one is never the rejected one, so the last token tells which it was.
     """
     tests = len(draft) + 1 - pruned
-    is_all = pruned > 0 and len(sampled) == tests and sampled[-1] == draft[tests - 1]
-    return tests if is_all else len(sampled) - 1
+    is_all = pruned > 0 and generated == tests and last == draft[tests - 1]
+    return tests if is_all else generated - 1
 
 
 def ends_wrongly(row: RequestRow) -> bool:

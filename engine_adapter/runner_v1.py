@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from .catch_up import CacheShape, CatchUp, Limits
 from .lull import LULLS
 from .operator_log import operator_log
-from .patches.v1 import RunnerHooks, inner_output, shared_cache, undrafted_step
+from .patches.v1 import RunnerHooks, drafter_context, inner_output, shared_cache, undrafted_step
 from .phases import DevicePhases, HostPhases, Phases
-from .ragged import RaggedModelDrafter, adopt
+from .ragged import RaggedModelDrafter, RaggedNgramDrafter, adopt
 from .runner_groups import GroupsRunner
 from .runner_pruning import PruningRunner
 from .settings import load_settings
@@ -37,6 +37,9 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
     order: StepOrder | None = None
     drafted: list[int] | None = None  # per batch row, of the drafting in this step: tokens handed to verification
     _handed: dict[str, int] | None = None  # the same by request
+    _has_drafted = False  # somebody was asked for drafts in this step; else vLLM holds zeros in their place
+    _room: list[int] | None = None  # per batch row, tokens that its drafter's context still takes; None: enough for all
+    _sat_out = 0  # requests that were to draft and did not, for want of that room
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -92,7 +95,8 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the target for one step."""
         self.order = getattr(scheduler_output, "faser", None)
-        self.drafted = self._handed = None
+        self.drafted = self._handed = self._room = None
+        self._has_drafted, self._sat_out = False, 0
         self.phases = self._stopwatch
         try:
             with self._timed("runner"):
@@ -122,6 +126,28 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
         LULLS.tell()
         return hidden
 
+    def drafter_fits(self, fits: bool, metadata: Any) -> bool:
+        """Let those draft whose sequence the drafter's context takes, where the pass can be cut to them."""
+        if not fits and metadata is not None:
+            self._guard("look at sequences", lambda: self._look_for_room(metadata))
+        return fits or self._room is not None
+
+    def _look_for_room(self, metadata: Any) -> None:
+        ordered = self.row_lengths() or []
+        if not self._drafts_apart(ordered, metadata):
+            self._sat_out = sum(map(bool, ordered))
+            return
+        context, sequences = drafter_context(self), metadata.seq_lens[: len(ordered)].tolist()
+        self._room = [max(context - tokens, 0) for tokens in sequences]
+        self._sat_out = sum(1 for length, free in zip(ordered, self._room, strict=True) if length and not free)
+
+    def _drafts_apart(self, ordered: list[int], metadata: Any) -> bool:
+        """Tell whether the drafter may leave rows out: ngram searches each by itself, a model must catch up later."""
+        drafter: Any = getattr(self, "drafter", None)
+        if isinstance(drafter, RaggedNgramDrafter):
+            return True
+        return getattr(drafter, "catch_up", None) is not None and bool(drafter.can_cut(ordered, 0, metadata))
+
     def around_sample(self, sample: Callable[[], Any]) -> Any:
         """Time the sampler."""
         with self._timed("sample"):
@@ -130,8 +156,9 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
     def propose_draft_token_ids(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Draft, each request at most its own number of tokens."""
         drafter = self.drafter  # type: ignore[attr-defined]
+        self._has_drafted = True
         lengths = self.row_lengths()
-        drafter.lengths, drafter.follows = lengths, self._followers()
+        drafter.lengths, drafter.follows, drafter.must_cut = lengths, self._followers(), self._room is not None
         drafter.stop = None if self.order is None else self.order.stop
         try:
             with self._timed("draft"):
@@ -187,6 +214,8 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
                 ordered.get(request_id, 0) if sampled else 0
                 for request_id, sampled in zip(batch.req_ids, has_sampled.tolist(), strict=True)
             ]
+            if self._room is not None:
+                lengths = list(map(min, lengths, self._room))
 
         self._guard("look-up of lengths", look_up)
         return lengths
@@ -198,7 +227,9 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
         batch = self.input_batch  # type: ignore[attr-defined]
         is_inside = self.discard_request_mask.np[: batch.num_reqs].tolist()  # type: ignore[attr-defined]
         lengths = self.order.lengths
-        return [inside and lengths.get(name, 0) > 0 for name, inside in zip(batch.req_ids, is_inside, strict=True)]
+        follows = [inside and lengths.get(name, 0) > 0 for name, inside in zip(batch.req_ids, is_inside, strict=True)]
+        room = self._room or [1] * len(follows)
+        return [row and free > 0 for row, free in zip(follows, room, strict=True)]
 
     def _count(self, drafts: Any, lengths: list[int] | None) -> None:
         ends = getattr(self.drafter, "ends", None)  # type: ignore[attr-defined]
@@ -216,7 +247,8 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
 
     def _take_this_steps(self) -> DraftTokenIds | None:
         # A request that was scheduled holds no drafts any more (0.32 scheduler.py:876): there is nothing to replace.
-        if self._handed is not None and not any(self._handed.values()):
+        # Where nobody was asked for drafts, vLLM holds zeros in their place (0.32 gpu_model_runner.py:4460).
+        if not self._has_drafted or (self._handed is not None and not any(self._handed.values())):
             return None
         drafts: DraftTokenIds | None = super().take_draft_token_ids()  # type: ignore[misc]
         if drafts is not None and self.order is not None:
@@ -249,6 +281,7 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
             rounds=getattr(drafter, "rounds", None),
             drafted=self.drafted or [0] * len(request_ids),
             confidences=self._confidences(),
+            sat_out=self._sat_out,
         )
         self.report_pruning(inner.faser)
         self.report_frontiers(inner.faser)

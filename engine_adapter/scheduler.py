@@ -12,13 +12,14 @@ from copy import copy
 from functools import update_wrapper
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
-from .engine_facts import describe_engine, refusal
+from .engine_facts import describe_engine, drafter_context, refusal
 from .keys import engine_keys
 from .lease import Lease
 from .link import EngineLink
 from .operator_log import operator_log
 from .patches.scheduler import SchedulerHooks
 from .ping_pong import PingPong, chosen_groups
+from .sampled_tokens import SampledTokens, delivered_tokens, vllms_count
 from .settings import SettingError, ensure_private_folder, load_settings
 from .steering import BatchOutcome, Default, Steering
 from .versions import unsupported_reason, vllm_version
@@ -91,7 +92,8 @@ def start_steering(vllm_config: VllmConfig, scheduler: Any) -> None:
         ensure_private_folder(_folder_of(settings.endpoint))
     keys, groups = engine_keys(settings), chosen_groups(settings, vllm_config)
     lease = Lease(hello.boot_id, hello.k_max, settings.lease_steps, settings.lease_ms / 1000, hello.exit_layers)
-    steering = Steering(hello, EngineLink(settings.endpoint, hello.boot_id, keys), lease, default)
+    context = drafter_context(vllm_config)
+    steering = Steering(hello, EngineLink(settings.endpoint, hello.boot_id, keys), lease, default, context)
     steering.introduce()
     scheduler.steering, scheduler.ping_pong = steering, groups
     logger.info("FASER %s steers this engine over %s", hello.adapter_version, settings.endpoint)
@@ -138,6 +140,7 @@ class SteeredScheduler(SchedulerHooks):
     _started_s = 0.0
     ping_pong: PingPong | None = None  # None: all requests are verified in every step
     _latched: dict[str, int] | None = None
+    _sampled: SampledTokens | None = None  # of the step that vLLM digests
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Time vLLM's own scheduling."""
@@ -179,29 +182,42 @@ class SteeredScheduler(SchedulerHooks):
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         """Let vLLM digest the step, then record it."""
+        self._sampled = None
+        self.note_sampled(model_runner_output)
         result = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-        self.record_step(scheduler_output, model_runner_output)
+        self.record_step(scheduler_output, model_runner_output, result)
         return result
 
     @harmless
-    def record_step(self, steering: Steering, scheduled: SchedulerOutput, output: ModelRunnerOutput) -> None:
+    def note_sampled(self, steering: Steering, output: ModelRunnerOutput) -> None:
+        """Count what the target emitted before vLLM cuts these lists behind a stop (0.32 scheduler.py:2508)."""
+        report = getattr(output, "faser", None)
+        self._sampled = SampledTokens.of(output.sampled_token_ids, report is not None and bool(report.pruned))
+
+    @harmless
+    def record_step(
+        self, steering: Steering, scheduled: SchedulerOutput, output: ModelRunnerOutput, result: dict[int, Any]
+    ) -> None:
         """Write the step record; steps without tokens (connector work only) are not steps of ours."""
         order = getattr(scheduled, "faser", None)
-        if order is None or not scheduled.num_scheduled_tokens:
+        if order is None or self._sampled is None or not scheduled.num_scheduled_tokens:
             return
         running, waiting = self.get_request_counts()  # type: ignore[attr-defined]
         outcome = BatchOutcome(
             scheduled=scheduled.num_scheduled_tokens,
             drafts=scheduled.scheduled_spec_decode_tokens,
             row_of=output.req_id_to_index,
-            sampled=output.sampled_token_ids,
+            sampled=self._sampled,
+            delivered=delivered_tokens(result),
             running=running,
             waiting=waiting,
             kv_usage=self.get_kv_cache_usage(),  # type: ignore[attr-defined]
             report=getattr(output, "faser", None),
+            invalid=scheduled.num_invalid_spec_tokens or {},
+            counted=vllms_count(result),
         )
         if self.ping_pong is not None:
-            emitted = sum(map(len, output.sampled_token_ids))
+            emitted = sum(outcome.delivered.values())
             self.ping_pong.note(outcome.scheduled, emitted, time.monotonic() - self._started_s, outcome.report)
         steering.record(order, outcome)
 
@@ -222,7 +238,8 @@ class SteeredScheduler(SchedulerHooks):
         """Count a finished or aborted request out."""
         from vllm.v1.request import RequestStatus
 
-        steering.leave(request.request_id, request.status == RequestStatus.FINISHED_ABORTED)
+        has_stop_strings = bool(request.sampling_params is not None and request.sampling_params.stop)
+        steering.leave(request.request_id, request.status == RequestStatus.FINISHED_ABORTED, has_stop_strings)
         self._drop_draft(request)
 
     @harmless

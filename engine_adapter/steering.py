@@ -33,6 +33,7 @@ from .protocol import (
     StepRecord,
 )
 from .recording import Entry, LiveRequest, RecordBuilder, StepTrace
+from .sampled_tokens import SampledTokens
 from .steps import StepOrder, StepReport
 
 logger = operator_log(__name__)
@@ -68,11 +69,14 @@ class BatchOutcome:
     scheduled: dict[str, int]
     drafts: dict[str, list[int]]
     row_of: dict[str, int]
-    sampled: list[list[int]]
+    sampled: SampledTokens
+    delivered: dict[str, int]  # tokens that vLLM handed out, by request
     running: int
     waiting: int
     kv_usage: float
     report: StepReport | None
+    invalid: dict[str, int] = field(default_factory=dict)  # scheduled drafts that a grammar forbade, by request
+    counted: tuple[int, int] | None = None  # vLLM's own (drafted, accepted); None: it keeps no statistics
 
 
 @dataclass(slots=True)
@@ -98,13 +102,14 @@ class Steering:
     link: Link
     lease: Lease
     default: Default
+    context: int | None = None  # longest sequence beside which anybody is drafted for; None: a runner looks at each
     entries: dict[str, Entry] = field(default_factory=dict)
     events: list[RequestEvent] = field(default_factory=list)
     step: int = 0
     records: int = 0
     cost_s: float = 0.0  # thread CPU time spent here since the last record
     _handles: int = 0
-    _departed: list[Entry] = field(default_factory=list)
+    _departed: list[tuple[Entry, int | None]] = field(default_factory=list)  # and where its event is
     _preempted: list[Entry] = field(default_factory=list)  # since the last record
     _builder: RecordBuilder = field(init=False)
     _last_end_s: float = 0.0
@@ -130,22 +135,29 @@ class Steering:
         if len(self.events) < MAX_REQUESTS:
             self.events.append(entry.arrival())
 
-    def leave(self, request_id: str, is_abort: bool) -> None:
-        """Count a request out; its row in the step under way is still written."""
+    def leave(self, request_id: str, is_abort: bool, has_stop_strings: bool = False) -> None:
+        """Count a request out; its row in the step under way is still written.
+
+        vLLM's front end finds stop strings, and ends a request that said one by an abort, as if its client had gone.
+        """
         entry = self.entries.get(request_id)
         if entry is not None:
-            self._note("abort" if is_abort else "finish", entry, entry.request.num_output_tokens)
-            self._departed.append(entry)
+            place = self._note("abort" if is_abort else "finish", entry, is_abort and has_stop_strings)
+            self._departed.append((entry, place))
 
     def preempt(self, request_id: str) -> None:
         """Note that a request lost its KV cache."""
         if (entry := self.entries.get(request_id)) is not None:
             self._preempted.append(entry)
-            self._note("preempt", entry, entry.request.num_output_tokens)
+            self._note("preempt", entry)
 
-    def _note(self, kind: EventKind, entry: Entry, tokens: int) -> None:
-        if len(self.events) < MAX_REQUESTS:
-            self.events.append(RequestEvent(kind, entry.handle, time.monotonic(), tokens))
+    def _note(self, kind: EventKind, entry: Entry, may_be_stop: bool = False) -> int | None:
+        """Note an event; return its place among those of the next record, None if there is no room for it."""
+        if len(self.events) >= MAX_REQUESTS:
+            return None
+        event = RequestEvent(kind, entry.handle, time.monotonic(), entry.emitted, may_be_stop=may_be_stop)
+        self.events.append(event)
+        return len(self.events) - 1
 
     def order(self, scheduled: dict[str, int], started_s: float) -> StepOrder:
         """Latch the draft length of every scheduled request: the drafting of this step, the verification of the next.
@@ -167,11 +179,24 @@ class Steering:
             named = dict(zip(action.handles, action.lengths, strict=True))
             # With async scheduling the next step is scheduled, at full lengths, before this one has drafted.
             stop = None if self.hello.is_async else action.stop
-        lengths = self._lengths(scheduled, named, default)
+        lengths, sat_out = self._lengths(scheduled, named, default), 0
+        if self.context is not None and self._longest(scheduled) + self.lease.k_max > self.context:
+            sat_out = sum(map(bool, lengths.values()))
+            lengths = dict.fromkeys(scheduled, 0)
         prune, self._prune = self._prune, None if action is None else action.prune
         frontier = self._frontier(action)
         schedule_s, ahead = now_s - started_s, self._prune
-        return StepOrder(lengths, self.step, started_s, schedule_s, epoch, sequence, stop, prune, ahead, frontier)
+        return StepOrder(
+            lengths, self.step, started_s, schedule_s, epoch, sequence, stop, prune, ahead, frontier, sat_out
+        )
+
+    def _longest(self, scheduled: dict[str, int]) -> int:
+        """Return the tokens of the longest sequence in the step, its drafts included."""
+        known = self.entries
+        return max(
+            (known[name].request.num_computed_tokens + rows for name, rows in scheduled.items() if name in known),
+            default=0,
+        )
 
     def _frontier(self, action: ActionSet | None) -> int:
         """Return how many tokens may be drafted ahead; none where HELLO offers none."""
@@ -212,7 +237,12 @@ class Steering:
         except KeyError:  # it came before FASER, or left before its last step was reported
             scheduled = {request_id: rows for request_id, rows in scheduled.items() if request_id in known}
             entries = [known[request_id] for request_id in scheduled]
-        requests = [entry.request for entry in entries]
+        delivered = outcome.delivered
+        for request_id, tokens in delivered.items():
+            if (entry := known.get(request_id)) is not None:
+                entry.emitted += tokens
+        if self._departed:
+            self._forget_departed()
         self.records += 1
         apart = {} if outcome.report is None else outcome.report.apart
         trace = StepTrace(
@@ -221,12 +251,12 @@ class Steering:
             scheduled,
             entries,
             list(map(outcome.row_of.get, scheduled)),
-            [request.num_computed_tokens for request in requests],
-            [request.num_output_tokens for request in requests],
+            [entry.request.num_computed_tokens for entry in entries],
+            list(map(delivered.get, scheduled)),
             drafts,
             list(map(len, drafts.values())),
+            outcome.invalid,
             outcome.sampled,
-            list(map(len, outcome.sampled)),
             self.events,
             self._preempted,
             self.records,
@@ -238,17 +268,19 @@ class Steering:
             outcome.waiting,
             outcome.kv_usage,
             [(known[name], told) for name, told in apart.items() if name in known],
+            outcome.counted,
         )
         self._last_end_s = now_s
         self.cost_s = 0.0
         self.events, self._preempted = [], []
         is_idle = not outcome.running and not outcome.waiting  # no step follows, and no lull
         self.link.send_later(partial(self._builder.build, trace), 0.0 if is_idle else rest_s(trace.step_s))
-        if self._departed:
-            self._forget_departed()
 
     def _forget_departed(self) -> None:
-        for entry in self._departed:
+        """Let go of requests that left, whose last tokens are counted now."""
+        for entry, place in self._departed:
+            if place is not None:
+                self.events[place] = msgspec.structs.replace(self.events[place], tokens=entry.emitted)
             if self.entries.get(entry.request_id) is entry:
                 del self.entries[entry.request_id]
         self._departed.clear()

@@ -25,6 +25,7 @@ class StepOrder:
     prune: Prune | None = None  # for the verification in this step: ordered before its drafts were drawn
     next_prune: Prune | None = None  # for the verification of what is drafted in this step
     frontier: int = 0  # tokens to draft ahead of each chunk that this step hands over; 0: nothing is drafted ahead
+    sat_out: int = 0  # requests whose length is 0 since a sequence is longer than the drafter's context
     is_apart: bool = False  # this step's requests sit out the next one: nobody waits for their drafts
 
     @property
@@ -53,6 +54,7 @@ class StepReport:
     frontier_hits: int = 0  # requests whose draft had been drafted ahead
     frontier_misses: int = 0  # requests whose frontier was of no use, or late
     rounds: tuple[int, ...] | None = None  # rows that drafted in each pass of the drafter; None: not told
+    sat_out: int = 0  # requests that were to draft and did not: a sequence is longer than the drafter's context
     is_drafter_ready: bool = False  # its process takes jobs, or is at one that an earlier step asked for
     # By request that is not in the step: confidences of the draft that came for it, and of a dropped token.
     apart: dict[str, tuple[float, ...]] = field(default_factory=dict)

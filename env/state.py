@@ -92,6 +92,7 @@ class EngineState:
         self.confidence = Confidence(capabilities.k_max)
         self.asked_stops: dict[int, StopRule | None] = {}  # by the action set's sequence
         self.drafting_stop: StopRule | None = None  # in force when the step last looked at drafted
+        self.is_sitting_out = False  # in the newest step, the drafter: a sequence is longer than its context
         self.has_skipped = False  # the drafter leaves out what nobody drafts for, and makes up for it later
         self.octaves = StepOctaves()
         self.unsplit_cost = CostTable(
@@ -207,6 +208,7 @@ def look(state: EngineState, record: StepRecord) -> None:
     sums = rows.sums()
     _update_load(state, record, sums.emitted)
     state.counter, state.step, state.time_s = record.counter, record.step, record.time_s
+    state.is_sitting_out = record.sat_out > 0
     _see_split(state, record)
     state.lesson = Lesson(record, rows, sums, trials, successes, drafts, elapsed_s, state.drafting_stop, state.split)
 
@@ -236,8 +238,9 @@ def learn(state: EngineState) -> None:
     rows = lesson.rows
     if lesson.drafts.rule is None:
         known = state.requests.trials, state.requests.successes
-        # Drafts that a rule ended say nothing about what the drafter delivers.
-        limit = rows.draft_limit if lesson.rule is None else np.zeros_like(rows.draft_limit)
+        # Drafts that a rule ended say nothing about what the drafter delivers, nor does one that sat out.
+        tells = lesson.rule is None and not lesson.record.sat_out
+        limit = rows.draft_limit if tells else np.zeros_like(rows.draft_limit)
         state.population.learn(lesson.trials, lesson.successes, known, limit, rows.drafted)
     state.confidence.learn(lesson.drafts)
     cost = _step_cost(lesson)

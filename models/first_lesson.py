@@ -31,7 +31,7 @@ class FirstLesson:
         """
         if self.drafts >= DRAFTS or not state.confidence.is_told or state.confidence.forecast is not None:
             return False
-        if state.link.records < FROM_RECORD or not _could_pay(state, requests, rate):
+        if state.link.records < FROM_RECORD or state.is_sitting_out or not _could_pay(state, requests, rate):
             return False
         self.drafts += min(requests, FIRST_ROWS)  # of more only a sample is looked at
         return True

@@ -51,6 +51,7 @@ WORKER_NAMES: Final[tuple[tuple[str, str, str, tuple[str, ...] | None], ...]] = 
         ("kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
     ),
     (_RUNNER, "GPUModelRunner", "take_draft_token_ids", ()),
+    (_RUNNER, "GPUModelRunner", "_input_fits_in_drafter", ("common_attn_metadata",)),
     (
         _RUNNER,
         "GPUModelRunner",
@@ -171,6 +172,7 @@ WORKER_ATTRIBUTES: Final = (
     (_BASE, _PROPOSER, "_last_draft_probs"),
     (_RUNNER, "GPUModelRunner", "execute_model_state"),
     (_RUNNER, "GPUModelRunner", "attn_groups"),
+    (_RUNNER, "GPUModelRunner", "effective_drafter_max_model_len"),
     (_METADATA, "CommonAttentionMetadata", "_num_computed_tokens_cache"),
     (_METADATA, "CommonAttentionMetadata", "_token_to_req_indices_cache"),
 )

@@ -49,6 +49,14 @@ class RunnerHooks:
         """Run the (rejection) sampler."""
         return sample()
 
+    def drafter_fits(self, fits: bool, metadata: Any) -> bool:
+        """Tell whether the drafter runs in this step; `fits`: vLLM's word, by the longest sequence of the batch."""
+        return fits
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        fits = super()._input_fits_in_drafter(common_attn_metadata)  # type: ignore[misc]
+        return self.drafter_fits(fits, common_attn_metadata)
+
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         inherited = super()._model_forward  # type: ignore[misc]
         return self.around_verify(lambda: inherited(*args, **kwargs))
@@ -146,6 +154,12 @@ def target_rows(scheduled: Any, step: tuple[Any, ...]) -> TargetRows:
     rows = scheduled.total_num_scheduled_tokens
     slots = metadata.slot_mapping[:rows].long()
     return TargetRows(slots, [part[:rows] for part in auxiliary], metadata.block_table_tensor)
+
+
+def drafter_context(runner: Any) -> int:
+    """Return the tokens of the longest sequence that the drafter takes, its drafts included."""
+    context: int = runner.effective_drafter_max_model_len
+    return context
 
 
 def inner_output(output: Any) -> Any:

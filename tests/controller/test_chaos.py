@@ -34,6 +34,7 @@ from faser.controller.status import ask, order
 from faser.engine_adapter.lease import Lease
 from faser.engine_adapter.link import EngineLink
 from faser.engine_adapter.protocol import Hello, decode_from_engine, encode
+from faser.engine_adapter.sampled_tokens import SampledTokens
 from faser.engine_adapter.steering import BatchOutcome, Default, Steering
 
 pytestmark = pytest.mark.alone
@@ -159,7 +160,9 @@ class Engine:
             request.num_computed_tokens += scheduled[name]
         rows = {name: row for row, name in enumerate(scheduled)}
         begun_s = time.monotonic()
-        self.steering.record(order, BatchOutcome(scheduled, self.drafts, rows, sampled, 4, 0, 0.1, None))
+        delivered = {name: len(tokens) for name, tokens in zip(scheduled, sampled, strict=True)}
+        tokens = SampledTokens.of(sampled, is_pruned=False)
+        self.steering.record(order, BatchOutcome(scheduled, self.drafts, rows, tokens, delivered, 4, 0, 0.1, None))
         self.slowest_s = max(self.slowest_s, ordered_s, time.monotonic() - begun_s)
         self.drafts = {name: [7] * length for name, length in order.lengths.items()}
         return order.lease_epoch

@@ -20,7 +20,7 @@ from faser.engine_adapter.protocol import (
 )
 from faser.env.requests import FORGOTTEN_RECORDS
 from faser.env.spaces import Action, Capabilities
-from faser.env.state import EngineState, observe
+from faser.env.state import EngineState, learn, observe
 from faser.models.baselines import FixedLength
 from faser.models.policy import make_policy
 
@@ -37,13 +37,14 @@ def make_record(
     time_s: float | None = None,
     step_s: float = 0.02,
     draft_s: float = 0.004,
+    sat_out: int = 0,
 ) -> StepRecord:
     drafts = sum(row.verified for row in rows)
     prefill = sum(row.scheduled for row in rows if row.is_prefill)
     return StepRecord(
         boot_id, counter, counter if step is None else step, counter * 0.02 if time_s is None else time_s, step_s, 0.0,
         max(step_s - draft_s, 0.0), 0.0, draft_s, 0.0, 0.0, len(rows), 0, prefill, len(rows), drafts, 0.2, None, None,
-        0, 0, 0, 0, events or [], rows,
+        0, 0, 0, 0, events or [], rows, sat_out=sat_out,
     )  # fmt: skip
 
 
@@ -287,3 +288,25 @@ def test_a_clients_own_limit_is_not_planned_beyond() -> None:
     decision = decide(EngineState(CAPABILITIES), record, make_policy("fixed:3", CAPABILITIES), LeaseTerms(), 1, 0)
     assert decision.action.lengths.tolist() == [1, 3]
     assert dict(zip(decision.action_set.handles, decision.action_set.lengths, strict=True)) == {1: 1}
+
+
+@pytest.mark.parametrize(
+    ("drafted", "expected"),
+    [
+        (0, "the drafter sits out: a sequence is longer than its context; policy fixed:2"),
+        (2, "requests longer than the drafter's context get no drafts (1 now); policy fixed:2"),
+    ],
+)
+def test_why_nobody_drafts_is_said_and_nothing_is_learnt_of_it(drafted: int, expected: str) -> None:
+    """A drafter that sits out for the length of a sequence is not one that finds nothing."""
+    capabilities = Capabilities(k_max=4)
+    state, fresh = EngineState(capabilities), EngineState(capabilities)
+    policy = make_policy("fixed:2", capabilities)
+    rows = [RequestRow(handle, 1, 2, drafted, 0, 0, 0, 1, 50, False) for handle in (1, 2)]
+    for counter in range(1, 40):
+        decision = decide(state, make_record(counter, rows, sat_out=1), policy, LeaseTerms(), 1, counter)
+    learn(state)
+    assert decision.reason == expected
+    assert state.population.delivery.tolist() == fresh.population.delivery.tolist()
+    decision = decide(state, make_record(40, rows), policy, LeaseTerms(), 1, 40)
+    assert decision.reason == "policy fixed:2"

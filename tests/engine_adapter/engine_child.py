@@ -81,7 +81,7 @@ class Driver:
                 "scheduled": [outcome.scheduled[name] for name in names],
                 "verified": [len(outcome.drafts.get(name, ())) for name in names],
                 "drafts": [list(outcome.drafts.get(name, ())) for name in names],
-                "sampled": [len(outcome.sampled[outcome.row_of[name]]) for name in names],
+                "sampled": [outcome.sampled.counts[outcome.row_of[name]] for name in names],
                 "drafted": [report.drafted[outcome.row_of[name]] for name in names],
                 "confidences": [report.confidences[outcome.row_of[name]] for name in names]
                 if report.confidences

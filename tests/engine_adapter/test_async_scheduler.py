@@ -114,6 +114,7 @@ class Device:
         self.latched: dict[str, int] = {}
         self.last_batch: list[str] = []
         self.verified: Counter[int] = Counter()
+        self.finds_nothing = False  # as a search without a match
 
     def _enter(self, output: Any) -> None:
         cached = output.scheduled_cached_reqs
@@ -195,7 +196,9 @@ class Device:
     def _draft(self, output: Any, request_id: str) -> None:
         tokens = self.tokens[request_id]
         right = [true_token(request_id, len(tokens) + i) for i in range(output.num_spec_tokens_to_schedule)]
-        self.drafts[request_id] = [t if self.chance.random() < 0.7 else WRONG + t for t in right]
+        if self.finds_nothing:
+            right = [-1] * len(right)
+        self.drafts[request_id] = [t if t < 0 or self.chance.random() < 0.7 else WRONG + t for t in right]
         order = getattr(output, "faser", None)
         self.latched[request_id] = (
             order.lengths[request_id] if order is not None else output.num_spec_tokens_to_schedule
@@ -227,6 +230,7 @@ class Engine:
         self.aborts: list[str] = []
         self.preemptions = 0
         self.steps = 0
+        self.counted: Counter[str] = Counter()  # vLLM's own statistics
 
     @property
     def wire(self) -> Wire:
@@ -328,6 +332,8 @@ class Engine:
         for outputs in self.scheduler.update_from_output(output, result).values():
             for item in outputs.outputs:
                 self.emitted[item.request_id] += item.new_token_ids
+            if outputs.scheduler_stats is not None and (told := outputs.scheduler_stats.spec_decoding_stats):
+                self.counted += Counter(verified=told.num_draft_tokens, accepted=told.num_accepted_tokens)
         assert self.scheduler.steering is not None, "FASER switched itself off"
 
     def finish(self, limit: int = 2000) -> None:
@@ -402,7 +408,7 @@ def make_engine(
             kv_cache_config=cache,
             structured_output_manager=Grammar(),
             block_size=16,
-            log_stats=False,
+            log_stats=True,
         )
     scheduler.use_v2_model_runner = mode.endswith("v2")
     init_none_hash(sha256)
@@ -611,6 +617,22 @@ def test_grammar_rejects_drafts_in_flight_and_the_output_stays_right(configs: di
     assert engine.device.verified[4] > 3
 
 
+def test_rows_for_which_the_device_found_no_draft_count_as_vllm_counts_them(configs: dict[str, Any]) -> None:
+    """V2's `ngram_gpu` puts -1 where nothing matches; the host has scheduled the rows already."""
+    engine = make_engine(configs, "async-v2")
+    engine.device.finds_nothing = True
+    engine.add("a", prompt=5, max_tokens=12)
+    while engine.scheduler.has_requests():
+        engine.steer({}, default=3)
+        engine.step()
+    engine.finish()
+    assert engine.emitted["a"] == expected("a", 5, 12)
+    rows = [row for record in engine.wire.records() for row in record.rows]
+    assert sum(row.verified for row in rows) == engine.counted["verified"] > 20
+    assert sum(row.accepted for row in rows) == engine.counted["accepted"] == 0
+    assert engine.wire.records()[-1].miscounted == 0
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_an_abort_between_schedule_and_output_leaves_the_others_alone(configs: dict[str, Any], mode: str) -> None:
     engine = make_engine(configs, mode)
@@ -674,10 +696,16 @@ def check_records(engine: Engine, requests: set[str], aborted: set[str]) -> None
     left = Counter(event.handle for event in events if event.kind in ("finish", "abort"))
     assert left == dict.fromkeys(handles, 1)  # each request leaves once
     emitted: Counter[str] = Counter()
+    counted: Counter[str] = Counter()
     for record in records:
         for row in record.rows:
             emitted[handles[row.handle]] += row.emitted
+            counted += Counter(verified=row.verified, accepted=row.accepted)
             assert row.accepted <= row.verified <= K_MAX
             assert row.draft_limit <= K_MAX
-    assert {i: emitted[i] for i in requests - aborted} == {i: len(engine.emitted[i]) for i in requests - aborted}
+    assert {i: emitted[i] for i in requests} == {i: len(engine.emitted[i]) for i in requests}
+    assert counted == engine.counted
+    assert records[-1].miscounted == 0
+    told = {handles[event.handle]: event.tokens for event in events if event.kind in ("finish", "abort")}
+    assert told == {i: len(engine.emitted[i]) for i in requests}
     assert sum(event.kind == "preempt" for event in events) == engine.preemptions

@@ -21,6 +21,7 @@ from faser.engine_adapter import protocol as wire
 from faser.engine_adapter.lease import Lease
 from faser.engine_adapter.link import CUT_OFF, HIGH_WATER_MARK, MAX_INCOMING_BYTES, TRIES_AGAIN_S, EngineLink
 from faser.engine_adapter.lull import Lulls
+from faser.engine_adapter.sampled_tokens import SampledTokens
 from faser.engine_adapter.steering import CLIENT_LIMIT, LONG_STEP_S, REST_S, BatchOutcome, Default, Steering
 from faser.engine_adapter.steps import StepReport
 
@@ -83,9 +84,12 @@ def act(lengths: dict[int, int], default_length: int = 0, sequence: int = 1) -> 
 
 
 def outcome(scheduled: dict[str, int], drafts: dict[str, list[int]], sampled: list[list[int]]) -> BatchOutcome:
+    """Return what a step did in which vLLM handed out all that the target emitted."""
     rows = {request_id: row for row, request_id in enumerate(scheduled)}
     report = StepReport(verify_s=0.01, drafted=[2] * len(scheduled))
-    return BatchOutcome(scheduled, drafts, rows, sampled, len(scheduled), 0, 0.5, report)
+    delivered = {name: len(tokens) for name, tokens in zip(scheduled, sampled, strict=False) if tokens}
+    tokens = SampledTokens.of(sampled, is_pruned=True)
+    return BatchOutcome(scheduled, drafts, rows, tokens, delivered, len(scheduled), 0, 0.5, report)
 
 
 def test_without_a_lease_every_request_gets_the_default() -> None:
@@ -236,7 +240,7 @@ def test_a_record_says_what_every_request_did() -> None:
     decoding, prefilling = Request(num_output_tokens=3), Request(num_computed_tokens=0)
     adapter.arrive("a", decoding)
     adapter.arrive("b", prefilling)
-    adapter.entries["a"].emitted = 3
+    adapter.entries["a"].has_emitted = True
     order = adapter.order({"a": 4, "b": 10}, time.monotonic())
     decoding.num_output_tokens, decoding.num_computed_tokens = 5, 17
     prefilling.num_output_tokens, prefilling.num_computed_tokens = 1, 10
@@ -279,8 +283,113 @@ def test_a_request_that_leaves_is_in_its_last_record_and_then_forgotten() -> Non
     record = link.sent[-1]
     assert isinstance(record, wire.StepRecord)
     assert record.rows[0].emitted == 1
-    assert "finish" in [event.kind for event in record.events]
+    assert ("finish", 1) in [(event.kind, event.tokens) for event in record.events]
     assert adapter.entries == {}
+
+
+def test_tokens_behind_a_stop_are_accepted_and_not_emitted() -> None:
+    """vLLM counts what the target accepted, and cuts its lists behind the stop only then."""
+    adapter, link = steering()
+    adapter.arrive("a", Request(num_output_tokens=3))
+    order = adapter.order({"a": 5}, 0.0)
+    done = replace(outcome({"a": 5}, {"a": [1, 2, 3, 4]}, [[1, 2, 3, 9]]), delivered={"a": 2}, counted=(4, 3))
+    adapter.leave("a", is_abort=False)
+    adapter.record(order, done)
+    record = link.sent[-1]
+    assert isinstance(record, wire.StepRecord)
+    assert [(row.verified, row.accepted, row.emitted) for row in record.rows] == [(4, 3, 2)]
+    assert record.events[-1].tokens == 2
+    assert record.miscounted == 0
+
+
+def test_a_request_that_ended_while_its_step_ran_has_no_row_and_its_work_counts() -> None:
+    """vLLM throws its tokens away and counts neither them nor its drafts; the target computed the rows all the same."""
+    adapter, link = steering()
+    for name in "ab":
+        adapter.arrive(name, Request(num_output_tokens=3))
+    scheduled, drafts = {"a": 3, "b": 3}, {"a": [1, 2], "b": [1, 2]}
+    order = adapter.order(scheduled, 0.0)
+    adapter.leave("a", is_abort=True)
+    adapter.record(order, replace(outcome(scheduled, drafts, [[1, 2, 3], [1, 5]]), delivered={"b": 2}, counted=(2, 1)))
+    record = link.sent[-1]
+    assert isinstance(record, wire.StepRecord)
+    assert [(row.handle, row.verified, row.accepted, row.emitted) for row in record.rows] == [(2, 2, 1, 2)]
+    assert (record.decode_tokens, record.draft_tokens, record.miscounted) == (2, 4, 0)
+
+
+def test_drafts_that_a_grammar_forbade_are_rows_and_not_verified() -> None:
+    adapter, link = steering()
+    adapter.arrive("a", Request(num_output_tokens=3))
+    done = outcome({"a": 5}, {"a": [1, 2, -1, -1]}, [[1, 7]])
+    adapter.record(adapter.order({"a": 5}, 0.0), replace(done, invalid={"a": 2}, counted=(2, 1)))
+    record = link.sent[-1]
+    assert isinstance(record, wire.StepRecord)
+    assert [(row.scheduled, row.verified, row.accepted, row.is_prefill) for row in record.rows] == [(5, 2, 1, False)]
+    assert (record.draft_tokens, record.miscounted) == (4, 0)
+
+
+def test_what_a_session_emitted_only_ever_grows() -> None:
+    """vLLM empties a request's output between two turns of a streaming session."""
+    adapter, link = steering()
+    request = Request()
+    adapter.arrive("a", request)
+    for tokens, count in (([1, 2], 2), ([3, 4], 4), ([5], 0)):
+        request.num_output_tokens = count
+        adapter.record(adapter.order({"a": 1}, 0.0), outcome({"a": 1}, {}, [tokens]))
+    adapter.leave("a", is_abort=False)
+    adapter.record(adapter.order({}, 0.0), outcome({}, {}, []))
+    records = [sent for sent in link.sent if isinstance(sent, wire.StepRecord)]
+    assert [row.emitted for record in records for row in record.rows] == [2, 2, 1]
+    assert records[-1].events[-1].tokens == 5
+
+
+@pytest.mark.parametrize(("counted", "apart"), [((4, 1), 0), ((4, 2), 1), ((2, 0), 3), (None, 0)])
+def test_counts_that_are_not_vllms_are_told_and_warned_of_once(
+    counted: tuple[int, int] | None, apart: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapter, link = steering()
+    adapter.arrive("a", Request(num_output_tokens=3))
+    for _ in range(2):
+        done = replace(outcome({"a": 5}, {"a": [1, 2, 3, 4]}, [[1, 9]]), counted=counted)
+        adapter.record(adapter.order({"a": 5}, 0.0), done)
+    records = [sent for sent in link.sent if isinstance(sent, wire.StepRecord)]
+    assert [record.miscounted for record in records] == [apart, 2 * apart]
+    assert sum("counts drafts otherwise" in line for line in caplog.messages) == bool(apart)
+
+
+@pytest.mark.parametrize(
+    ("is_abort", "has_stop_strings", "expected"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_an_abort_that_may_be_the_end_by_a_stop_string_says_so(
+    is_abort: bool, has_stop_strings: bool, expected: bool
+) -> None:
+    adapter, link = steering()
+    adapter.arrive("a", Request())
+    adapter.leave("a", is_abort, has_stop_strings)
+    adapter.record(adapter.order({"a": 1}, 0.0), outcome({"a": 1}, {}, [[5]]))
+    record = link.sent[-1]
+    assert isinstance(record, wire.StepRecord)
+    assert [event.may_be_stop for event in record.events if event.kind != "arrival"] == [expected, False]
+
+
+@pytest.mark.parametrize(
+    ("context", "computed", "lengths", "sat_out"),
+    [(20, 10, {"a": 2, "b": 2}, 0), (20, 14, {"a": 0, "b": 0}, 2), (None, 90, {"a": 2, "b": 2}, 0)],
+)
+def test_beside_a_sequence_longer_than_the_drafters_context_an_asynchronous_engine_schedules_no_drafts(
+    context: int | None, computed: int, lengths: dict[str, int], sat_out: int
+) -> None:
+    """Its runner would verify zeros; k_max is 6, and the step adds a token."""
+    adapter, link = steering(Default(2))
+    adapter.context = context
+    adapter.arrive("a", Request(num_computed_tokens=computed))
+    adapter.arrive("b", Request())
+    order = adapter.order({"a": 1, "b": 1}, 0.0)
+    assert order.lengths == lengths
+    adapter.record(order, outcome({"a": 1, "b": 1}, {}, [[5], [6]]))
+    record = link.sent[-1]
+    assert isinstance(record, wire.StepRecord)
+    assert record.sat_out == sat_out
 
 
 def test_a_request_id_that_comes_back_at_once_is_a_new_request() -> None:

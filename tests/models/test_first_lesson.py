@@ -78,11 +78,14 @@ def test_a_lesson_is_as_long_as_a_forecast_needs_and_of_a_crowd_a_sample_counts(
 ) -> None:
     monkeypatch.setattr(first_lesson, "_could_pay", lambda *_: True)
     confidence = SimpleNamespace(is_told=True, forecast=None)
-    state = cast(EngineState, SimpleNamespace(link=SimpleNamespace(records=FROM_RECORD), confidence=confidence))
+    link = SimpleNamespace(records=FROM_RECORD)
+    state = SimpleNamespace(link=link, confidence=confidence, is_sitting_out=True)
     lesson = FirstLesson()
-    assert sum(lesson.begins(state, requests, 1.0) for _ in range(1000)) == steps
+    assert not any(lesson.begins(cast(EngineState, state), requests, 1.0) for _ in range(10))  # nobody would draft
+    state.is_sitting_out = False
+    assert sum(lesson.begins(cast(EngineState, state), requests, 1.0) for _ in range(1000)) == steps
     confidence.forecast = object()
-    assert not FirstLesson().begins(state, requests, 1.0)
+    assert not FirstLesson().begins(cast(EngineState, state), requests, 1.0)
 
 
 def following(records: int) -> EngineState:
