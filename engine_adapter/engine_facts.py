@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from .. import __version__
 from .drafter_choice import chosen_drafter
 from .exits import ExitFacts, usable_exits
-from .limits_v2 import captured_lengths
+from .graph_lengths import graph_lengths, has_graphs
 from .operator_log import operator_log
 from .protocol import MAX_DRAFT_LENGTH, Hello
 from .settings import Settings
@@ -77,7 +77,7 @@ def describe_engine(config: VllmConfig, settings: Settings) -> Hello:
         lease_steps=settings.lease_steps,
         lease_ms=settings.lease_ms,
         roster=[],
-        graph_lengths=_graph_lengths(config),
+        graph_lengths=graph_lengths(config),
         released_prune=exits.released if exits else None,
         frontier=_frontier(config, settings),
     )
@@ -113,15 +113,5 @@ def _runner(config: VllmConfig) -> Literal["v1", "v2"]:
     return "v2" if config.use_v2_model_runner else "v1"
 
 
-def _graph_lengths(config: VllmConfig) -> list[int]:
-    if not config.use_v2_model_runner or config.speculative_config is None or not _graph_sizes(config):
-        return []
-    return captured_lengths(config.speculative_config, config.scheduler_config.max_num_seqs)
-
-
 def _graph_sizes(config: VllmConfig) -> list[int]:
-    compilation = config.compilation_config
-    mode = compilation.cudagraph_mode
-    if mode is None or mode.name == "NONE":
-        return []
-    return sorted(compilation.cudagraph_capture_sizes or [])[:512]
+    return sorted(config.compilation_config.cudagraph_capture_sizes or [])[:512] if has_graphs(config) else []

@@ -70,7 +70,8 @@ LIMITS_V2: Final = (
     ),
     Limit(
         "verification graphs per length",
-        "full CUDA graphs of V2 serve a decode batch only if all its requests verify the same, captured length",
+        "unless cudagraph_mode is FULL, V2's full CUDA graphs serve a decode batch only if all its requests verify the "
+        "same, captured length",
         "steps with mixed or uncaptured lengths run piecewise graphs (or eagerly with FULL_DECODE_ONLY)",
         "give num_speculative_tokens_per_batch_size so that more lengths are captured; prefer few distinct lengths",
     ),
@@ -111,21 +112,3 @@ def limits_for(facts: DraftingFacts) -> list[Limit]:
     if not facts.is_adaptive:
         hidden.add("adaptive verification")
     return [limit for limit in LIMITS_V2 if limit.name not in hidden]
-
-
-def captured_lengths(speculative_config: Any, max_requests: int) -> list[int]:
-    """Return the draft lengths whose uniform decode batches V2 replays from a full CUDA graph, ascending.
-
-    With adaptive verification V2 captures graphs that take any mix of lengths, so all of them.
-
-    :param speculative_config: vLLM's SpeculativeConfig.
-    :param max_requests: max_num_seqs; lengths of table rows beyond it are never captured.
-    """
-    k_max = int(speculative_config.num_speculative_tokens)
-    if getattr(speculative_config, "enable_adaptive_verification", False):
-        return list(range(k_max + 1))
-    table = speculative_config.num_speculative_tokens_per_batch_size
-    if not table:
-        return [k_max]
-    reachable = [row for row in table if row[0] <= max_requests] or list(table[:1])
-    return sorted({min(int(length), k_max) for _, _, length in reachable})

@@ -43,6 +43,7 @@ Confidences = Annotated[tuple[Share, ...], Meta(max_length=MAX_DRAFT_LENGTH)]
 PerPosition = Annotated[list[Number], Meta(min_length=1, max_length=MAX_DRAFT_LENGTH)]
 Split = Annotated[int, Meta(ge=0, le=64)]
 TableRow = tuple[Count, Count, DraftLength]
+GraphLengths = Annotated[list[Count], Meta(max_length=64)]
 Frontier = Annotated[int, Meta(ge=0, le=MAX_DRAFT_LENGTH)]
 
 
@@ -134,7 +135,11 @@ class StepRecord(msgspec.Struct, array_like=True, tag="step", gc=False):
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):
-    """Who an engine is and what it can do; sent at start and whenever a controller asks."""
+    """Who an engine is and what it can do; sent at start and whenever a controller asks.
+
+    `graph_lengths` holds each length for which vLLM replays a full CUDA graph where all requests of a batch verify just
+    that many drafts, at some numbers of requests at least; whether batches of mixed lengths have one it leaves open.
+    """
 
     boot_id: Name
     pid: Count
@@ -163,7 +168,7 @@ class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):
     lease_steps: Count  # the longest lease this engine grants
     lease_ms: Count
     roster: Annotated[list[RequestEvent], Meta(max_length=MAX_REQUESTS)]  # live requests, as arrivals
-    graph_lengths: Annotated[list[Count], Meta(max_length=64)] = []  # lengths with a full graph; empty: all cost alike
+    graph_lengths: GraphLengths = []  # lengths with a full graph, in a batch of their own; empty: all cost alike
     released_prune: Prune | None = None  # where and from what threshold on the exit heads were released to prune
     frontier: Frontier = 0  # most tokens that can be drafted ahead of a chunk; 0: this engine drafts nothing ahead
     epoch: Count = 0  # the highest this engine ever obeyed: it obeys none below; 0: nobody yet

@@ -27,7 +27,7 @@ class Capabilities:
     k_max: int
     max_requests: int = 256
     graph_sizes: tuple[int, ...] = ()  # captured token counts, ascending; empty: eager, any size
-    graph_lengths: tuple[int, ...] = ()  # draft lengths with a full graph; empty: all cost alike
+    graph_lengths: tuple[int, ...] = ()  # lengths with a full graph, in a batch of their own; empty: all cost alike
     splits: tuple[str, ...] = ("unsplit",)  # index 0 is unsplit
     exit_layers: tuple[int, ...] = ()  # layers with an exit head; empty: no pruning
     released_prune: Prune | None = None  # where and from what threshold on the exit heads were released to prune

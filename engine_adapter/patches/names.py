@@ -20,6 +20,7 @@ _RUNNER_V2: Final = "vllm.v1.worker.gpu.model_runner"
 _OUTPUT_V2: Final = "vllm.v1.worker.gpu.async_utils"
 _BATCH_V2: Final = "vllm.v1.worker.gpu.input_batch"
 _SPECULATOR_V2: Final = "vllm.v1.worker.gpu.spec_decode.speculator"
+_GRAPHS_V2: Final = "vllm.v1.worker.gpu.cudagraph_utils"
 
 # (module, class, attribute, parameters after self)
 SCHEDULER_NAMES: Final = (
@@ -223,6 +224,13 @@ V2_NAMES: Final[tuple[tuple[str, str, str, tuple[str, ...] | None], ...]] = (
             "num_speculative_tokens",
         ),
     ),
+    (_GRAPHS_V2, "CudaGraphManager", "_init_candidates", ()),
+    (
+        _GRAPHS_V2,
+        "CudaGraphManager",
+        "dispatch",
+        ("num_reqs", "num_tokens", "uniform_token_count", "num_active_loras", "max_query_len", "num_ubatches"),
+    ),
 )
 
 # Instance attributes, which no signature shows: (module, class, attribute).
@@ -236,4 +244,9 @@ V2_ATTRIBUTES: Final = (
     (_BATCH_V2, "InputBatch", "num_scheduled_tokens"),
     (_BATCH_V2, "InputBatch", "prefill_len_np"),
     (_BATCH_V2, "InputBatch", "num_computed_prefill_tokens_np"),
+    *((_GRAPHS_V2, "CudaGraphManager", name) for name in ("vllm_config", "compilation_config", "max_num_reqs")),
+    *((_GRAPHS_V2, "CudaGraphManager", name) for name in ("cudagraph_mode", "decode_query_len", "varlen_decode")),
+    *((_GRAPHS_V2, "CudaGraphManager", name) for name in ("lora_capture_cases", "ubatch_runner")),
+    *((_GRAPHS_V2, "CudaGraphManager", name) for name in ("_candidates", "_capture_descs", "_graphs_captured")),
+    (_GRAPHS_V2, "BatchExecutionDescriptor", "cg_mode"),
 )

@@ -43,6 +43,7 @@ class Driver:
         self.is_leased = False  # then leases say all of this
         self.log: Log = []
         self.runner: Any = None
+        self.handles: dict[str, int] = {}  # of all who were ever scheduled: a report may come after its request left
         driver = self
 
         def lengths(
@@ -54,10 +55,11 @@ class Driver:
             return {name: rule(steering.entries[name].handle) for name in scheduled}
 
         def record(steering: Steering, order: StepOrder, outcome: BatchOutcome) -> None:
-            driver.note(steering, order, outcome)
+            driver.note(order, outcome)
             inherited(steering, order, outcome)
 
         def order(steering: Steering, scheduled: dict[str, int], started_s: float) -> StepOrder:
+            driver.handles |= {name: steering.entries[name].handle for name in scheduled}
             ordered = inherited_order(steering, scheduled, started_s)
             if not driver.is_leased:
                 ordered.stop, ordered.prune = driver.stop(), driver.prune()
@@ -69,14 +71,14 @@ class Driver:
         Steering._lengths = lengths  # type: ignore[method-assign]
         Steering.record = record  # type: ignore[method-assign]
 
-    def note(self, steering: Steering, order: StepOrder, outcome: BatchOutcome) -> None:
+    def note(self, order: StepOrder, outcome: BatchOutcome) -> None:
         """Log one step, one list entry per scheduled request."""
         names, report = list(outcome.scheduled), outcome.report
         assert report is not None, "the runner left no report"
         self.log.append(
             {
                 "epoch": order.lease_epoch,
-                "handles": [steering.entries[name].handle for name in names],
+                "handles": [self.handles[name] for name in names],
                 "lengths": [order.lengths[name] for name in names],
                 "scheduled": [outcome.scheduled[name] for name in names],
                 "verified": [len(outcome.drafts.get(name, ())) for name in names],

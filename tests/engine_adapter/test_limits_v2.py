@@ -1,26 +1,15 @@
-"""The table of V2's limits names what holds for a configuration, and the captured lengths are vLLM's own."""
+"""The table of V2's limits names what holds for a configuration."""
 
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-from faser.engine_adapter.limits_v2 import LIMITS_V2, DraftingFacts, captured_lengths, limits_for
-
-TABLES = [
-    [(1, 4, 3), (5, 16, 1), (17, 32, 0)],
-    [(1, 1, 5), (8, 9, 2)],
-    [(1, 64, 9)],
-    [(1, 2, 4), (40, 50, 1)],
-]
+from faser.engine_adapter.limits_v2 import LIMITS_V2, DraftingFacts, limits_for
 
 
-def configuration(method: str = "eagle3", table: Any = None, is_adaptive: bool = False, k_max: int = 4) -> Any:
+def configuration(method: str = "eagle3", is_adaptive: bool = False) -> Any:
     return SimpleNamespace(
         method=method,
-        num_speculative_tokens=k_max,
-        num_speculative_tokens_per_batch_size=table,
+        num_speculative_tokens_per_batch_size=None,
         enable_adaptive_verification=is_adaptive,
     )
 
@@ -44,24 +33,3 @@ def test_limits_follow_the_method() -> None:
     assert "ragged drafting" not in names("ngram_gpu")
     assert "adaptive verification" in names("eagle", is_adaptive=True)
     assert "adaptive verification" not in names("eagle")
-
-
-def test_without_a_table_only_the_longest_length_is_captured() -> None:
-    assert captured_lengths(configuration(), 32) == [4]
-
-
-def test_adaptive_verification_captures_every_length() -> None:
-    assert captured_lengths(configuration(is_adaptive=True), 32) == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.skipif(find_spec("vllm") is None, reason="needs an installed vLLM")
-@pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("max_requests", [1, 4, 7, 16, 64])
-def test_a_tables_lengths_are_those_vllm_captures(table: list[tuple[int, int, int]], max_requests: int) -> None:
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
-    dense = build_dynamic_sd_schedule_lookup(table, max_requests, 5)
-    assert captured_lengths(configuration(table=table, k_max=5), max_requests) == sorted(set(dense[1:]))
