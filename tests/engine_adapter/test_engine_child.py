@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from faser.engine_adapter.lease import Lease
+from faser.engine_adapter.sampled_tokens import SampledTokens
 from faser.engine_adapter.steering import BatchOutcome, Default, Steering
 from faser.engine_adapter.steps import StepReport
 
@@ -43,7 +44,8 @@ def test_a_step_reported_after_its_request_left_is_logged(driver: Any) -> None:
     in_flight = [steering.order(scheduled, 0.0) for _ in range(2)]
     for order in in_flight:
         steering.leave("a", is_abort=False)
-        outcome = BatchOutcome(scheduled, {}, {"a": 0, "b": 1}, [[7], [7]], 2, 0, 0.0, StepReport(drafted=[0, 0]))
+        rows, report = {"a": 0, "b": 1}, StepReport(drafted=[0, 0])
+        outcome = BatchOutcome(scheduled, {}, rows, SampledTokens([1, 1], []), {"b": 1}, 2, 0, 0.0, report)
         steering.record(order, outcome)
     assert "a" not in steering.entries
     assert [step["handles"] for step in driver.log] == [[1, 2], [1, 2]]
