@@ -6,7 +6,6 @@ step's record is in force when the next step drafts, or `staleness` steps later.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import numba
 import numpy as np
 
 from .action_vector import OVERLAP, OVERLAPS, PING_PONG, SPLIT
+from .imported_sources import digest_of
 from .kernel import apart, borrowed, hold, row
 from .reward import reward
 from .simulator_action import take_action
@@ -330,15 +330,4 @@ def _entry(sources: str) -> Any:
     return step_engines
 
 
-def _sources() -> str:
-    folder = Path(__file__).parent
-    names = ("action_vector", "acceptance", "cost_table", "kernel", "observation", "reward", "simulator_action",
-             "simulator_draft", "simulator_observe", "simulator_schedule", "simulator_state", "simulator_step",
-             "simulator_verify", "state", "step_basis", "step_octaves", "world")  # fmt: skip
-    digest = hashlib.sha256()
-    for path in (folder.parent / "engine_adapter" / "compiled.py", *(folder / f"{name}.py" for name in names)):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-step_engines = _entry(_sources())
+step_engines = _entry(digest_of(Path(__file__)))

@@ -11,13 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from faser.env import simulator_step
+import faser
+from faser.engine_adapter import compiled
+from faser.env import cost_table_kernel, kernel, simulator, simulator_step, speculative_serving
 from faser.env.action_vector import ACTION, meant
 from faser.env.bench import scenario
+from faser.env.imported_sources import digest_of, imported_sources
 from faser.env.simulator import Simulator
 
-ENV = Path(simulator_step.__file__).parent
-KERNEL = [path for path in ENV.glob("*.py") if "import apart" in path.read_text() or path.name == "simulator_step.py"]
+STEP = Path(simulator_step.__file__)
+ENV = Path(faser.__file__).parent / "env"
+KERNEL = [path for path in ENV.rglob("*.py") if "import apart" in path.read_text() or path == STEP]
 
 
 def doubled(source: str) -> Iterator[str]:
@@ -45,9 +49,24 @@ def test_a_column_given_twice_is_seen(call: str) -> None:
 
 
 def test_the_cache_of_machine_code_watches_every_file_of_the_kernel() -> None:
-    watched = {name for name in ENV.glob("*.py") if f'"{name.stem}"' in Path(simulator_step.__file__).read_text()}
+    watched = imported_sources(STEP)
     assert set(KERNEL) <= watched
-    assert ENV / "kernel.py" in watched
+    assert {Path(module.__file__) for module in (kernel, compiled, cost_table_kernel)} <= watched
+    assert {Path(each.__file__) for each in (simulator, speculative_serving)}.isdisjoint(watched)  # they call it
+
+
+def test_a_change_of_what_a_module_imports_changes_the_digest_and_another_file_does_not(tmp_path: Path) -> None:
+    (tmp_path / "room").mkdir()
+    (tmp_path / "below.py").write_text("SIZE = 1")
+    (tmp_path / "stranger.py").write_text("")
+    (tmp_path / "room" / "deep.py").write_text("from ..below import SIZE")
+    module = tmp_path / "module.py"
+    module.write_text("import os\nfrom .room import (\n    deep,\n)\nfrom .below import SIZE")
+    before = digest_of(module)
+    (tmp_path / "stranger.py").write_text("changed = True")
+    assert digest_of(module) == before
+    (tmp_path / "below.py").write_text("SIZE = 2")
+    assert digest_of(module) != before
 
 
 def test_any_nan_of_an_action_counts_as_the_least() -> None:
