@@ -56,8 +56,8 @@ def _decide_all(policy: str) -> None:
             pack_rows(state.lesson.rows)
             pack_lengths([1], [2])
         learn(state)
-    state.cost.confidence(REQUESTS)  # as the envelope watchdog asks
-    state.cost.verify_time_s(REQUESTS)
+    state.unsplit_cost.confidence(REQUESTS)  # as the envelope watchdog asks
+    state.unsplit_cost.verify_time_s(REQUESTS)
     if policy.partition(":")[0] == "learned":
         warm_up("price")  # it hands over to it
 

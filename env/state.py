@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -19,7 +17,8 @@ from ..engine_adapter.protocol import MAX_DRAFT_LENGTH, MAX_REQUESTS, StepRecord
 from . import acceptance
 from .acceptance import Floats, Ints, Population
 from .confidence import Confidence, DraftRows
-from .cost_table import MAX_ROWS, NO_PROMPTS, CostTable, Prompts, StepCost
+from .cost_table import MAX_ROWS, CostTable, StepCost
+from .planning_view import PlanningView
 from .requests import Bools, RequestTable
 from .spaces import Capabilities
 from .split_cost import SplitCost
@@ -28,7 +27,6 @@ from .step_rows import StepRows, StepSums
 
 ARRIVAL_WINDOW_S = 10.0
 LOAD_STEPS = 8.0  # memory of the running means
-LEAST_PROMPT_SHARE = 1e-3  # of the steps; what is less has faded
 STEADY_STEPS = 256.0  # ... of those that are to outlast the time between two prompts
 ASKED = 64  # action sets whose stop rule is remembered: more than are ever on their way
 
@@ -103,7 +101,6 @@ class EngineState:
         self.split = 0  # that the newest step showed, an index into `Capabilities.splits`; 0 is unsplit
         self.octave = 0  # of the running requests
         self.split_costs: dict[tuple[int, int], SplitCost] = {}  # by split and octave
-        self.cost: CostTable | SplitCost = self.unsplit_cost  # of the split that is planned for, see `planning_for`
 
     def handles(self) -> Ints:
         """Return (n,) int64 handles of all live requests, in order of first appearance."""
@@ -129,33 +126,14 @@ class EngineState:
         """Return (n, k_max) standard deviation of `acceptance`."""
         return acceptance.deviation(self.acceptance(), self.requests.trials)
 
-    def prompts(self) -> Prompts:
-        """Return what prompts add to steps, by running means.
-
-        Most steps of a small batch have none: a mean over all would price their rows at a place of the curve where they
-        never are.
-        """
-        share = self.load.prefill_steps
-        if share < LEAST_PROMPT_SHARE:
-            return NO_PROMPTS
-        return Prompts(self.cost.prompt_rows(self.load.prefill_rows / share), share)
-
-    def catch_up_s(self, decoding: Bools) -> float:
-        """Return seconds the drafter would need first, were these requests to draft now."""
-        return self.cost.catch_up_time_s(self.requests.missed(decoding)) if self.has_skipped else 0.0
-
-    def keep_up_s(self) -> float:
-        """Return seconds per step in which the drafter reads new prompts, if it is to draft behind them."""
-        return self.cost.keep_up_time_s(self.load.steady_prefill_rows)
-
-    @contextmanager
-    def planning_for(self, cost: CostTable | SplitCost) -> Iterator[None]:
-        """Let `cost` be that of steps under a split."""
-        before, self.cost = self.cost, cost
-        try:
-            yield
-        finally:
-            self.cost = before
+    def view(self) -> PlanningView:
+        """Return what plans are made of, under the costs of unsplit steps."""
+        decoding = self.decoding()
+        return PlanningView(
+            self.capabilities, self.requests, decoding, int(np.count_nonzero(decoding)), self.population,
+            self.confidence, self.load, self.link.records, self.time_s, self.has_skipped, self.is_sitting_out,
+            self.unsplit_cost, self.unsplit_cost,
+        )  # fmt: skip
 
     def cost_under(self, split: int) -> CostTable | SplitCost:
         """Return what steps of about so many running requests cost under a split; 0 is unsplit."""

@@ -17,9 +17,9 @@ from ..env.state import EngineState
 from .policy import PolicyError
 
 
-def uniform(state: EngineState, length: int, reason: str) -> Action:
+def uniform(size: int, length: int, reason: str) -> Action:
     """Return the action that gives every request the same length."""
-    return Action(np.full(state.requests.size, length, np.int64), length, reason=reason)
+    return Action(np.full(size, length, np.int64), length, reason=reason)
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Off:
 
     def act(self, state: EngineState) -> Action:
         """Return length 0 for all."""
-        return uniform(state, 0, "policy off")
+        return uniform(state.requests.size, 0, "policy off")
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class FixedLength:
 
     def act(self, state: EngineState) -> Action:
         """Return the fixed length for all."""
-        return uniform(state, self.length, f"policy {self.name}")
+        return uniform(state.requests.size, self.length, f"policy {self.name}")
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class LengthTable:
     def act(self, state: EngineState) -> Action:
         """Return the row's length for all; with nobody in the batch that of one: who comes next drafts at once."""
         length = self.length_for(max(state.load.running, 1))
-        return uniform(state, length, f"{state.load.running} running: length {length} by {self.name}")
+        return uniform(state.requests.size, length, f"{state.load.running} running: length {length} by {self.name}")
 
 
 def _row(part: str, capabilities: Capabilities, spec: str) -> tuple[int, int | None, int]:

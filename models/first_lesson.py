@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from ..env.confidence import FIRST_ROWS
-from ..env.state import EngineState
+from ..env.planning_view import PlanningView
 
 FROM_RECORD: Final = 24  # what steps cost without drafts is to be known first: the first ones may be ten times as long
 DRAFTS: Final = 176  # a forecast needs 150 that were tested, and some belong to requests that end
@@ -24,23 +24,24 @@ class FirstLesson:
     def __init__(self) -> None:
         self.drafts = 0
 
-    def begins(self, state: EngineState, requests: int, rate: float) -> bool:
-        """Return whether all `requests` are to draft a token now, and count them; `rate` is had without drafts.
+    def begins(self, view: PlanningView, rate: float) -> bool:
+        """Return whether all who decode are to draft a token now, and count them; `rate` is had without drafts.
 
         Whoever calls it drafts nothing, and would look at confidences.
         """
-        if self.drafts >= DRAFTS or not state.confidence.is_told or state.confidence.forecast is not None:
+        if self.drafts >= DRAFTS or not view.confidence.is_told or view.confidence.forecast is not None:
             return False
-        if state.link.records < FROM_RECORD or state.is_sitting_out or not _could_pay(state, requests, rate):
+        if view.records < FROM_RECORD or view.is_sitting_out or not _could_pay(view, rate):
             return False
-        self.drafts += min(requests, FIRST_ROWS)  # of more only a sample is looked at
+        self.drafts += min(view.requests, FIRST_ROWS)  # of more only a sample is looked at
         return True
 
 
-def _could_pay(state: EngineState, requests: int, rate: float) -> bool:
+def _could_pay(view: PlanningView, rate: float) -> bool:
     """Return whether drafts of one would pay if just those that will be accepted were verified."""
-    accepted = requests * float(state.population.mean[0])
+    requests = view.requests
+    accepted = requests * float(view.population.mean[0])
     rows, drafted = np.array([requests + accepted]), np.array([float(requests)])
-    least_s, most_s = state.cost.time_range_s(rows, np.ones(1), drafted, state.prompts())
-    step_s = 0.5 * float(least_s[0] + most_s[0]) + state.keep_up_s()
+    least_s, most_s = view.cost.time_range_s(rows, np.ones(1), drafted, view.prompts())
+    step_s = 0.5 * float(least_s[0] + most_s[0]) + view.keep_up_s()
     return (requests + accepted) / step_s > (1.0 + MARGIN) * rate

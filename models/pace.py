@@ -14,7 +14,8 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from ..env.acceptance import Bools, Floats, Ints
+from ..env.acceptance import Floats, Ints
+from ..env.planning_view import PlanningView
 from ..env.spaces import Action
 from ..env.state import EngineState
 from .policy import PolicyError
@@ -46,14 +47,13 @@ class Outlook:
     """What the next step would do for each class, by the lengths that are asked for.
 
     Under a stop rule drafts end before their length: what price expects of all of them together scales what each
-    request's own acceptance says. A probe, which may stand in the plan's place, has no rule. Costs are those of the
-    split that is planned for: ask within `EngineState.planning_for`.
+    request's own acceptance says. A probe, which may stand in the plan's place, has no rule.
     """
 
-    def __init__(self, pace: Pace, state: EngineState, decoding: Bools, plan: Plan, *, is_ruled: bool) -> None:
-        self._state, self._requests = state, int(np.count_nonzero(decoding))
-        self.priority: Ints = state.requests.column("priority")[decoding]
-        accepted = np.cumsum(np.cumprod(state.acceptance(decoding)[decoding], axis=1), axis=1)
+    def __init__(self, pace: Pace, view: PlanningView, plan: Plan, *, is_ruled: bool) -> None:
+        self._view, self._requests = view, view.requests
+        self.priority: Ints = view.table.column("priority")[view.decoding]
+        accepted = np.cumsum(np.cumprod(view.acceptance()[view.decoding], axis=1), axis=1)
         self._accepted = np.pad(accepted, ((0, 0), (1, 0)))  # (n, k_max + 1), tokens by length
         self._drafted = np.tile(np.arange(self._accepted.shape[1], dtype=np.float64), (self._requests, 1))
         if is_ruled and plan.drafted > 0.0:
@@ -74,9 +74,8 @@ class Outlook:
 
     def _step_s(self, drafted: float, rounds: int) -> float:
         """Return seconds of a step that verifies so many drafts and makes as many, with the prompts that come along."""
-        state, rows = self._state, self._requests + drafted
-        verify_s = float(state.cost.beside_prompts_s(rows, self._requests, state.prompts()))
-        return verify_s + float(state.cost.draft_time_s(rows, rounds, drafted))
+        rows = self._requests + drafted
+        return float(self._view.verify_s(rows)) + float(self._view.cost.draft_time_s(rows, rounds, drafted))
 
 
 class PacedPolicy:
@@ -88,13 +87,14 @@ class PacedPolicy:
 
     def act(self, state: EngineState) -> Action:
         """Return what price asks for, with the drafts that make a class late taken out."""
-        action, decoding, plan = self._inner.act(state), state.decoding(), self._inner.plan
+        action, plan = self._inner.act(state), self._inner.plan
+        view = state.view().under(state.cost_under(action.split or 0))
+        decoding = view.decoding
         if plan is None or not action.lengths[decoding].any():
             return action
         lengths = action.lengths[decoding]
-        with state.planning_for(state.cost_under(action.split or 0)):
-            outlook = Outlook(self._pace, state, decoding, plan, is_ruled=action.stop is not None)
-            kept, who = _within(outlook, lengths)
+        outlook = Outlook(self._pace, view, plan, is_ruled=action.stop is not None)
+        kept, who = _within(outlook, lengths)
         if who is None or np.array_equal(kept, lengths):
             return action
         whole = action.lengths.copy()

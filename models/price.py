@@ -18,11 +18,11 @@ import numpy as np
 from ..engine_adapter.compiled import compiled
 from ..env.acceptance import Floats, Ints
 from ..env.confidence import Forecast
-from ..env.cost_table import CostTable
 from ..env.overlap import PhaseTimes, draft_ahead_bound
+from ..env.planning_view import PlanningView
 from ..env.requests import Bools
 from ..env.spaces import Action, Capabilities
-from ..env.split_cost import IdealSplit, SplitCost
+from ..env.split_cost import IdealSplit
 from ..env.state import EngineState
 from .advice import NEUTRAL, Advice
 from .baselines import uniform
@@ -103,104 +103,92 @@ class PricePolicy:
 
     def act(self, state: EngineState) -> Action:
         """Return the lengths of the cell with the most tokens per second, now and then of a probe."""
-        decoding = state.decoding()
-        requests = int(np.count_nonzero(decoding))
+        view = state.view()
         self.plan = None
         if self._k_max == 0:
-            return uniform(state, 0, "nothing to speculate on")
-        if requests == 0:
-            return self._expecting(state, decoding)
+            return uniform(view.size, 0, "nothing to speculate on")
+        if view.requests == 0:
+            return self._expecting(view, int(np.count_nonzero(state.in_batch())))
         if self._can_split:
-            return self._side_by_side(state, decoding, requests)
-        plan = self.plan = self._plan(state, decoding, requests, 0)
+            return self._side_by_side(state, view)
+        plan = self.plan = self._plan(view, 0)
         self._point.rate = plan.rate
-        return self._probed(plan, state, decoding, requests)
+        return self._probed(plan, view)
 
-    def _expecting(self, state: EngineState, decoding: Bools) -> Action:
+    def _expecting(self, view: PlanningView, in_batch: int) -> Action:
         """Return what was last planned for as many as read their prompts now, or for one.
 
         Decisions act steps later: with a request at a time an answer's first steps would else be without drafts.
         """
-        coming = max(int(np.count_nonzero(state.in_batch())), 1)
+        coming = max(in_batch, 1)
         if (kept := self._plans.get((0, _size(coming)))) is None:
-            return uniform(state, 0, "nothing to speculate on")
+            return uniform(view.size, 0, "nothing to speculate on")
         self._point, plan = kept
-        action = self._follow(plan, state, decoding).action
-        return msgspec.structs.replace(action, reason=f"nobody decodes: as last with {coming}")
+        return msgspec.structs.replace(self._follow(plan, view).action, reason=f"nobody decodes: as last with {coming}")
 
-    def _probed(self, plan: Plan, state: EngineState, decoding: Bools, requests: int) -> Action:
-        if plan.depth == 0 and self._can_stop and self._lesson.begins(state, requests, plan.rate):
-            return uniform(state, 1, f"{requests} decoding: learning what confidence tells")
-        if plan.depth > 0 and self._probes.looks_back(state, plan.rate / plan.even_rates.item(0) - 1.0):
-            return uniform(state, 0, f"{requests} decoding: probing length 0")
-        begin_s = state.catch_up_s(decoding) if self._probes.is_due(state) else 0.0
-        probe = self._probes.choose(state, requests, plan.rate, plan.depth, plan.people, begin_s)
+    def _probed(self, plan: Plan, view: PlanningView) -> Action:
+        requests = view.requests
+        if plan.depth == 0 and self._can_stop and self._lesson.begins(view, plan.rate):
+            return uniform(view.size, 1, f"{requests} decoding: learning what confidence tells")
+        if plan.depth > 0 and self._probes.looks_back(view, plan.rate / plan.even_rates.item(0) - 1.0):
+            return uniform(view.size, 0, f"{requests} decoding: probing length 0")
+        begin_s = view.catch_up_s() if self._probes.is_due(view) else 0.0
+        probe = self._probes.choose(view, plan.rate, plan.depth, plan.people, begin_s)
         if probe is not None:
-            return uniform(state, probe, f"{requests} decoding: probing length {probe}")
+            return uniform(view.size, probe, f"{requests} decoding: probing length {probe}")
         return plan.action
 
-    def _side_by_side(self, state: EngineState, decoding: Bools, requests: int) -> Action:
+    def _side_by_side(self, state: EngineState, view: PlanningView) -> Action:
         """Return the action under the split that is in force or on trial at this size of the batch."""
-        split = self._splits.at(requests, state.octave)
-        with state.planning_for(state.cost_under(split)):
-            plan = self.plan = self._plan(state, decoding, requests, split)
-            self._point.rate = plan.rate
-            is_trial = self._splits.is_trial(state.octave)  # whose few steps are to tell of the split alone
-            action = plan.action if is_trial else self._probed(plan, state, decoding, requests)
-        promises = Promises(
-            partial(self._promised, state, decoding, requests),
-            partial(self._promised_at_best, state, decoding, requests),
-        )
-        self._splits.note(requests, state.octave, state.split == split, promises)
+        requests, octave = view.requests, state.octave
+        split = self._splits.at(requests, octave)
+        planned = view.under(state.cost_under(split))
+        plan = self.plan = self._plan(planned, split)
+        self._point.rate = plan.rate
+        is_trial = self._splits.is_trial(octave)  # whose few steps are to tell of the split alone
+        action = plan.action if is_trial else self._probed(plan, planned)
+        promises = Promises(partial(self._promised, state, view), partial(self._promised_at_best, view))
+        self._splits.note(requests, octave, state.split == split, promises)
         return msgspec.structs.replace(action, split=split)
 
-    def _promised(self, state: EngineState, decoding: Bools, requests: int, split: int) -> float | None:
+    def _promised(self, state: EngineState, view: PlanningView, split: int) -> float | None:
         """Return the tokens per second of the best plan under a split; None while nothing is known of the split."""
         if split and not state.split_cost(split).is_shown:
             return None
-        return self._rate_at(state, decoding, requests, split, state.cost_under(split))
+        return self._rate_at(view.under(state.cost_under(split)), split)
 
-    def _promised_at_best(self, state: EngineState, decoding: Bools, requests: int) -> float:
+    def _promised_at_best(self, view: PlanningView) -> float:
         """Return the tokens per second that no split can exceed; infinite while that is not known."""
-        ideal = IdealSplit(state.unsplit_cost)
-        return self._rate_at(state, decoding, requests, 0, ideal) if ideal.is_known(requests) else math.inf
+        ideal = IdealSplit(view.unsplit_cost)
+        return self._rate_at(view.under(ideal), 0) if ideal.is_known(view.requests) else math.inf
 
-    def _rate_at(
-        self, state: EngineState, decoding: Bools, requests: int, split: int, cost: CostTable | SplitCost
-    ) -> float:
-        """Return the tokens per second of the best plan at some costs, from the split's operating point on.
+    def _rate_at(self, view: PlanningView, split: int) -> float:
+        """Return the tokens per second of the best plan at the view's costs, from the split's operating point on.
 
         Of those who run now, whichever way is the better: so the rates of two splits tell of the splits.
         """
-        before = self._point
-        # On a copy: what is only asked about must not move what is followed.
-        self._point = msgspec.structs.replace(self._points.get((split, _size(requests)), before))
-        try:
-            with state.planning_for(cost):
-                history = self._by_history(state, decoding, requests)
-                if self._forecast(state) is None:
-                    return history.rate
-                lead = _lead(self._by_confidence(state, decoding, requests), history)
-                return history.rate * (1.0 + max(lead, 0.0))
-        finally:
-            self._point = before
+        kept = self._points.get((split, _size(view.requests)), self._point)
+        point = msgspec.structs.replace(kept)  # a copy: what is only asked about must not move what is followed
+        history = self._by_history(view, point)
+        if (forecast := self._forecast(view)) is None:
+            return history.rate
+        return history.rate * (1.0 + max(_lead(self._by_confidence(view, forecast, point), history), 0.0))
 
-    def _forecast(self, state: EngineState) -> Forecast | None:
-        return state.confidence.forecast if self._can_stop and state.confidence.is_ready else None
+    def _forecast(self, view: PlanningView) -> Forecast | None:
+        return view.forecast if self._can_stop else None
 
-    def _plan(self, state: EngineState, decoding: Bools, requests: int, split: int) -> Plan:
-        forecast = self._forecast(state)
+    def _plan(self, view: PlanningView, split: int) -> Plan:
+        forecast, requests = self._forecast(view), view.requests
         self._next_search -= 1
         held_requests, held_forecast, held_split = self._held_for
         is_similar = abs(requests - held_requests) * SIMILAR_BATCH <= held_requests
         is_similar &= forecast is held_forecast and split == held_split
         if self._held is not None and self._next_search > 0 and is_similar:
-            return self._follow(self._held, state, decoding)
+            return self._follow(self._held, view)
         before = self._point.place
-        self._held = self._search(state, forecast, decoding, requests, split)
-        if state.capabilities.frontier:
-            frontier = _frontier(state, decoding, requests, self._held)
-            action = msgspec.structs.replace(self._held.action, frontier=frontier)
+        self._held = self._search(view, forecast, split)
+        if view.capabilities.frontier:
+            action = msgspec.structs.replace(self._held.action, frontier=_frontier(view, self._held))
             self._held = msgspec.structs.replace(self._held, action=action)
         self._plans[split, _size(requests)] = self._point, self._held
         self._held_for = requests, forecast, split
@@ -209,77 +197,66 @@ class PricePolicy:
         self._next_search = self._interval
         return self._held
 
-    def _follow(self, plan: Plan, state: EngineState, decoding: Bools) -> Plan:
+    def _follow(self, plan: Plan, view: PlanningView) -> Plan:
         """Return the plan for the requests as they are now, at the operating point in force."""
         if self._point.is_stopping or plan.depth == 0:
-            lengths, default = np.full(state.requests.size, plan.depth, np.int64), plan.depth
+            lengths, default = np.full(view.size, plan.depth, np.int64), plan.depth
         else:
-            lengths, default = self._placed(state.acceptance(decoding), state, decoding)
+            lengths, default = _placed(view.acceptance(), view, self._point.cell)
         action = msgspec.structs.replace(plan.action, lengths=lengths, default_length=default)
         return msgspec.structs.replace(plan, action=action)
 
-    def _search(
-        self, state: EngineState, forecast: Forecast | None, decoding: Bools, requests: int, split: int
-    ) -> Plan:
+    def _search(self, view: PlanningView, forecast: Forecast | None, split: int) -> Plan:
         begun = msgspec.structs.replace(self._point, searches=0)
-        point = self._point = self._points.setdefault((split, _size(requests)), begun)
+        point = self._point = self._points.setdefault((split, _size(view.requests)), begun)
         if forecast is None:
             point.is_stopping = False
-            return self._by_history(state, decoding, requests)
+            return self._by_history(view, point)
         point.searches += 1
         if point.searches % COMPARE_SEARCHES:  # both take too long for every step
-            way = self._by_confidence if point.is_stopping else self._by_history
-            return way(state, decoding, requests)
-        history, stops = (way(state, decoding, requests) for way in (self._by_history, self._by_confidence))
+            return self._by_confidence(view, forecast, point) if point.is_stopping else self._by_history(view, point)
+        history, stops = self._by_history(view, point), self._by_confidence(view, forecast, point)
         ahead = _lead(stops, history) + self._advice.stop_lead
         point.is_stopping = ahead > (-HYSTERESIS if point.is_stopping else HYSTERESIS)
         return stops if point.is_stopping else history
 
-    def _by_confidence(self, state: EngineState, decoding: Bools, requests: int) -> Plan:
-        forecast = state.confidence.forecast
-        assert forecast is not None
-        go_on, table, verify_s = predict_stops(state, forecast, requests, self._point.rate)
-        choice = choose(
-            table, state, requests, _reading_s(state, decoding), self._point.stop_cell, verify_s,
-            self._advice.time_weight,
-        )  # fmt: skip
-        keep, depth = self._point.stop_cell = (choice.threshold, choice.depth)
+    def _by_confidence(self, view: PlanningView, forecast: Forecast, point: OperatingPoint) -> Plan:
+        go_on, table, verify_s = predict_stops(view, forecast, point.rate)
+        choice = choose(table, view, _reading_s(view), point.stop_cell, verify_s, self._advice.time_weight)
+        keep, depth = point.stop_cell = (choice.threshold, choice.depth)
         kept = "all kept" if keep == NO_RULE else f"kept above {EDGE_LIST[keep]:.2f}"
         reason = (
-            f"{requests} decoding: {choice.drafted:.0f} drafts in up to {depth} rounds, {kept}, "
+            f"{view.requests} decoding: {choice.drafted:.0f} drafts in up to {depth} rounds, {kept}, "
             f"{choice.gain_percent:+.0f} % over none"
         )
-        lengths = np.full(state.requests.size, depth, np.int64)
-        stop = rule_of(go_on, state.confidence, keep, depth) if depth else None
-        prune = state.capabilities.released_prune  # asked for; the gate in the engine finds out whether it pays
+        lengths = np.full(view.size, depth, np.int64)
+        stop = rule_of(go_on, view.confidence, keep, depth) if depth else None
+        prune = view.capabilities.released_prune  # asked for; the gate in the engine finds out whether it pays
         action = Action(lengths, depth, price=1.0 / choice.rate, prune=prune, stop=stop, reason=reason)
-        people = all_drafts(state, forecast)
-        return Plan(action, choice.rate, depth, choice.drafted, choice.even_rates, people)
+        return Plan(action, choice.rate, depth, choice.drafted, choice.even_rates, all_drafts(view, forecast))
 
-    def _by_history(self, state: EngineState, decoding: Bools, requests: int) -> Plan:
-        acceptance = state.acceptance(decoding)
+    def _by_history(self, view: PlanningView, point: OperatingPoint) -> Plan:
+        acceptance = view.acceptance()
         table = np.zeros((PLANES, BINS + 1, self._k_max + 1))
-        _tabulate(acceptance, decoding, state.population.delivery, requests, table)
-        choice = choose(
-            table, state, requests, _reading_s(state, decoding), self._point.cell,
-            time_weight=self._advice.time_weight,
-        )  # fmt: skip
-        self._point.cell = (choice.threshold, choice.depth)
-        lengths, default = self._placed(acceptance, state, decoding)
+        _tabulate(acceptance, view.decoding, view.population.delivery, view.requests, table)
+        choice = choose(table, view, _reading_s(view), point.cell, time_weight=self._advice.time_weight)
+        point.cell = (choice.threshold, choice.depth)
+        lengths, default = _placed(acceptance, view, point.cell)
         reason = (
-            f"{requests} decoding: {choice.drafted:.0f} drafts in {choice.depth} rounds, "
+            f"{view.requests} decoding: {choice.drafted:.0f} drafts in {choice.depth} rounds, "
             f"{choice.gain_percent:+.0f} % over none"
         )
-        prune = state.capabilities.released_prune
+        prune = view.capabilities.released_prune
         action = Action(lengths, default, price=1.0 / choice.rate, prune=prune, reason=reason)
         return Plan(action, choice.rate, choice.depth, choice.drafted, choice.even_rates)
 
-    def _placed(self, acceptance: Floats, state: EngineState, decoding: Bools) -> tuple[Ints, int]:
-        """Return (n,) lengths, as deep as survival is worth a row, and that of who is not known or not decoding."""
-        threshold, depth = self._point.cell
-        lengths = np.empty(len(decoding), np.int64)
-        mean = state.population.mean
-        return lengths, _place(acceptance, decoding, mean, least_survival(threshold), depth, lengths)
+
+def _placed(acceptance: Floats, view: PlanningView, cell: tuple[int, int]) -> tuple[Ints, int]:
+    """Return (n,) lengths, as deep as survival is worth a row, and that of who is not known or not decoding."""
+    threshold, depth = cell
+    lengths = np.empty(view.size, np.int64)
+    mean = view.population.mean
+    return lengths, _place(acceptance, view.decoding, mean, least_survival(threshold), depth, lengths)
 
 
 def _lead(stops: Plan, history: Plan) -> float:
@@ -298,27 +275,27 @@ def _size(requests: int) -> int:
     return requests if requests < SIMILAR_BATCH else SIMILAR_BATCH * requests.bit_length()
 
 
-def _reading_s(state: EngineState, decoding: Bools) -> float:
+def _reading_s(view: PlanningView) -> float:
     """Return what the drafter must read to draft for all, in seconds per step: what it missed, and new prompts."""
-    return state.catch_up_s(decoding) / PAY_BACK_STEPS + state.keep_up_s()
+    return view.catch_up_s() / PAY_BACK_STEPS + view.keep_up_s()
 
 
-def _frontier(state: EngineState, decoding: Bools, requests: int, plan: Plan) -> int:
+def _frontier(view: PlanningView, plan: Plan) -> int:
     """Return how many tokens to draft ahead: all that can be where that can pay, else none.
 
     What it can win at most (env/overlap.py) with the hit rate that history gives; whether it does win, the engine's own
     gate measures.
     """
-    length = min(max(round(plan.drafted / requests), 1), plan.depth)  # of a chunk, about
+    length = min(max(round(plan.drafted / view.requests), 1), plan.depth)  # of a chunk, about
     if length == 0:
         return 0
-    rows = requests + plan.drafted
-    acceptance = state.acceptance(decoding)[decoding]
+    rows = view.requests + plan.drafted
+    acceptance = view.acceptance()[view.decoding]
     hits = acceptance[:, :length].prod(axis=1) * acceptance[:, min(length, acceptance.shape[1] - 1)]
-    cost = state.unsplit_cost
+    cost = view.unsplit_cost
     draft_s = float(cost.draft_alone_s(rows, plan.depth, plan.drafted))
     times = PhaseTimes(draft_s, float(cost.verify_time_s(rows)))
-    return state.capabilities.frontier if draft_ahead_bound(times, float(hits.mean())) >= 1.0 + AHEAD_GAIN else 0
+    return view.capabilities.frontier if draft_ahead_bound(times, float(hits.mean())) >= 1.0 + AHEAD_GAIN else 0
 
 
 @compiled

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..engine_adapter.compiled import compiled
 from ..env.acceptance import Floats
-from ..env.state import EngineState
+from ..env.planning_view import PlanningView
 
 BUDGET_SHARE = 0.01  # of the time
 FIRST_CREDIT_STEPS = 10.0  # what a fresh controller may spend at once, in steps
@@ -64,35 +64,34 @@ class ProbeAccount:
 
     def choose(
         self,
-        state: EngineState,
-        requests: int,
+        view: PlanningView,
         rate: float,
         depth: int,
         people: Chances | None = None,
         begin_s: float = 0.0,
     ) -> int | None:
-        """Return the length to probe for the whole batch of `requests`, or None; `rate` is what is had now.
+        """Return the length to probe for all who decode, or None; `rate` is what is had now.
 
         :param depth: the deepest draft in force: nothing new would be learnt from it.
-        :param people: what is known of the requests' acceptance; None: the state's population.
+        :param people: what is known of the requests' acceptance; None: the population's.
         :param begin_s: what the drafter must make up for before anything is drafted, charged to a probe.
         """
-        is_due = self.is_due(state)
-        octave = requests.bit_length()
+        is_due = self.is_due(view)
+        octave = view.requests.bit_length()
         tries = self._tries.get(octave, Tries(depth, 0))
         fruitless = tries.fruitless if tries.depth == depth else 0
-        self._earn(state, octave, self.budget_share * max(0.5 ** (fruitless / HALVING_PROBES), LEAST_ZEAL))
+        self._earn(view, octave, self.budget_share * max(0.5 ** (fruitless / HALVING_PROBES), LEAST_ZEAL))
         if not is_due:
             return None
-        population = state.population
+        population = view.population
         mean, deviation = people or (population.mean, population.deviation)
         outlook = np.empty((5, len(mean) + 1))
-        _look_ahead(mean, deviation, population.delivery, requests, outlook)
-        least_s, most_s = _time_range_s(state, *outlook[:3])
+        _look_ahead(mean, deviation, population.delivery, view.requests, outlook)
+        least_s, most_s = _time_range_s(view, *outlook[:3])
         # Amid prompts a probe teaches little of what drafting will cost without them: most of the credit waits.
-        at_once_s = self._credit_s * (1.0 - state.load.prefill_share)
+        at_once_s = self._credit_s * (1.0 - view.load.prefill_share)
         is_promising, length, loss_s = _pick(outlook, least_s, most_s, rate, depth, begin_s, at_once_s)
-        self._next_record = state.link.records + (SPACING_RECORDS if is_promising else IDLE_SPACING_RECORDS)
+        self._next_record = view.records + (SPACING_RECORDS if is_promising else IDLE_SPACING_RECORDS)
         if length < 0:
             return None
         self._credit_s -= loss_s
@@ -100,39 +99,39 @@ class ProbeAccount:
         self.probes += 1
         return length
 
-    def looks_back(self, state: EngineState, lead: float) -> bool:
+    def looks_back(self, view: PlanningView, lead: float) -> bool:
         """Return whether nothing is to be drafted in this step, which drafts would promise `lead` more than (a share).
 
         Else a table that was wrong about it once is believed for as long as drafts are made.
         """
-        if not 0.0 < lead < NEARLY_AS_GOOD or state.link.records < self._next_look_back:
+        if not 0.0 < lead < NEARLY_AS_GOOD or view.records < self._next_look_back:
             return False
         share = LOOK_BACK_SHARE * self.budget_share / BUDGET_SHARE
         apart = max(LOOK_BACK_RECORDS, lead / share)
-        self._next_look_back = state.link.records + int(apart)
+        self._next_look_back = view.records + int(apart)
         self.probes += 1
         return True
 
-    def is_due(self, state: EngineState) -> bool:
+    def is_due(self, view: PlanningView) -> bool:
         """Return whether `choose` will look for a probe now."""
-        return state.link.records >= self._next_record
+        return view.records >= self._next_record
 
-    def _earn(self, state: EngineState, octave: int, share: float) -> None:
-        step_s = state.load.step_s
+    def _earn(self, view: PlanningView, octave: int, share: float) -> None:
+        step_s = view.load.step_s
         if self._time_s is not None:
-            self._credit_s += share * min(max(state.time_s - self._time_s, 0.0), 10.0 * step_s)
+            self._credit_s += share * min(max(view.time_s - self._time_s, 0.0), 10.0 * step_s)
         if octave not in self._met:
             credit_steps = NEW_SIZE_CREDIT_STEPS if self._met else FIRST_CREDIT_STEPS
             self._met.add(octave)
             self._credit_s = max(self._credit_s, credit_steps * step_s)
         self._credit_s = min(self._credit_s, CREDIT_CAP_STEPS * step_s)
-        self._time_s = state.time_s
+        self._time_s = view.time_s
 
 
-def _time_range_s(state: EngineState, lengths: Floats, drafted: Floats, rows: Floats) -> tuple[Floats, Floats]:
+def _time_range_s(view: PlanningView, lengths: Floats, drafted: Floats, rows: Floats) -> tuple[Floats, Floats]:
     """Return (least, most) plausible seconds of steps, (m,) each, new prompts' part in drafting among them."""
-    least_s, most_s = state.cost.time_range_s(rows, lengths, drafted, state.prompts())
-    keep_up_s = state.keep_up_s()  # what is found is to be drafted with for long, behind new prompts too
+    least_s, most_s = view.cost.time_range_s(rows, lengths, drafted, view.prompts())
+    keep_up_s = view.keep_up_s()  # what is found is to be drafted with for long, behind new prompts too
     least_s[1:] += keep_up_s
     most_s[1:] += keep_up_s
     return least_s, most_s

@@ -2,8 +2,8 @@
 
 What a split costs cannot be told from unsplit steps: how much the phases slow each other down is the hardware's
 secret. So each of them is given a few steps now and then, and compared by the tokens per second that the best plan
-promises under the costs it has shown (`EngineState.cost`), which luck with drafts does not reach. Where not even two
-groups that are never in each other's way would be faster, none is tried. Pure, no clock.
+promises under the costs it has shown (`EngineState.cost_under`), which luck with drafts does not reach. Where not even
+two groups that are never in each other's way would be faster, none is tried. Pure, no clock.
 """
 
 from __future__ import annotations

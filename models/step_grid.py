@@ -12,7 +12,7 @@ import numpy as np
 
 from ..engine_adapter.compiled import compiled
 from ..env.acceptance import Floats
-from ..env.state import EngineState
+from ..env.planning_view import PlanningView
 
 # Planes of a table, (4, thresholds, k_max + 1), each expected of one step: draft tokens, emitted tokens, rows through
 # the target (without prompts), drafting rounds.
@@ -37,7 +37,7 @@ class Choice(NamedTuple):
 
 
 def choose(
-    table: Floats, state: EngineState, requests: int, reading_s: float, cell: tuple[int, int],
+    table: Floats, view: PlanningView, reading_s: float, cell: tuple[int, int],
     verify_s: Floats | None = None, time_weight: float = 1.0,
 ) -> Choice:  # fmt: skip
     """Return the best cell, or the one in force if that is nearly as good.
@@ -50,10 +50,10 @@ def choose(
     """
     drafted, _, rows, rounds = table
     if verify_s is None:
-        verify_s = state.cost.beside_prompts_s(rows, requests, state.prompts())
-    draft_s = state.cost.draft_time_s(rows, rounds, drafted)
+        verify_s = view.verify_s(rows)
+    draft_s = view.cost.draft_time_s(rows, rounds, drafted)
     even_rates = np.empty(table.shape[2])
-    chosen = _best(table, verify_s, draft_s, reading_s, requests, time_weight, *cell, even_rates)
+    chosen = _best(table, verify_s, draft_s, reading_s, view.requests, time_weight, *cell, even_rates)
     return Choice(*chosen, even_rates)
 
 

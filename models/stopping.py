@@ -15,7 +15,7 @@ from ..engine_adapter.compiled import compiled
 from ..engine_adapter.protocol import StopRule
 from ..env.acceptance import GUESS_TRIALS, Floats, Ints
 from ..env.confidence import EDGES, Confidence, Forecast
-from ..env.state import EngineState
+from ..env.planning_view import PlanningView
 from .probe import Chances
 from .step_grid import PLANES, ROWS
 
@@ -34,14 +34,15 @@ class Stops(NamedTuple):
     verify_s: Floats | None  # (bins + 1, k_max + 1), None: what the cost table says of the mean rows
 
 
-def predict_stops(state: EngineState, forecast: Forecast, requests: int, rate: float) -> Stops:
-    """Return the predictions for a batch of `requests`; `rate`, tokens/s, prices a second of drafting."""
+def predict_stops(view: PlanningView, forecast: Forecast, rate: float) -> Stops:
+    """Return the predictions for those who decode; `rate`, tokens/s, prices a second of drafting."""
     k_max, bins = forecast.reach.shape
-    token_s, round_s = state.cost.draft_prices_s()
+    requests = view.requests
+    token_s, round_s = view.cost.draft_prices_s()
     few_s = NOT_FEW
     if requests * k_max <= FEW_ROWS:
         rows = np.arange(requests * k_max + 1) + float(requests)
-        few_s = state.cost.beside_prompts_s(rows, requests, state.prompts())
+        few_s = view.verify_s(rows)
     row_prices = rate * np.diff(few_s) if requests == 1 else NOT_FEW  # what it keeps is the whole batch
     go_on, table = np.empty((k_max, bins + 1), np.int64), np.empty((PLANES, bins + 1, k_max + 1))
     _tabulate(
@@ -64,10 +65,10 @@ def rule_of(go_on: Ints, confidence: Confidence, keep: int, depth: int) -> StopR
     return confidence.rule(EDGE_LIST[keep], np.array([EDGE_LIST[place] for place in (*bins, FREE)]))
 
 
-def all_drafts(state: EngineState, forecast: Forecast) -> Chances:
+def all_drafts(view: PlanningView, forecast: Forecast) -> Chances:
     """Return the acceptance of drafts that no rule ends, which under a rule nobody sees."""
     mean, deviation = np.empty((2, len(forecast.gain)))
-    _free_drafts(forecast.gain, state.confidence.trials, GUESS_TRIALS, mean, deviation)
+    _free_drafts(forecast.gain, view.confidence.trials, GUESS_TRIALS, mean, deviation)
     return Chances(mean, deviation)
 
 

@@ -60,9 +60,9 @@ class Bandit:
         seen = self._watch.look(state)
         requests = int(np.count_nonzero(state.decoding()))
         if self._k_max == 0:
-            return uniform(state, 0, "nothing to speculate on")
+            return uniform(state.requests.size, 0, "nothing to speculate on")
         if requests == 0:
-            return uniform(state, self._length, "nobody decodes: the arm in force")
+            return uniform(state.requests.size, self._length, "nobody decodes: the arm in force")
         octave = round(math.log2(requests))  # powers of two, the usual limits, in the middle
         if octave != self._octave:
             self._begin(octave)
@@ -76,7 +76,11 @@ class Bandit:
                     self.arms[octave].learn(self._length, self._tokens / self._elapsed_s)
                 self._begin(octave)
         tried = self.arms[octave].blocks[self._length]
-        return uniform(state, self._length, f"{requests} decoding: arm {self._length}, {tried:.0f} blocks of it known")
+        return uniform(
+            state.requests.size,
+            self._length,
+            f"{requests} decoding: arm {self._length}, {tried:.0f} blocks of it known",
+        )
 
     def _begin(self, octave: int) -> None:
         arms = self.arms.setdefault(octave, Arms(self._k_max + 1))

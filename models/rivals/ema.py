@@ -34,7 +34,9 @@ class AcceptanceEma:
         if seen is not None and (seen.drafted > 0).any():
             self.learn(float(seen.accepted[seen.drafted > 0].mean()))
         mean = 0.0 if self._mean is None else self._mean
-        return uniform(state, self.tiers[self._place], f"{mean:.2f} drafts accepted: tier {self.tiers[self._place]}")
+        return uniform(
+            state.requests.size, self.tiers[self._place], f"{mean:.2f} drafts accepted: tier {self.tiers[self._place]}"
+        )
 
     def learn(self, accepted: float) -> None:
         """Take in one step's accepted tokens per request, and change the tier every few steps."""

@@ -47,11 +47,13 @@ class SmartSpec:
         if seen is not None:
             self.learn(seen)
         if self._k_max == 0:
-            return uniform(state, 0, "nothing to speculate on")
+            return uniform(state.requests.size, 0, "nothing to speculate on")
         requests = max(int(np.count_nonzero(state.decoding())), 1)  # with nobody: for who comes next
         rate = self.goodput(state, requests)
         length = int(rate.argmax())
-        return uniform(state, length, f"{requests} decoding at acceptance {self.acceptance:.2f}: length {length}")
+        return uniform(
+            state.requests.size, length, f"{requests} decoding at acceptance {self.acceptance:.2f}: length {length}"
+        )
 
     def learn(self, seen: Seen) -> None:
         """Follow the share of tested draft tokens that were accepted; those behind a rejected one are not tested."""
@@ -71,7 +73,9 @@ class SmartSpec:
 def uniform_step_s(state: EngineState, requests: int, lengths: Floats) -> Floats:
     """Return seconds of a step in which `requests` draft and verify so many tokens each."""
     rows = requests * (lengths + 1.0)
-    step_s: Floats = state.cost.verify_time_s(rows) + state.cost.draft_time_s(rows, lengths, requests * lengths)
+    step_s: Floats = state.unsplit_cost.verify_time_s(rows) + state.unsplit_cost.draft_time_s(
+        rows, lengths, requests * lengths
+    )
     return step_s
 
 
@@ -95,12 +99,12 @@ class AdaptiveVerification:
         decoding = state.decoding()
         requests = int(np.count_nonzero(decoding))
         if self._k_max == 0:
-            return uniform(state, 0, "nothing to speculate on")
+            return uniform(state.requests.size, 0, "nothing to speculate on")
         forecast = state.confidence.forecast
         if self._can_stop and forecast is not None and state.confidence.is_ready:
             return self._by_confidence(state, forecast, max(requests, 1))  # with nobody: for who comes next
         if requests == 0:
-            return uniform(state, self._k_max, "nobody decodes: who comes next is ranked then")
+            return uniform(state.requests.size, self._k_max, "nobody decodes: who comes next is ranked then")
         survival = state.acceptance()[decoding].cumprod(axis=1)
         chosen = self.ranked(state, survival)
         lengths = np.full(state.requests.size, self._k_max, np.int64)
@@ -113,13 +117,13 @@ class AdaptiveVerification:
         order = np.argsort(-survival, axis=None, kind="stable")[: max(self._most_rows - requests, 0)]
         tokens = requests + np.append(0.0, survival.ravel()[order].cumsum())
         rows = requests + np.arange(len(order) + 1.0)
-        budget = int((tokens / state.cost.verify_time_s(rows)).argmax())
+        budget = int((tokens / state.unsplit_cost.verify_time_s(rows)).argmax())
         # Survival never rises along a draft, and equal ones keep their order: what is chosen is a prefix of each.
         return np.bincount(order[:budget] // survival.shape[1], minlength=requests)
 
     def _by_confidence(self, state: EngineState, forecast: Forecast, requests: int) -> Action:
         kept, gain = (values[:, FREE, :].sum(axis=0) for values in (forecast.kept, forecast.gain))
-        rate = (1.0 + gain) / state.cost.verify_time_s(requests * (1.0 + kept))
+        rate = (1.0 + gain) / state.unsplit_cost.verify_time_s(requests * (1.0 + kept))
         keep = int(rate.argmax())
         reason = f"{requests} decoding: {requests * kept[keep]:.0f} tokens verified, above {EDGES[keep]:.2f}"
         return _ruled(state, self._k_max, keep, reason)
@@ -127,7 +131,7 @@ class AdaptiveVerification:
 
 def _ruled(state: EngineState, length: int, keep: int, reason: str) -> Action:
     """Return the same length for all; tokens below EDGES[keep] are dropped, nobody's draft ends early by itself."""
-    action = uniform(state, length, reason)
+    action = uniform(state.requests.size, length, reason)
     if keep == FREE or length == 0:
         return action
     return replace(action, stop=state.confidence.rule(float(EDGES[keep]), np.zeros(state.capabilities.k_max)))
@@ -158,12 +162,14 @@ class AdaSpec:
     def act(self, state: EngineState) -> Action:
         """Return the depth for all, and what is kept of it."""
         if self._k_max == 0:
-            return uniform(state, 0, "nothing to speculate on")
+            return uniform(state.requests.size, 0, "nothing to speculate on")
         requests = max(int(np.count_nonzero(state.decoding())), 1)  # with nobody: for who comes next
         kept, gain = self._expected(state)
         rounds = np.arange(self._k_max + 1.0)[:, None]
         rows = requests * (1.0 + kept)
-        step_s = state.cost.verify_time_s(rows) + state.cost.draft_time_s(rows, rounds, requests * rounds)
+        step_s = state.unsplit_cost.verify_time_s(rows) + state.unsplit_cost.draft_time_s(
+            rows, rounds, requests * rounds
+        )
         rate = (1.0 + gain) / step_s  # of one request
         if self._objective_s is not None and (rate * self._objective_s >= 1.0).any():
             rate = np.where(rate * self._objective_s >= 1.0, rate, 0.0)

@@ -56,10 +56,10 @@ class GaussianProcessBound:
         decoding = state.decoding()
         requests = int(np.count_nonzero(decoding))
         if self._k_max == 0:
-            return uniform(state, 0, "nothing to speculate on")
+            return uniform(state.requests.size, 0, "nothing to speculate on")
         if requests == 0:
             length = int(self._best[level(float(state.population.mean[0]))])
-            return uniform(state, length, "nobody decodes: as for the usual request")
+            return uniform(state.requests.size, length, "nobody decodes: as for the usual request")
         if seen is not None:
             self._steps += 1
             if self._steps > SETTLING_STEPS and seen.is_pure:

@@ -88,10 +88,8 @@ def test_what_is_only_asked_about_moves_nothing_that_is_followed() -> None:
         actions = decided(state, engine.step(actions), policy, sequence)
     point, points = policy._point, policy._points
     before = msgspec.structs.replace(point), dict(points)
-    decoding = state.decoding()
-    assert policy._promised(state, decoding, int(decoding.sum()), 0)
-    policy._promised_at_best(state, decoding, int(decoding.sum()))
+    assert policy._promised(state, state.view(), 0)
+    policy._promised_at_best(state.view())
     assert policy._point is point
     assert policy._points is points
     assert (point, points) == before
-    assert state.cost is state.unsplit_cost

@@ -97,7 +97,7 @@ def test_what_a_rule_ended_says_nothing_of_what_the_drafter_delivers(
 
 def test_prompts_are_told_by_the_steps_that_have_them() -> None:
     state = EngineState(Capabilities(k_max=4))
-    assert state.prompts() == NO_PROMPTS
+    assert state.view().prompts() == NO_PROMPTS
     for counter in range(1, 801):
         prompt = 160 if counter % 4 == 0 else 0
         record = StepRecord(
@@ -105,6 +105,6 @@ def test_prompts_are_told_by_the_steps_that_have_them() -> None:
             None, None, 0, 0, 0, 0, [], [RequestRow(1, 1, 0, 0, 0, 0, 0, 1, 50, False)],
         )  # fmt: skip
         observe(state, record)
-    rows, share = state.prompts()
+    rows, share = state.view().prompts()
     assert share == pytest.approx(0.25, abs=0.07)
-    assert rows == pytest.approx(160 * state.cost.prompt_row)
+    assert rows == pytest.approx(160 * state.unsplit_cost.prompt_row)

@@ -9,6 +9,7 @@ import pytest
 
 from faser.controller.evaluate import decided
 from faser.engine_adapter.protocol import ActionSet
+from faser.env.planning_view import PlanningView
 from faser.env.spaces import Capabilities
 from faser.env.state import EngineState
 from faser.models import first_lesson, probe
@@ -38,9 +39,9 @@ def lessons(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The records behind which all were to draft for learning's sake."""
     found, begins = list[int](), FirstLesson.begins
 
-    def noted(self: FirstLesson, state: EngineState, requests: int, rate: float) -> bool:
-        if is_wanted := begins(self, state, requests, rate):
-            found.append(state.link.records)
+    def noted(self: FirstLesson, view: PlanningView, rate: float) -> bool:
+        if is_wanted := begins(self, view, rate):
+            found.append(view.records)
         return is_wanted
 
     monkeypatch.setattr(FirstLesson, "begins", noted)
@@ -78,19 +79,18 @@ def test_a_lesson_is_as_long_as_a_forecast_needs_and_of_a_crowd_a_sample_counts(
 ) -> None:
     monkeypatch.setattr(first_lesson, "_could_pay", lambda *_: True)
     confidence = SimpleNamespace(is_told=True, forecast=None)
-    link = SimpleNamespace(records=FROM_RECORD)
-    state = SimpleNamespace(link=link, confidence=confidence, is_sitting_out=True)
+    view = SimpleNamespace(records=FROM_RECORD, requests=requests, confidence=confidence, is_sitting_out=True)
     lesson = FirstLesson()
-    assert not any(lesson.begins(cast(EngineState, state), requests, 1.0) for _ in range(10))  # nobody would draft
-    state.is_sitting_out = False
-    assert sum(lesson.begins(cast(EngineState, state), requests, 1.0) for _ in range(1000)) == steps
+    assert not any(lesson.begins(cast(PlanningView, view), 1.0) for _ in range(10))  # nobody would draft
+    view.is_sitting_out = False
+    assert sum(lesson.begins(cast(PlanningView, view), 1.0) for _ in range(1000)) == steps
     confidence.forecast = object()
-    assert not FirstLesson().begins(cast(EngineState, state), requests, 1.0)
+    assert not FirstLesson().begins(cast(PlanningView, view), 1.0)
 
 
-def following(records: int) -> EngineState:
-    """A state of which only the record matters."""
-    return cast(EngineState, SimpleNamespace(link=SimpleNamespace(records=records)))
+def following(records: int) -> PlanningView:
+    """A view of which only the record matters."""
+    return cast(PlanningView, SimpleNamespace(records=records))
 
 
 def looks(lead: float, share: float = 1.0) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -84,7 +85,7 @@ def make_state(
         )  # fmt: skip
         observe(state, record)
         for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
-            state.cost.learn(StepCost(n, 0, n, 0, 0, 0, 0.01 + row_ms * 1e-3 * n, 0.0, 0.0))
+            state.unsplit_cost.learn(StepCost(n, 0, n, 0, 0, 0, 0.01 + row_ms * 1e-3 * n, 0.0, 0.0))
     return state
 
 
@@ -187,10 +188,10 @@ def test_drafting_begins_only_where_what_was_skipped_pays_back(spec: str, missed
     state.has_skipped = True
     state.requests.column("context")[:] = 50 + missed
     state.requests.column("drafter")[:] = 50
-    beside_s = float(state.cost.draft_time_s(8, 1, 8))
+    beside_s = float(state.unsplit_cost.draft_time_s(8, 1, 8))
     for _ in range(40):
-        state.cost.learn_drafting(StepCost(8, 0, 8, 0, 1, 8, 0.1, beside_s + 5e-5 * 600, 0.0, caught_up=600))
-    assert state.catch_up_s(state.decoding()) == pytest.approx(8 * missed * 5e-5, rel=0.05)
+        state.unsplit_cost.learn_drafting(StepCost(8, 0, 8, 0, 1, 8, 0.1, beside_s + 5e-5 * 600, 0.0, caught_up=600))
+    assert state.view().catch_up_s() == pytest.approx(8 * missed * 5e-5, rel=0.05)
     policy = make_policy(spec, state.capabilities)
     actions = [policy.act(state) for _ in range(4 * COMPARE_DECISIONS)]
     assert "probing" not in actions[-1].reason
@@ -203,12 +204,12 @@ def test_nobody_drafts_where_reading_every_new_prompt_costs_more_than_drafts_bri
     spec: str, prompt_rows: int, drafts: bool
 ) -> None:
     state = make_confident_state(row_ms=0.15)
-    beside_s = float(state.cost.draft_time_s(8, 1, 8))
+    beside_s = float(state.unsplit_cost.draft_time_s(8, 1, 8))
     for _ in range(40):
         step = StepCost(608, 600, 8, 0, 1, 8, 0.1, beside_s + 5e-5 * 600, 0.0, all_draft=True)
-        state.cost.learn_drafting(step)
+        state.unsplit_cost.learn_drafting(step)
     state.load.steady_prefill_rows = prompt_rows
-    assert state.keep_up_s() == pytest.approx(prompt_rows * 5e-5, rel=0.05)
+    assert state.view().keep_up_s() == pytest.approx(prompt_rows * 5e-5, rel=0.05)
     policy = make_policy(spec, state.capabilities)
     actions = [policy.act(state) for _ in range(4 * COMPARE_DECISIONS)]
     assert "probing" not in actions[-1].reason
@@ -228,9 +229,9 @@ def test_a_request_is_up_to_date_once_it_drafts() -> None:
         return state.requests.missed(state.decoding())
 
     assert seen(0, 0, 0, 700) == 700
-    assert state.catch_up_s(state.decoding()) == 0.0  # no engine that skips, as far as is known
+    assert state.view().catch_up_s() == 0.0  # no engine that skips, as far as is known
     assert seen(1, 2, 0, 701, caught_up=512) == 701  # under way
-    assert state.catch_up_s(state.decoding()) > 0.0
+    assert state.view().catch_up_s() > 0.0
     assert seen(2, 2, 2, 702, caught_up=190) == 0
     assert seen(3, 2, 0, 703) == 0  # drafted nothing that was kept, but followed
     assert seen(4, 0, 0, 704) == 1
@@ -287,7 +288,7 @@ def test_drafts_without_a_rule_are_in_the_table_of_stop_rules() -> None:
     state = make_confident_state(0.3, batch=3)
     forecast = state.confidence.forecast
     assert forecast is not None
-    found = predict_stops(state, forecast, 3, 100.0)
+    found = predict_stops(state.view(), forecast, 100.0)
     drafted, tokens, rows, rounds = found.table[:, NO_RULE]
     depths = np.arange(K_MAX + 1)
     assert drafted == pytest.approx(3.0 * depths)
@@ -295,7 +296,7 @@ def test_drafts_without_a_rule_are_in_the_table_of_stop_rules() -> None:
     assert rounds == pytest.approx(depths)
     assert tokens == pytest.approx(3.0 * (1.0 + np.append(0.0, forecast.gain[:, -1, -1].cumsum())))
     assert found.verify_s is not None
-    assert found.verify_s[NO_RULE] == pytest.approx(state.cost.verify_time_s(3.0 * (depths + 1)))
+    assert found.verify_s[NO_RULE] == pytest.approx(state.unsplit_cost.verify_time_s(3.0 * (depths + 1)))
     assert rule_of(found.go_on, state.confidence, NO_RULE, K_MAX) is None
     assert (tokens >= found.table[1, :NO_RULE] - 1e-9).all(), "a rule only ever takes tokens away"
 
@@ -321,28 +322,24 @@ def test_each_way_tells_what_one_length_for_all_would_bring() -> None:
     assert policy.plan is not None
     tokens = requests * (1.0 + np.append(0.0, forecast.gain[:, -1, -1].cumsum()))
     rounds, drafted = np.arange(K_MAX + 1.0), rows - requests
-    step_s = state.cost.beside_prompts_s(rows, requests, state.prompts()) + state.cost.draft_time_s(
-        rows, rounds, drafted
-    )
+    step_s = state.view().verify_s(rows) + state.unsplit_cost.draft_time_s(rows, rounds, drafted)
     assert policy.plan.even_rates == pytest.approx(tokens / step_s, rel=1e-6)
 
 
 def test_a_splits_promise_is_of_who_runs_now_and_of_the_better_way() -> None:
     state = make_confident_state(1.0)
-    decoding = state.decoding()
-    requests = int(decoding.sum())
     policies = [make_policy(name, CAPABILITIES) for name in ("price", "price:history")]
     for policy in policies:
         for _ in range(2 * COMPARE_DECISIONS):
             policy.act(state)
     confident, history = (
-        policy._rate_at(state, decoding, requests, 0, state.unsplit_cost)  # type: ignore[attr-defined]
+        policy._rate_at(state.view(), 0)  # type: ignore[attr-defined]
         for policy in policies
     )
     assert policies[0].plan.action.stop is not None  # type: ignore[attr-defined]
     assert confident > 1.01 * history
     before = policies[0]._point  # type: ignore[attr-defined]
-    policies[0]._rate_at(state, decoding, requests, 0, state.unsplit_cost)  # type: ignore[attr-defined]
+    policies[0]._rate_at(state.view(), 0)  # type: ignore[attr-defined]
     assert policies[0]._point is before, "asking moves nothing"  # type: ignore[attr-defined]
 
 
@@ -380,8 +377,8 @@ def test_price_asks_for_pruning_where_there_are_exit_heads(confident: bool, rele
 
 def test_a_probe_pays_for_what_the_drafter_must_make_up_for() -> None:
     state = make_state(dict.fromkeys(range(1, 9), 0.6), row_ms=0.05)
-    free = ProbeAccount().choose(state, 8, 1.0, 0, Chances(np.full(K_MAX, 0.5), np.full(K_MAX, 0.4)))
-    dear = ProbeAccount().choose(state, 8, 1.0, 0, Chances(np.full(K_MAX, 0.5), np.full(K_MAX, 0.4)), begin_s=1e3)
+    free = ProbeAccount().choose(state.view(), 1.0, 0, Chances(np.full(K_MAX, 0.5), np.full(K_MAX, 0.4)))
+    dear = ProbeAccount().choose(state.view(), 1.0, 0, Chances(np.full(K_MAX, 0.5), np.full(K_MAX, 0.4)), begin_s=1e3)
     assert free is not None
     assert dear is None
 
@@ -390,10 +387,10 @@ def test_nothing_is_probed_that_reading_prompts_would_eat_up() -> None:
     def probe(prompt_rows: float) -> int | None:
         state = make_state(dict.fromkeys(range(1, 9), 0.6), row_ms=0.05)
         for _ in range(40):
-            state.cost.learn_drafting(StepCost(608, 600, 8, 0, 1, 8, 0.1, 5e-5 * 600, 0.0, all_draft=True))
+            state.unsplit_cost.learn_drafting(StepCost(608, 600, 8, 0, 1, 8, 0.1, 5e-5 * 600, 0.0, all_draft=True))
         state.load.steady_prefill_rows = prompt_rows
         people = Chances(np.full(K_MAX, 0.5), np.full(K_MAX, 0.4))
-        return ProbeAccount().choose(state, 8, 8 / 0.0105, 0, people)
+        return ProbeAccount().choose(state.view(), 8 / 0.0105, 0, people)
 
     assert probe(10.0) is not None
     assert probe(10_000.0) is None
@@ -404,7 +401,7 @@ def test_amid_prompts_most_of_the_credit_for_probes_waits() -> None:
         state = make_state(dict.fromkeys(range(1, 9), 0.6), row_ms=0.05)
         state.load.prefill_share = prefill_share
         people = Chances(np.full(K_MAX, 0.5), np.full(K_MAX, 0.4))
-        return ProbeAccount().choose(state, 8, 1.0, 0, people, begin_s=5.0 * state.load.step_s)
+        return ProbeAccount().choose(state.view(), 1.0, 0, people, begin_s=5.0 * state.load.step_s)
 
     assert probe(0.0) is not None
     assert probe(0.9) is None
@@ -413,7 +410,8 @@ def test_amid_prompts_most_of_the_credit_for_probes_waits() -> None:
 def test_batches_of_a_new_size_are_probed_at_once() -> None:
     def probe(requests: int) -> int | None:
         account._next_record = 0
-        return account.choose(state, requests, 1.0, 0, people, begin_s=2.0 * state.load.step_s)
+        view = msgspec.structs.replace(state.view(), requests=requests)
+        return account.choose(view, 1.0, 0, people, begin_s=2.0 * state.load.step_s)
 
     state = make_state(dict.fromkeys(range(1, 9), 0.6), row_ms=0.05)
     account, people = ProbeAccount(), Chances(np.full(K_MAX, 0.5), np.full(K_MAX, 0.4))
@@ -431,22 +429,22 @@ def test_probes_that_change_nothing_get_rarer_and_one_that_does_brings_the_budge
         """Return what a second of steps adds to the credit, with nothing to spend it on."""
         state.time_s += 1e-3
         before = account._credit_s
-        account.choose(state, 8, 1e9, depth)
+        account.choose(state.view(), 1e9, depth)
         return (account._credit_s - before) / 1e-3
 
     state = make_state(dict.fromkeys(range(1, 9), 0.6), row_ms=0.05)
     account, people = ProbeAccount(), Chances(np.full(K_MAX, 0.5), np.full(K_MAX, 0.4))
-    account.choose(state, 8, 1e9, 0)
+    account.choose(state.view(), 1e9, 0)
     account._credit_s = 0.0
     assert earned_s(account, 0) == pytest.approx(BUDGET_SHARE, rel=0.01)
     for _ in range(HALVING_PROBES):
         account._credit_s, account._next_record = 1e3, 0
-        assert account.choose(state, 8, 1.0, 0, people) is not None
+        assert account.choose(state.view(), 1.0, 0, people) is not None
     account._credit_s = 0.0
     assert earned_s(account, 0) == pytest.approx(BUDGET_SHARE / 2, rel=0.01)
     assert earned_s(account, 2) == pytest.approx(BUDGET_SHARE, rel=0.01), "another depth is in force now"
     for _ in range(100):
         account._credit_s, account._next_record = 1e3, 0
-        account.choose(state, 8, 1.0, 0, people)
+        account.choose(state.view(), 1.0, 0, people)
     account._credit_s = 0.0
     assert earned_s(account, 0) == pytest.approx(BUDGET_SHARE * LEAST_ZEAL, rel=0.01), "never nothing"

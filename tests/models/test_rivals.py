@@ -11,6 +11,7 @@ import pytest
 
 from faser.engine_adapter.protocol import RequestEvent, RequestRow, StepRecord
 from faser.env.confidence import EDGES, Forecast
+from faser.env.cost_table import StepCost
 from faser.env.spaces import Capabilities
 from faser.env.state import EngineState, learn, look
 from faser.models.policy import PolicyError, make_policy
@@ -40,6 +41,9 @@ class Costs:
     ) -> npt.NDArray[np.float64]:
         return self.round_s * np.asarray(rounds, np.float64)
 
+    def learn(self, step: StepCost) -> None:
+        """Stay as it is."""
+
 
 def record(counter: int, verified: int, accepted: list[int], time_s: float) -> StepRecord:
     rows = [
@@ -61,7 +65,7 @@ def make_state(accepted: list[int], costs: Costs | None = None, steps: int = 300
         if counter < steps - 1:
             learn(state)
     if costs is not None:
-        state.cost = costs  # type: ignore[assignment]
+        state.unsplit_cost = costs  # type: ignore[assignment]
     return state
 
 
@@ -221,7 +225,7 @@ def test_adaspec_drafts_for_the_batch_as_deep_as_goodput_rises() -> None:
     gain = state.population.mean.cumprod()
     expected = [(1 + gain[:k].sum()) / (0.01 + 0.004 * k) for k in range(K_MAX + 1)]
     assert set(AdaSpec(CAPABILITIES).act(state).lengths.tolist()) == {int(np.argmax(expected))}
-    state.cost = Costs(row_s=0.0, round_s=1.0)  # type: ignore[assignment]
+    state.unsplit_cost = Costs(row_s=0.0, round_s=1.0)  # type: ignore[assignment]
     assert set(AdaSpec(CAPABILITIES).act(state).lengths.tolist()) == {0}
 
 

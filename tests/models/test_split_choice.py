@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 
 from faser.engine_adapter.protocol import RequestRow, StepRecord
@@ -179,14 +177,13 @@ def test_a_batch_at_the_border_of_two_octaves_stays_in_its_own() -> None:
     assert octaves[-1] == 4  # up to a quarter above it
 
 
-def test_planning_for_a_split_ends_also_by_an_exception() -> None:
-    """Or another policy would plan on its costs for ever."""
+def test_a_view_under_a_split_leaves_the_state_and_the_view_before_alone() -> None:
     state = state_after([1], 16)
-    with state.planning_for(state.cost_under(1)):
-        assert state.cost is state.split_cost(1)
-    with contextlib.suppress(ZeroDivisionError), state.planning_for(state.cost_under(1)):
-        raise ZeroDivisionError
-    assert state.cost is state.unsplit_cost
+    view = state.view()
+    planned = view.under(state.cost_under(1))
+    assert planned.cost is state.split_cost(1)
+    assert view.cost is state.view().cost is state.unsplit_cost
+    assert planned.decoding is view.decoding
 
 
 def test_a_split_that_promises_more_is_kept_after_its_trial() -> None:
