@@ -16,10 +16,12 @@ from rich.console import Console
 
 from .endpoint import FileLock
 from .errors import StoreError
+from .footprint import in_words, remedy, sizes
 from .recorded import STEP_CELLS, RunSettings, read_step, whole_number
 from .schema import open_for_reading
 
 SHOWN: Final = 20
+BUSY_S: Final = 5.0  # that vacuum waits for readers
 NO_SETTINGS: Final = RunSettings("", 0, 0, 0, 0.0, 0.0)
 
 
@@ -32,12 +34,15 @@ class Check:
     events: int = 0
     engines: int = 0
     gaps: int = 0  # holes in an engine's counter: records that never came, or were pruned
+    file_bytes: int = 0
+    log_bytes: int = 0  # of the write-ahead log beside the file, which is read with it
     faults: list[str] = field(default_factory=list)
 
 
 def check(path: Path) -> Check:
     """Read everything in a file and return what was found."""
     found = Check()
+    found.file_bytes, found.log_bytes = sizes(path)
     with closing(open_for_reading(path)) as database:
         try:
             found.faults += [row[0] for row in database.execute("PRAGMA integrity_check") if row[0] != "ok"]
@@ -91,29 +96,40 @@ def run_check(path: Path, is_json: bool) -> int:
     verdict = f"{len(found.faults)} faults" if found.faults else "sound"
     console.print(
         f"{path}: {verdict}; {found.steps} steps, {found.decisions} decisions, {found.events} events, "
-        f"{found.engines} engines, {found.gaps} gaps",
+        f"{found.engines} engines, {found.gaps} gaps; {in_words(found.file_bytes)}, log {in_words(found.log_bytes)}",
         markup=False,
     )
     return int(bool(found.faults))
 
 
 def run_vacuum(path: Path) -> int:
-    """Give the free pages of a file back to the disk; raise StoreError while a sidecar writes it."""
+    """Give the free pages of a file, and its log, back to the disk; raise StoreError while anybody else uses it."""
     open_for_reading(path).close()
     try:
         lock = FileLock(path.with_name(f"{path.name}.lock"))
     except BlockingIOError as holder:
         raise StoreError(f"{path} is written by {holder}", "a file nobody writes", "stop the sidecar first") from None
-    before = path.stat().st_size
+    before = sum(sizes(path))
     try:
-        with closing(sqlite3.connect(path)) as connection:
+        with closing(sqlite3.connect(path, timeout=BUSY_S)) as connection:
+            _cut_log(connection, path)  # first: beside a reader the whole file would be written to the log once more
             connection.execute("VACUUM")
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            _cut_log(connection, path)
     except sqlite3.Error as error:
         raise StoreError(f"{path} cannot be vacuumed: {error}", remedy="free as much disk as the file takes") from None
     finally:
         lock.close()
     Console(soft_wrap=True, highlight=False).print(
-        f"{path}: {before >> 10} KiB before, {path.stat().st_size >> 10} KiB now", markup=False
+        f"{path}: {before >> 10} KiB before, {sum(sizes(path)) >> 10} KiB now", markup=False
     )
     return 0
+
+
+def _cut_log(connection: sqlite3.Connection, path: Path) -> None:
+    """Bring the log into the file and cut it; raise StoreError if a reader does not let go of it for some seconds."""
+    ((is_busy, _, _),) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    if is_busy:
+        raise StoreError(
+            f"{path} is being read: its log of {in_words(sizes(path)[1])} cannot be cut", "a file nobody uses",
+            f"{remedy(path)} and vacuum again",
+        )  # fmt: skip

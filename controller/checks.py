@@ -23,13 +23,15 @@ from ..engine_adapter.limits_v2 import LIMITS_V2
 from ..engine_adapter.settings import SettingError, ensure_private_folder, runtime_folder
 from ..engine_adapter.versions import unsupported_reason
 from ..models.embedded import cache_folder, embedded_faults, release_faults
-from .config import Config
+from .config import Config, StoreConfig
 from .endpoint import IPC, Endpoint
 from .errors import EndpointError, FaserError, StoreError
+from .footprint import in_words, log_path, remedy, sizes
 from .installation import Installation
 from .keys import load_keyring
 from .launch import install_remedy
 from .modes import ModeBoard
+from .retention import Retention
 
 Level = Literal["ok", "note", "warn", "fail"]
 _CONVERTED_BYTES = 300 << 20
@@ -279,9 +281,17 @@ def check_store(patient: Patient) -> Iterator[Finding]:
     try:
         if store.path.exists():
             _read_schema(store.path)
-        yield Finding("store", "ok", str(store.path))
+        yield _log_finding(store)
     except sqlite3.Error as error:
         yield Finding("store", "fail", f"{store.path}: {error}", "move it away or set store.path to another file")
+
+
+def _log_finding(store: StoreConfig) -> Finding:
+    log_bytes = sizes(store.path)[1]
+    if log_bytes <= 2 * Retention.of(store).log_bytes:  # a batch may go beyond it before it is cut
+        return Finding("store", "ok", str(store.path))
+    seen = f"{log_path(store.path)} has {in_words(log_bytes)}: a reader pins it, or did when the sidecar ended"
+    return Finding("store", "warn", seen, f"{remedy(store.path)}; a sidecar that runs or starts then cuts it")
 
 
 def _read_schema(path: Path) -> None:

@@ -135,7 +135,10 @@ class StoreConfig:
     queue_records: int = _option(20_000, "records that may wait for the disk before they are dropped", low=1)
     flush_s: float = _option(0.5, "time between two commits", low=0.01, high=60.0)
     max_mb: int = _option(
-        4096, "size of the file beyond which the oldest steps are deleted, MiB; 0: no limit", low=0, high=1 << 30
+        4096,
+        "size of the file with its log beyond which the oldest steps are deleted, MiB; 0: no limit",
+        low=0,
+        high=1 << 30,
     )
     max_age_h: float = _option(0.0, "age beyond which steps are deleted, hours; 0: no limit", low=0.0, high=1e6)
 

@@ -13,7 +13,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -388,8 +388,7 @@ class Daemon:
     def _store_status(self) -> StoreStatus:
         if self._store is None:
             return StoreStatus("", 0, 0, 0, "")
-        health = self._store.health()
-        return StoreStatus(health.path, health.written, health.queued, health.dropped, health.error)
+        return StoreStatus(*astuple(self._store.health()))
 
 
 def _effective(config: Config) -> str:

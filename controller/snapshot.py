@@ -126,6 +126,9 @@ class StoreStatus(msgspec.Struct, frozen=True):
     queued: int
     dropped: int
     error: str
+    file_bytes: int = 0
+    log_bytes: int = 0  # of SQLite's write-ahead log beside the file
+    pinned_s: float = 0.0  # for which a reader has kept a log that is too large from being cut; 0: none does
 
 
 class AuditStatus(msgspec.Struct, frozen=True):

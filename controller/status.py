@@ -21,8 +21,18 @@ from .config import LinkConfig
 from .control import MAX_BY, Refusal, Switch, encode_order
 from .endpoint import IPC, status_address
 from .errors import NotRunningError, UsageError
+from .footprint import in_words, remedy
 from .modes import EVERY
-from .snapshot import QUESTION, AuditStatus, EngineStatus, Snapshot, SteeringStatus, decode_snapshot, encode_snapshot
+from .snapshot import (
+    QUESTION,
+    AuditStatus,
+    EngineStatus,
+    Snapshot,
+    SteeringStatus,
+    StoreStatus,
+    decode_snapshot,
+    encode_snapshot,
+)
 
 TIMEOUT_S: Final = 2.0
 
@@ -120,7 +130,10 @@ def overview(snapshot: Snapshot) -> str:
     elif store.error:
         telemetry = f"STOPPED: {store.error} ({store.path})"
     else:
-        telemetry = f"{store.path}: {store.written} written, {store.queued} waiting, {store.dropped} dropped"
+        telemetry = (
+            f"{store.path}: {store.written} written, {store.queued} waiting, {store.dropped} dropped; "
+            f"{in_words(store.file_bytes)}, log {in_words(store.log_bytes)}{_pin(store)}"
+        )
     return (
         f"sidecar {snapshot.faser_version}, pid {snapshot.pid}, up {snapshot.uptime_s:.0f} s, "
         f"policy {snapshot.policy}\n"
@@ -130,6 +143,13 @@ def overview(snapshot: Snapshot) -> str:
         f"{_audit_line(snapshot.audit)}"
         f"engines {len(snapshot.engines) or 'none yet: start one with faser serve MODEL'}"
     )
+
+
+def _pin(store: StoreStatus) -> str:
+    """Return what is wrong with the log, nothing where nothing is."""
+    if not store.pinned_s:
+        return ""
+    return f" PINNED by a reader for {store.pinned_s:.0f} s: {remedy(Path(store.path))}"
 
 
 def _audit_line(audit: AuditStatus) -> str:

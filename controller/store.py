@@ -29,6 +29,7 @@ from .errors import StoreError
 from .packing import PackedRows
 from .retention import Retention, prune
 from .schema import TABLES, Row, create, engine_row, event_row, notice_row, step_row
+from .write_ahead_log import BUSY_S, WriteAheadLog
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,6 @@ ASIDE_LOOK_S: Final = 0.01  # how often it looks whether too much waits
 LOWEST_PRIORITY: Final = 19  # of the thread that writes, once many engines wait
 LOOK_S: Final = 10.0  # between two looks at the file's size while it is within its limits
 BITES_PER_LOOK: Final = 8
-ENTRIES_PER_CHECKPOINT: Final = 2048  # a few MB of log
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +97,16 @@ Entry: TypeAlias = EngineEntry | StepEntry | NoticeEntry
 
 @dataclass(frozen=True, slots=True)
 class StoreHealth:
-    """How the store is doing; `error` is empty while it records."""
+    """How the store is doing; `error` is empty while it records, `pinned_s` is 0 unless a reader pins the log."""
 
     path: str
     written: int
     queued: int
     dropped: int
     error: str
+    file_bytes: int
+    log_bytes: int
+    pinned_s: float
 
 
 class Store:
@@ -121,13 +124,14 @@ class Store:
         self._queue: deque[Entry] = deque()
         self._queue_entries = queue_entries
         self._flush_s = flush_s
-        self._written = self._dropped = self._unwritable = self._in_log = 0
+        self._written = self._dropped = self._unwritable = 0
         self._has_waited = self._is_nice = False
         self._error = ""
         self._engine_keys: dict[str, int] = {}
         self._retention = retention or Retention()
         self._next_look_s = self._aside_until_s = 0.0
         self._lock, self._database, self._run_key = _open(path, run)
+        self._log = WriteAheadLog(path, self._database)
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._write_until_closed, name="faser-store", daemon=True)
         self._thread.start()
@@ -142,8 +146,11 @@ class Store:
         return True
 
     def health(self) -> StoreHealth:
-        """Return how many entries were written, wait and were dropped."""
-        return StoreHealth(str(self._path), self._written, len(self._queue), self._dropped, self._error)
+        """Return how many entries were written, wait and were dropped, and what is on the disk."""
+        return StoreHealth(
+            str(self._path), self._written, len(self._queue), self._dropped, self._error,
+            self._log.file_bytes, self._log.log_bytes, self._log.pinned_s(),
+        )  # fmt: skip
 
     def close(self, timeout_s: float = 3.0) -> None:
         """Write what waits, at most for `timeout_s`, and close the file."""
@@ -152,8 +159,17 @@ class Store:
         if self._thread.is_alive():
             logger.error("telemetry: %d entries were not written within %g s", len(self._queue), timeout_s)
             return
+        self._cut_for_good()
         self._database.close()
         self._lock.close()
+
+    def _cut_for_good(self) -> None:
+        """Leave no log behind: SQLite does not cut it at the end if anybody else has the file open, reading or not."""
+        try:
+            if not self._error:
+                self._log.cut(self._retention, lambda: False, is_last=True)
+        except (sqlite3.Error, OSError) as error:
+            logger.error("telemetry: %s keeps its log for the next sidecar: %s", self._path, error)
 
     def _write_until_closed(self) -> None:
         while True:
@@ -163,12 +179,14 @@ class Store:
                     is_last = self._wait_aside() or is_last
                     begun_s = time.monotonic()
                     self._write_batch()
-                    if not is_last:
-                        self._look_after_size()  # here too: under steady load the queue never empties
+                    self._look_after_size()  # here too: under steady load the queue never empties
+                    took_s = time.monotonic() - begun_s
+                    self._look_after_log()
                     if 0 < len(self._queue) < UNHURRIED_ENTRIES and not is_last:
-                        is_last = self._is_stopping.wait(PAUSE_RATIO * (time.monotonic() - begun_s))
+                        is_last = self._is_stopping.wait(PAUSE_RATIO * took_s)
                 if not self._error and not is_last:
                     self._look_after_size()
+                    self._look_after_log()
             except (sqlite3.Error, OSError) as error:
                 if _is_busy(error) and not is_last:
                     self._note_busy()  # what waits is written when the other one lets go
@@ -209,14 +227,32 @@ class Store:
         self._retention = retention
 
     def _look_after_size(self) -> None:
-        """Delete the oldest steps where the file is over its limits; in small bites, so that records need not wait."""
+        """Delete the oldest steps where the file is over its limits; in small bites, so that records need not wait.
+
+        Also before the log is cut: what is in it then finds room in the file.
+        """
         for _ in range(1 if self._queue else BITES_PER_LOOK):
-            if time.monotonic() < self._next_look_s:
+            if not self._is_time_to_look():
                 return
-            if prune(self._database, self._retention, time.time_ns()):
-                self._checkpoint()
-            else:
-                self._next_look_s = time.monotonic() + LOOK_S
+            self._log.grown_bytes = 0
+            is_over = prune(self._database, self._retention, time.time_ns())
+            self._next_look_s = 0.0 if is_over else time.monotonic() + LOOK_S
+            if not is_over:
+                return
+
+    def _is_time_to_look(self) -> bool:
+        if self._log.is_due(self._retention) or self._log.grown_bytes > self._retention.log_bytes:
+            return True
+        return time.monotonic() >= self._next_look_s and not self._is_stopping.is_set()
+
+    def _look_after_log(self) -> None:
+        if self._log.is_due(self._retention):
+            self._log.cut(self._retention, self._wait_for_readers)
+
+    def _wait_for_readers(self) -> bool:
+        """Wait a moment; return whether nothing speaks against another one."""
+        is_short = len(self._queue) < min(UNHURRIED_ENTRIES, self._queue_entries // 4)
+        return is_short and not self._is_stopping.wait(ASIDE_LOOK_S)
 
     def _write_batch(self) -> None:
         waiting = len(self._queue)
@@ -233,13 +269,6 @@ class Store:
             else:
                 self._dropped += len(batch)
             raise
-        if self._in_log >= ENTRIES_PER_CHECKPOINT:
-            self._checkpoint()
-
-    def _checkpoint(self) -> None:
-        """Bring the log into the file, as far as readers allow; raise sqlite3.Error if the disk does not take it."""
-        self._database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
-        self._in_log = 0
 
     def _commit(self, batch: Sequence[Entry]) -> None:
         known = dict(self._engine_keys)
@@ -250,7 +279,7 @@ class Store:
             self._engine_keys = known  # rows made in this transaction are gone
             raise
         self._written += len(batch)
-        self._in_log += len(batch)
+        self._log.add(len(batch))
 
     def _commit_alone(self, entry: Entry) -> None:
         try:
@@ -349,7 +378,7 @@ def _open(path: Path, run: RunEntry) -> tuple[FileLock, Database, int]:
             f"{path} cannot be written: {error.strerror}", "a writable path", "set store.path or store.enabled = false"
         ) from None
     try:
-        database = Database(sqlite3.connect(path, check_same_thread=False, timeout=1.0))
+        database = Database(sqlite3.connect(path, check_same_thread=False, timeout=BUSY_S))
         create(database)
         database.enable_wal()
         database.execute("PRAGMA synchronous = NORMAL")

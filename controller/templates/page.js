@@ -110,7 +110,7 @@ function frame() {
 
 function draw(snapshot) {
   const store = snapshot.store;
-  const recording = store.error ? `recording STOPPED: ${store.error}` : store.path ? `${count(store.written)} steps recorded` : "not recording";
+  const recording = store.error ? `recording STOPPED: ${store.error}` : store.path ? `${count(store.written)} steps recorded${store.pinned_s ? ", a reader pins the log" : ""}` : "not recording";
   byId("overview").textContent =
     `${snapshot.faser_version} · policy ${snapshot.policy} · up ${duration(snapshot.uptime_s)} · ${recording}`;
   choose(snapshot.engines);

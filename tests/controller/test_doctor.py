@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import socket
@@ -196,6 +197,20 @@ def test_a_store_of_another_kind_is_a_failure(patient: Patient) -> None:
     path.unlink()
     path.mkdir()
     assert [(one.name, one.level) for one in troubles(patient)] == [("store", "fail")]
+
+
+def test_a_log_that_a_reader_pins_is_named_with_what_to_do(patient: Patient) -> None:
+    path = patient.config.store.path
+    Store(path, RunEntry(1, 1, "0", "{}")).close()
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("INSERT INTO runs (config) VALUES (zeroblob(5000000))")
+        database.commit()
+        assert troubles(patient) == [], "a log of ordinary size"
+        small = dataclasses.replace(patient.config, store=StoreConfig(path=path, max_mb=16))
+        (trouble,) = troubles(dataclasses.replace(patient, config=small))
+    assert (trouble.name, trouble.level) == ("store", "warn")
+    assert f"{path}-wal has 4.8 MiB: a reader pins it" in trouble.seen
+    assert f"lsof {path}-wal" in trouble.remedy
 
 
 @pytest.mark.parametrize(("free", "level"), [(10 << 20, "fail"), (500 << 20, "warn")])
