@@ -15,7 +15,7 @@ import numpy as np
 
 from .bench_machine import Machine
 from .bench_plan import ARMS, NONE, VARIANTS, is_rival, length_of
-from .bench_ratio import OURS, Envelope, Floats, cleanest, paired_ratio, wider_interval
+from .bench_ratio import OURS, Envelope, Floats, Ints, by_start, cleanest, paired_ratio, wider_interval
 from .bench_table import described
 from .loadstats import Quantiles
 from .whole_file import replacing
@@ -24,7 +24,8 @@ FORMAT: Final = 1
 SWEEP: Final = "sweep"
 MAIN: Final = "main"
 COMPARED: Final = (  # settings that must be the same where turns of two runs stand in one file
-    "target", "drafter_sha256", "policy", "k_max", "threads", "max_tokens", "max_prompt_tokens", "arguments",
+    "target", "drafter_sha256", "policy", "k_max", "threads", "max_tokens", "max_prompt_tokens", "arguments", "held",
+    "has_huge_pages",
 )  # fmt: skip
 NAMES: Final = {NONE: "no speculation", "table": "best table", OURS: "FASER"} | {
     arm: arm.replace("faser+", "FASER + ") for arm in VARIANTS
@@ -46,6 +47,8 @@ class Settings(msgspec.Struct, frozen=True):
     pairs: int
     arguments: tuple[str, ...]
     slice_s: float | None = None  # None: a turn at a time, as before there were slices
+    held: int = 0  # prompts whose answers were recorded, and every arm held to them
+    has_huge_pages: bool = False  # asked of every server's malloc
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -74,6 +77,7 @@ class Turn(msgspec.Struct, frozen=True):
     good_share: float | None = None  # of a replay's requests, within the objective
     slices: int = 1  # in which it was served, in turn with the other arms
     unverified_tokens: int = 0  # drawn, and not handed to verification
+    start: int = 0  # which one of the servers
 
 
 class Spans(msgspec.Struct, frozen=True):
@@ -155,9 +159,8 @@ class Results(msgspec.Struct):
         :param is_clean: leave out every round in which a turn was disturbed: it was repeated whole
         """
         turns = self.turns_at(load, kinds, phase)
-        dirty = {turn.round for turn in turns if turn.disturbed} if is_clean else set()
         # Closed up: what is chosen on every other round must not depend on which rounds were disturbed.
-        place = {round_: at for at, round_ in enumerate(sorted({turn.round for turn in turns} - dirty))}
+        place = {round_: at for at, round_ in enumerate(_rounds(turns, is_clean))}
         rates = {arm: np.full(len(place), np.nan) for arm in ARMS if any(turn.arm == arm for turn in turns)}
         for turn in turns:
             value = getattr(turn, what)
@@ -165,10 +168,25 @@ class Results(msgspec.Struct):
                 rates[turn.arm][place[turn.round]] = value
         return rates
 
+    def starts(self, load: int | str, kinds: str, is_clean: bool = False) -> Ints:
+        """Return the start of the servers that each round of `rates` was in, (rounds,)."""
+        turns = self.turns_at(load, kinds)
+        start_of = {turn.round: turn.start for turn in turns}
+        return np.array([start_of[round_] for round_ in _rounds(turns, is_clean)], np.int64)
+
+    def compared(self, load: int | str, kinds: str, is_clean: bool = False, what: str = "rate") -> dict[str, Floats]:
+        """Return what ratios are taken of by arm: `rates`, or where servers were started anew one value a start."""
+        return by_start(self.rates(load, kinds, MAIN, is_clean, what), self.starts(load, kinds, is_clean))
+
+
+def _rounds(turns: Sequence[Turn], is_clean: bool) -> list[int]:
+    dirty = {turn.round for turn in turns if turn.disturbed} if is_clean else set()
+    return sorted({turn.round for turn in turns} - dirty)
+
 
 def envelope_at(results: Results, load: int | str, kinds: str) -> Envelope:
     """Return the envelope ratio at a load point."""
-    clean, whole = results.rates(load, kinds, is_clean=True), results.rates(load, kinds)
+    clean, whole = results.compared(load, kinds, is_clean=True), results.compared(load, kinds)
     clean, whole = ({arm: rates[arm] for arm in rates if arm == OURS or is_rival(arm)} for rates in (clean, whole))
     if OURS not in whole or len(whole) < 2:
         return Envelope(paired_ratio(np.array([])), ())
@@ -192,6 +210,7 @@ class Point(msgspec.Struct, frozen=True, omit_defaults=True):
     verdict: str
     uses_disturbed: bool = False
     tpot_ratio: float | None = None  # the best rival's mean TPOT over FASER's, in replays
+    starts: int = 1  # of the servers; with several `pairs` are starts, otherwise rounds
 
 
 def points(results: Results) -> list[Point]:
@@ -221,11 +240,12 @@ def _point(results: Results, load: int | str, kinds: str) -> Point:
         verdict=verdict,
         uses_disturbed=best.is_disturbed,
         tpot_ratio=_tpot_ratio(results, load, kinds, best.rivals) if isinstance(load, str) else None,
+        starts=len({turn.start for turn in turns}),
     )
 
 
 def _tpot_ratio(results: Results, load: int | str, kinds: str, rivals: Sequence[str]) -> float | None:
-    times = results.rates(load, kinds, what="mean_tpot_ms")
+    times = results.compared(load, kinds, what="mean_tpot_ms")
     if OURS not in times or not (logs := [np.log(times[arm]) - np.log(times[OURS]) for arm in dict.fromkeys(rivals)]):
         return None
     return _finite(paired_ratio(np.concatenate(logs)).value, 4)
