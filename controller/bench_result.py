@@ -78,6 +78,7 @@ class Turn(msgspec.Struct, frozen=True):
     slices: int = 1  # in which it was served, in turn with the other arms
     unverified_tokens: int = 0  # drawn, and not handed to verification
     start: int = 0  # which one of the servers
+    prompt_tokens: int = 0  # read, in a closed loop
 
 
 class Spans(msgspec.Struct, frozen=True):
@@ -152,20 +153,28 @@ class Results(msgspec.Struct):
         return [turn for turn in self.turns if (turn.load, turn.kinds, turn.phase) == (load, kinds, phase)]
 
     def rates(
-        self, load: int | str, kinds: str, phase: str = MAIN, is_clean: bool = False, what: str = "rate"
+        self,
+        load: int | str,
+        kinds: str,
+        phase: str = MAIN,
+        is_clean: bool = False,
+        what: str = "rate",
+        is_even: bool = False,
     ) -> dict[str, Floats]:
         """Return what is compared by arm, (rounds,) each; NaN where an arm was not measured.
 
         :param is_clean: leave out every round in which a turn was disturbed: it was repeated whole
+        :param is_even: as if all arms had read as many prompt tokens in a round as they did on average
         """
         turns = self.turns_at(load, kinds, phase)
         # Closed up: what is chosen on every other round must not depend on which rounds were disturbed.
         place = {round_: at for at, round_ in enumerate(_rounds(turns, is_clean))}
         rates = {arm: np.full(len(place), np.nan) for arm in ARMS if any(turn.arm == arm for turn in turns)}
-        for turn in turns:
+        surplus_s = prompt_surplus_s(turns) if is_even else np.zeros(len(turns))
+        for turn, more_s in zip(turns, surplus_s, strict=True):
             value = getattr(turn, what)
             if turn.round in place and value is not None and value > 0:
-                rates[turn.arm][place[turn.round]] = value
+                rates[turn.arm][place[turn.round]] = value * turn.seconds / (turn.seconds - more_s)
         return rates
 
     def starts(self, load: int | str, kinds: str, is_clean: bool = False) -> Ints:
@@ -175,13 +184,33 @@ class Results(msgspec.Struct):
         return np.array([start_of[round_] for round_ in _rounds(turns, is_clean)], np.int64)
 
     def compared(self, load: int | str, kinds: str, is_clean: bool = False, what: str = "rate") -> dict[str, Floats]:
-        """Return what ratios are taken of by arm: `rates`, or where servers were started anew one value a start."""
-        return by_start(self.rates(load, kinds, MAIN, is_clean, what), self.starts(load, kinds, is_clean))
+        """Return what ratios are taken of by arm: even `rates`, or one value a start if servers were started anew."""
+        rates = self.rates(load, kinds, MAIN, is_clean, what, is_even=isinstance(load, int))
+        return by_start(rates, self.starts(load, kinds, is_clean))
 
 
 def _rounds(turns: Sequence[Turn], is_clean: bool) -> list[int]:
     dirty = {turn.round for turn in turns if turn.disturbed} if is_clean else set()
     return sorted({turn.round for turn in turns} - dirty)
+
+
+def prompt_surplus_s(turns: Sequence[Turn]) -> Floats:
+    """Return the seconds that each turn of one load took for prompts beyond those of its round's average arm.
+
+    Which prompts fall on which side of a round's end depends on whose clients happen to be ahead; over a load every arm
+    reads the same. The time of a prompt token is the slope of a regression with an effect of every arm and round.
+    """
+    prompts = np.array([turn.prompt_tokens for turn in turns], np.float64)
+    arms, rounds = (
+        np.unique([getattr(turn, name) for turn in turns], return_inverse=True)[1] for name in ("arm", "round")
+    )
+    effects = np.column_stack([np.eye(place.max(initial=0) + 1)[place] for place in (arms, rounds)])
+    if len(turns) <= effects.shape[1] or not prompts.any():
+        return np.zeros(len(turns))
+    seconds = np.array([turn.seconds for turn in turns])
+    slope_s = float(np.linalg.lstsq(np.column_stack([prompts, effects]), seconds)[0][0])
+    means = np.bincount(rounds, prompts) / np.bincount(rounds)
+    return np.asarray(max(slope_s, 0.0) * (prompts - means[rounds]))
 
 
 def envelope_at(results: Results, load: int | str, kinds: str) -> Envelope:

@@ -31,4 +31,4 @@ def arms_at(arms: tuple[str, ...], results: Results, load: int | str, kinds: str
     best = envelope_at(results, load, kinds).ratio
     if best.pairs >= LEAST_STARTS and best.half_width <= HALF_WIDTH:
         return ()
-    return contenders(results.rates(load, kinds), arms)
+    return contenders(results.compared(load, kinds), arms)

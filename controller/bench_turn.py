@@ -94,6 +94,7 @@ def as_turn(
         unverified_tokens=sum(
             after.drafting.unverified_tokens - before.drafting.unverified_tokens for before, after in ends
         ),
+        prompt_tokens=sum(each.served.prompt_tokens for each in slices),
         cpu_s=sum(after.arm_s - before.arm_s for before, after in ends), other_cpu=noise.other_cpu,
         steal_share=noise.steal_share, load_average=average, disturbed=noise.reason(cores),
         at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), slices=len(slices),
