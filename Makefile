@@ -79,11 +79,11 @@ wheel: install  ## Build dist/*.whl
 check: lint types test wheel  ## What CI runs: all of the above, and the wheel tried out elsewhere
 	.ci/try-wheel dist/*.whl
 
-bench: install  ## Run every benchmark; each file's docstring says what it measures
-	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+bench: install  ## Measure FASER beside what else could be configured (OPTIONS='--held 160 --starts 6'; default --quick)
+	$(BIN)/faser bench $(or $(OPTIONS),--quick)
 
 docs: install  ## Check that the documentation agrees with the code
-	$(BIN)/python -m pytest -q tests/test_docs.py tests/test_figures.py
+	$(BIN)/python -m pytest -q tests/test_docs.py
 
 compatibility: install  ## Check every private name of vLLM that FASER touches (WHEEL=FILE: in a wheel or source tree)
 	$(BIN)/python -m faser.engine_adapter.compatibility $(WHEEL)

@@ -33,7 +33,7 @@ from openai import AsyncOpenAI
 from faser.controller.bench_machine import Machine, commit, machine_facts, versions
 from faser.controller.bench_plan import turn_order
 from faser.controller.bench_ratio import Ratio, paired_ratio, student_interval
-from faser.controller.bench_work import Mix, stream_order, stream_prompts
+from faser.controller.bench_work import in_turns, stream_prompts
 from faser.controller.errors import EngineError, FaserError
 from faser.controller.launch import free_port
 from faser.controller.loadgen import LoadGenerator, LoadOptions
@@ -98,9 +98,7 @@ Client = Callable[[Work], Run]
 
 def make_requests(count: int, tokens: int, seed: int) -> tuple[TimedRequest, ...]:
     """Return the requests, the kinds of prompts in turn."""
-    prompts = stream_prompts(200, Mix.parse("all").kinds)
-    order = stream_order(200, np.random.default_rng(seed), Mix.parse("all").kinds)
-    chosen = [prompts[place] for place in order[:count]]
+    chosen = in_turns(stream_prompts(200), np.random.default_rng(seed))[:count]
     return tuple(TimedRequest(0.0, each.text, each.kind, tokens, each.id, each.tokens) for each in chosen)
 
 

@@ -1,8 +1,8 @@
 """What the simulator's model is worth: `python benchmarks/fidelity.py SURVEY --answers FILE --run A --repeat B`.
 
 SURVEY is what `faser profile --telemetry FILE` kept. Fits it as `faser calibrate` does, with whole cells held out, and
-writes the profile (env/profiles/embedded.json unless told otherwise), docs/simulator_steps.svg and the figures of
-docs/simulator.md into benchmarks/results/fidelity.json. Acceptance is refitted to the answers in FILE, if given
+writes the profile (env/profiles/embedded.json unless told otherwise) and the figures of docs/simulator.md into
+benchmarks/results/fidelity.json. Acceptance is refitted to the answers in FILE, if given
 (`faser demo --policy fixed:4 --seed N --output FOLDER`): a survey's own texts repeat themselves. A and B are telemetry
 of two runs of one load, never fitted (`faser demo --seed M --peak-rps R`, twice): `faser fidelity` replays A through
 that profile, levelled to --level if given: telemetry of another load just before, because a shared machine has faster
@@ -12,7 +12,7 @@ With --ahead-survey, --ahead and --ahead-repeat the same for an engine with a dr
 drafting ahead): a survey that drafts ahead at times, and two runs that always do; its profile is written beside the
 other, as embedded_ahead.json. With --pruned-survey, --pruned and --pruned-repeat for one that prunes. A mechanism that
 is not given stays in the file as it was, without SURVEY so does all else; a new profile without --run has no replay.
-Then run `python docs/figures.py`. Takes a minute or two.
+Takes a minute or two.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any, Final
-
-from profile_plot import DEFAULT_OUTPUT, draw_surveys
 
 from faser.controller.bench_machine import provenance
 from faser.env.accept_traces import SHIPPED, shipped_accept_trace
@@ -97,7 +95,6 @@ def without(options: argparse.Namespace) -> dict[str, Any]:
     found = {"surveys": len(options.surveys), "calibration": calibration, "closed_loop": None}
     if options.run is not None:
         found["closed_loop"] = replay(options.profile, options.level, options.run, options.repeat)
-    draw_surveys(options.surveys, options.picture)
     return where | found | {"published": published()}
 
 
@@ -118,7 +115,6 @@ def main(arguments: list[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=Path, help="telemetry of an engine with it always on")
         parser.add_argument(f"--{name}-repeat", type=Path, help="telemetry of the same load again")
     parser.add_argument("--json", type=Path, default=RESULT, help="the figures to write")
-    parser.add_argument("--picture", type=Path, default=DEFAULT_OUTPUT, help="predicted against measured step times")
     options = parser.parse_args(arguments)
     if (options.run is None) != (options.repeat is None):
         parser.error("--run and --repeat go together: the engine's own spread stands beside every figure")

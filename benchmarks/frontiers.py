@@ -3,7 +3,7 @@
 The policies `price` and `learned` in the worlds that can draft ahead (models/worlds.py), each against itself where the
 same engine cannot: same requests, same luck. The policy asks where the bound promises something, and the gate of a real
 engine measures whether it comes true; the simulated engine goes ahead of all requests at full length. Simulated time,
-so the machine does not matter. Five minutes; then `python docs/figures.py`.
+so the machine does not matter. Five minutes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `price:pace=...`, with the objectives by which the simulator counts a token as in time, against `price` on the held-out
 worlds, which serve two classes of requests: goodput, and tokens per second beside it. Same requests, same luck, on
-steady and drifting loads. Simulated time, so the machine does not matter. Some minutes; then `python docs/figures.py`.
+steady and drifting loads. Simulated time, so the machine does not matter. Some minutes.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from held_text import HeldText
 from overlap_pair import Engine, prompt_sets, read_pair_options, say, start
 from remote import serve
 from steady import Answers, Step, steady_rates
+from tables import table
 
 from faser.controller.bench_machine import commit, machine_facts, versions
 from faser.engine_adapter.gate import Gate
@@ -244,6 +245,7 @@ def main() -> None:
                 say(f"{requests} requests: done")
         finally:
             engine.end()
+    print(table(report))
 
 
 if __name__ == "__main__":

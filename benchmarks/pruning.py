@@ -5,7 +5,7 @@ none (no drafts), full (every draft verified to full depth), confidence (drafts 
 threshold that was fastest on other prompts), pruned (trained exit heads), both, gate (both, and the gate decides; it
 has learned before), oracle (heads that know which tokens will be accepted: the worth of perfect prediction). Times are
 CPU time of the one compute thread, so that other work on the machine counts little. Each cell is written to the JSON
-when it is done; a run that is started again goes on behind the last one. docs/pruning.md's table is written at the end.
+when it is done; a run that is started again goes on behind the last one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from random import Random
 from typing import Any, Final
 
 import msgspec
-from pruning_report import TABLE_RESULT, write_tables
+from tables import table
 
 from faser.controller.bench_machine import machine_facts, versions
 from faser.controller.launch import openmp_library
@@ -31,6 +31,7 @@ from faser.engine_adapter.decision import TokenHeads
 from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
 from faser.models.precision import dtype_on
 
+RESULT: Final = Path(__file__).resolve().parent / "results" / "pruning.json"
 MODES: Final = ("none", "full", "confidence", "pruned", "both", "gate", "oracle")
 ANSWER_TOKENS = 48
 DOUBTS: Final = (0.2, 0.3, 0.4, 0.55, 0.7)  # survival by confidence under which drafts end
@@ -277,7 +278,7 @@ def pair_options(heads: str = "", layer: int = 0, threshold: float = 0.0) -> dic
 
 
 def main() -> None:
-    """Parse, measure what is not there yet, write the table."""
+    """Parse, measure what is not there yet, print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--batches", default="4,8,16,32")
@@ -287,7 +288,7 @@ def main() -> None:
     parser.add_argument("--layer", type=int, default=0, help="of the trained heads; default: the card's")
     parser.add_argument("--threshold", type=float, default=0.0, help="of the trained heads; default: the card's")
     parser.add_argument("--oracle-layer", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=TABLE_RESULT)
+    parser.add_argument("--out", type=Path, default=RESULT)
     given = parser.parse_args()
     if given.child:
         child(given.child)
@@ -303,8 +304,7 @@ def main() -> None:
     if missing := [cell for cell in wanted if cell not in done]:
         longest = max(length for _, length in wanted)
         measure(said | pair | {"longest": longest, "cells": missing, "out": str(out)}, __file__)
-    if out == TABLE_RESULT:
-        write_tables()
+    print(table(json.loads(out.read_text())))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ makes a rate of both. Small batches take more turns. A slice's first step verifi
 is left out; so are steps with prompt rows, and those after the first request has left. Times are CPU time of the one
 compute thread. Where a run beforehand shows drafts in full far behind they take no turns. The gate learns before it
 is measured, and probes while it is. Each cell is written to the JSON when it is done; a run that is started again
-goes on behind the last one. docs/pruning.md's table is written at the end. About an hour.
+goes on behind the last one. About an hour.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from typing import Any, Final
 import msgspec
 from held_text import HeldText
 from pruning import DOUBTS, Bench, begun, keep, measure, pair_options
-from pruning_report import GATE_RESULT, GRID, write_tables
 from steady import Answers, Step, steady_rates
+from tables import table
 
 from faser.controller.bench_machine import commit, machine_facts, versions
 from faser.engine_adapter.gate import Gate
 
+RESULT: Final = Path(__file__).resolve().parent / "results" / "pruning_gate.json"
+GRID: Final = tuple((batch, length) for batch in (4, 8, 16, 32) for length in (3, 7))
 ARMS: Final = ("full", "confidence", "gate")
 SLICE_TOKENS: Final = 12  # of each request
 ANSWER_TOKENS: Final = 128
@@ -160,12 +162,12 @@ def child(options: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Parse, measure what is not there yet, write the table."""
+    """Parse, measure what is not there yet, print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--cells", default=",".join(f"{batch}x{length}" for batch, length in GRID))
-    parser.add_argument("--out", type=Path, default=GATE_RESULT)
+    parser.add_argument("--out", type=Path, default=RESULT)
     given = parser.parse_args()
     if given.child:
         child(given.child)
@@ -182,8 +184,7 @@ def main() -> None:
         longest = max(length for _, length in wanted)
         how = {"oracle_layer": 15, "longest": longest, "cells": missing, "out": str(out), "commit": commit()}
         measure(said | pair | how, __file__)
-    if out == GATE_RESULT:
-        write_tables()
+    print(table(json.loads(out.read_text())))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from rich.progress import Progress
 from scipy import stats
+from tables import table
 
 from faser.controller.bench_machine import provenance
 from faser.controller.evaluate import decided
@@ -91,7 +92,7 @@ def _beside(
 def measure(
     about: str, result: Path, worlds: Sequence[WorldSpec], loads: Sequence[int], seed: int, compare: Compare
 ) -> None:
-    """Read the command line, compare at every point, write the file.
+    """Read the command line, compare at every point, write the file, print its table.
 
     :param seed: the first one
     """
@@ -107,3 +108,4 @@ def measure(
             bar.advance(task)
     kept = {**provenance(), "seeds": options.seeds, "points": found}
     options.json.write_text(json.dumps(kept, indent=1) + "\n")
+    print(table(kept))

@@ -1,8 +1,7 @@
 """What choosing a split is worth in simulation: `python benchmarks/splits.py [--json FILE]`.
 
 The policies `price` and `learned` in the worlds that offer splits (models/worlds.py), each against itself where the
-same engine offers none: same requests, same luck. Simulated time, so the machine does not matter. Ten minutes; then
-`python docs/figures.py`.
+same engine offers none: same requests, same luck. Simulated time, so the machine does not matter. Ten minutes.
 """
 
 from __future__ import annotations

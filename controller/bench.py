@@ -13,18 +13,18 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
 
 from ..models.embedded import EMBEDDED_K_MAX, TARGET_NAME
 from ..models.precision import DTYPES, DType
 from .bench_machine import ROOT, commit, machine_facts, versions
+from .bench_markdown import page
 from .bench_plan import (
     FULL_LOADS,
     FULL_RIVALS,
@@ -36,6 +36,7 @@ from .bench_plan import (
     parse_loads,
     parse_rivals,
 )
+from .bench_progress import BenchProgress
 from .bench_result import Results, Settings, read_results, summary
 from .bench_run import Bench
 from .bench_server import Bed, server_arguments
@@ -87,6 +88,8 @@ class BenchOptions:
     note: str = ""
     resume: Path | None = None
     dtype: str | None = None
+    held: int = 0
+    starts: int = 1
 
     def number_type(self) -> DType:
         """Return in which numbers all servers compute."""
@@ -115,7 +118,7 @@ class BenchOptions:
             rivals=rivals,
             pairs=self.pairs if self.pairs is not None else (3 if self.quick else 6),
             table_lengths=tuple(sorted({*(_QUICK_TABLE if self.quick else _ALL_LENGTHS), *lengths})),
-            minutes=self.minutes if self.minutes is not None else (0.0 if self.quick else 6.0),
+            minutes=self.minutes if self.minutes is not None else (0.0 if self.quick or self.starts > 1 else 6.0),
             turn_s=turn_s,
             max_tokens=self.max_tokens,
             max_prompt_tokens=_QUICK_PROMPT_TOKENS if self.quick else _PROMPT_TOKENS,
@@ -123,6 +126,8 @@ class BenchOptions:
             least_tokens=_TINY_TOKENS if turn_s < 1.0 else (128 if self.quick else 192),
             repeat_s=_QUICK_REPEAT_S if self.quick else math.inf,
             seed=self.seed,
+            held=self.held,
+            starts=self.starts,
         )
 
     def _replay(self, trace: str) -> Replay:
@@ -154,7 +159,8 @@ def run_bench(options: BenchOptions) -> int:
             require_folder(place.absolute().parent, option)
             require_place(place, option)
     with socket_folder("bench") as sockets:
-        bed = Bed(ensure_embedded_pair(), sockets, folder, options.policy, results.settings.threads, dtype)
+        is_held, threads = bool(plan.held), results.settings.threads
+        bed = Bed(ensure_embedded_pair(), sockets, folder, options.policy, threads, dtype, is_held)
         code, failure = _measure(plan, results, path, bed, console)
     show(options, results, path, console)
     if failure is not None:
@@ -162,16 +168,26 @@ def run_bench(options: BenchOptions) -> int:
     return code
 
 
+def print_tables(path: Path) -> None:
+    """Print the Markdown tables of a results file."""
+    sys.stdout.write(page(_read(path, "--table")) + "\n")
+
+
+def _read(path: Path, option: str) -> Results:
+    """Return what a file holds; raise UsageError if it holds no results."""
+    try:
+        return read_results(path)
+    except OSError as error:
+        raise UsageError(f"{option} {path}: {error.strerror}", "the results of an earlier run") from None
+    except msgspec.DecodeError as error:
+        raise UsageError(f"{option} {path}: {error}", "the results of an earlier run") from None
+
+
 def _resumed(path: Path, out: Path | None, fresh: Results, rivals: Sequence[str]) -> Results:
     """Return what a file holds, to go on with; raise UsageError where what comes could not be compared with it."""
     if out is not None:
         raise UsageError(f"--out {out} beside --resume", "one of them: a resumed run goes on in its own file")
-    try:
-        found = read_results(path)
-    except OSError as error:
-        raise UsageError(f"--resume {path}: {error.strerror}", "the results of an earlier run") from None
-    except msgspec.DecodeError as error:
-        raise UsageError(f"--resume {path}: {error}", "the results of an earlier run") from None
+    found = _read(path, "--resume")
     if difference := found.unlike(fresh):
         raise UsageError(f"--resume {path}: {difference}", "a run on the same machine with the same settings")
     return found.continued(fresh, rivals)
@@ -179,24 +195,9 @@ def _resumed(path: Path, out: Path | None, fresh: Results, rivals: Sequence[str]
 
 def _measure(plan: Plan, results: Results, path: Path, bed: Bed, console: Console) -> tuple[int, FaserError | None]:
     """Run the benchmark; return the exit code, and what ended it early."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-    )
-    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        task = bars.add_task("starting servers", total=1.0)
-        begin_s = time.monotonic()
-
-        def tell(text: str) -> None:
-            console.print(f"faser: {time.monotonic() - begin_s:4.0f} s: {text}", soft_wrap=True)
-
-        def advance(what: str, share: float) -> None:
-            bars.update(task, description=what, completed=min(share, 1.0))
-
+    with BenchProgress.shown(console) as progress:
         try:
-            asyncio.run(_stopping(Bench(plan, results, path, bed, tell, advance)))
+            asyncio.run(_stopping(Bench(plan, results, path, bed, progress.tell, progress.advance), progress))
         except asyncio.CancelledError:
             return 130, None
         except FaserError as error:
@@ -204,13 +205,19 @@ def _measure(plan: Plan, results: Results, path: Path, bed: Bed, console: Consol
     return 0, None
 
 
-async def _stopping(bench: Bench) -> None:
+async def _stopping(bench: Bench, progress: BenchProgress) -> None:
     """Run until done; Ctrl-C and SIGTERM cancel, and the servers are ended in order."""
     this = asyncio.current_task()
     assert this is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, this.cancel)
-    await bench.run()
+    telling = asyncio.create_task(progress.keep_telling())
+    try:
+        await bench.run()
+    finally:
+        telling.cancel()
+        with suppress(asyncio.CancelledError):
+            await telling
 
 
 def show(options: BenchOptions, results: Results, path: Path, console: Console) -> None:
@@ -232,5 +239,5 @@ def _settings(options: BenchOptions, plan: Plan, dtype: DType) -> Settings:
         target=TARGET_NAME, drafter_sha256=card["sha256"], policy=options.policy, k_max=EMBEDDED_K_MAX,
         threads=options.threads or default_threads(available_cores()), turn_s=plan.turn_s, slice_s=plan.slice_s,
         max_tokens=plan.max_tokens, max_prompt_tokens=plan.max_prompt_tokens, seed=plan.seed, pairs=plan.pairs,
-        arguments=server_arguments(dtype),
+        arguments=server_arguments(dtype, bool(plan.held)), held=plan.held, has_huge_pages=True,
     )  # fmt: skip

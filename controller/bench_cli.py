@@ -59,18 +59,33 @@ def bench(
         str | None,
         typer.Option(help="bfloat16 or float32, in which all arms give the same texts; default: as `faser serve`."),
     ] = None,
+    held: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Record answers to so many prompts first and hold every arm to them; 0: it writes its own."
+        ),
+    ] = 0,
+    starts: Annotated[
+        int, typer.Option(min=1, help="Start all servers anew up to so many times; intervals are then over starts.")
+    ] = 1,
+    table: Annotated[
+        Path | None, typer.Option(help="Measure nothing: print the Markdown tables of a results file.")
+    ] = None,
     note: Annotated[str, typer.Option(help="A remark kept in the results.")] = "",
 ) -> None:
     """Measure FASER beside what you would use instead: real servers in turns, with intervals."""
     if find_spec("scipy") is None:
         raise UsageError("no scipy here", "the extra train", "pip install 'faser-vllm[train]'")
-    from .bench import BenchOptions, run_bench
+    from .bench import BenchOptions, print_tables, run_bench
 
+    if table is not None:
+        print_tables(table)
+        return
     options = BenchOptions(
         quick=quick, json=json, loads=loads, rivals=rivals, pairs=pairs, traces=tuple(trace or ()), kinds=kinds,
         out=out, picture=picture, policy=policy, seed=seed, minutes=minutes, turn_s=turn_seconds,
         trace_s=trace_seconds, peak_rps=peak_rps, warp=warp, swell=swell, threads=threads, max_tokens=max_tokens,
-        note=note, resume=resume, dtype=dtype,
+        note=note, resume=resume, dtype=dtype, held=held, starts=starts,
     )  # fmt: skip
     raise typer.Exit(run_bench(options))
 

@@ -98,6 +98,7 @@ class Served:
 
     tokens: int
     seconds: float
+    prompt_tokens: int = 0  # of the requests whose first token came
 
 
 class Clients:
@@ -120,9 +121,14 @@ class Clients:
         """Return the tokens received since the start."""
         return self._generator.tokens
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Return the tokens of the prompts that were read since the start."""
+        return sum(result.prompt_tokens for result in self._generator.results if result.token_times_s)
+
     async def serve(self, until: int) -> Served:
         """Serve until so many tokens are received since the start, a step more at most; return what it took."""
-        before = self.tokens
+        before, read = self.tokens, self.prompt_tokens
         # Before the thaw: on a crowded machine tokens come before its answer does, and would have cost no time.
         self._watch.start()
         began_s = self._watch()
@@ -135,7 +141,8 @@ class Clients:
         self._watch.stop()
         last_s = max((r.token_times_s[-1] for r in self._generator.results if r.token_times_s), default=0.0)
         # The generator's clock began with the watch: both count from there.
-        return Served(self.tokens - before, max(last_s + self._origin_s() - began_s, 1e-9))
+        seconds = max(last_s + self._origin_s() - began_s, 1e-9)
+        return Served(self.tokens - before, seconds, self.prompt_tokens - read)
 
     def settle(self) -> None:
         """Count latencies from here on."""

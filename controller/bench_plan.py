@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from .bench_ratio import OURS, Floats, Ratio
-from .bench_work import Mix, Replay
+from .bench_work import OPEN_LENGTHS, Mix, Replay
 from .errors import UsageError
 
 NONE: Final = "none"
@@ -57,6 +57,8 @@ class Plan:
     least_per_client: int = 16  # tokens of a turn: fewer depend too much on whose prompt falls into it
     repeat_s: float = math.inf  # since the run's start: later no round is repeated
     seed: int = 0
+    held: int = 0  # prompts whose answers are recorded first, and every arm held to them; 0: each writes its own
+    starts: int = 1  # of all servers, at most: intervals are over them if there are several
 
     def __post_init__(self) -> None:
         if not self.loads and not self.replays:
@@ -65,6 +67,12 @@ class Plan:
             raise UsageError(f"--loads {','.join(map(str, self.loads))}", f"numbers from 1 to {MAX_LOAD}")
         if self.pairs < 1:
             raise UsageError(f"--pairs {self.pairs}", "1 or more")
+        if self.held < 0:
+            raise UsageError(f"--held {self.held}", "0 or more")
+        if self.starts < 1:
+            raise UsageError(f"--starts {self.starts}", "1 or more")
+        if self.starts > 1 and self.minutes:
+            raise UsageError(f"--minutes {self.minutes:g} beside --starts", "one of them: both sharpen ratios")
         if self.replays and NONE not in self.rivals:
             raise UsageError("--trace without the rival none", "it, for goodput is told against its unloaded latency")
 
@@ -72,6 +80,16 @@ class Plan:
     def arms(self) -> tuple[str, ...]:
         """Return the rivals and ourselves."""
         return (*self.rivals, OURS)
+
+    @property
+    def points(self) -> dict[int | str, int | Replay]:
+        """Return the load points by their names in the results."""
+        return {load: load for load in self.loads} | {each.name: each for each in self.replays}
+
+    @property
+    def longest_answer(self) -> int:
+        """Return the tokens of the longest answer that is asked for."""
+        return max(self.max_tokens, OPEN_LENGTHS.max_output_tokens or 0) if self.replays else self.max_tokens
 
     @property
     def sweep_loads(self) -> tuple[int, ...]:

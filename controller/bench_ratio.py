@@ -1,6 +1,6 @@
 """The benchmarks' statistics: paired ratios with intervals, the envelope ratio, goodput. Pure.
 
-Called by controller/bench_result.py and benchmarks/closed_loop_report.py. docs/bench.md has the definitions in words.
+Called by controller/bench_result.py and the scripts in benchmarks/. docs/bench.md has the definitions in words.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from scipy import stats
 from .loadstats import RequestResult
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 Interval = Callable[[Floats], tuple[float, float]]  # of the mean of (n,) values, n >= 2
 
 OURS: Final = "faser"
@@ -102,6 +103,41 @@ def chained(one: Ratio, other: Ratio) -> Ratio:
         math.hypot(*(math.log(each.value / getattr(each, name)) for each in (one, other))) for name in ("low", "high")
     )
     return Ratio(value, value * math.exp(-low), value * math.exp(high), min(one.pairs, other.pairs))
+
+
+def by_start(rates: Mapping[str, Floats], starts: Ints) -> dict[str, Floats]:
+    """Return a rate for each start of the servers, in units of FASER's own, geometric means over its rounds.
+
+    What differs between two processes of one kind stays for as long as they live, and rounds of one start would not
+    tell of it; `scatter` says how much that is. With a single start the rounds are all there is.
+    :param rates: by arm (rounds,)
+    :param starts: of each round (rounds,)
+    """
+    places = np.unique(starts)
+    if len(places) < 2 or OURS not in rates:
+        return dict(rates)
+    logs = {arm: np.log(rate) - np.log(rates[OURS]) for arm, rate in rates.items()}
+    return {arm: np.exp([_mean(log[starts == place]) for place in places]) for arm, log in logs.items()}
+
+
+def scatter(logs: Floats, starts: Ints) -> tuple[float, float] | None:
+    """Return how far starts' ratios scatter, and how far by what happens within them.
+
+    Standard deviations of the ratios' logarithms. The second is that of rounds within starts, over the root of their
+    number, if they were independent: what the first has more is what differs between processes. None with fewer than
+    two starts of two rounds.
+    :param logs: of a ratio in each round (rounds,), NaN where it was not measured
+    """
+    own = [logs[(starts == place) & ~np.isnan(logs)] for place in np.unique(starts)]
+    if len(rounds := [found for found in own if len(found) > 1]) < 2:
+        return None
+    within = math.sqrt(float(np.mean([found.var(ddof=1) / len(found) for found in rounds])))
+    return float(np.std([found.mean() for found in rounds], ddof=1)), within
+
+
+def _mean(values: Floats) -> float:
+    values = values[~np.isnan(values)]
+    return float(values.mean()) if len(values) else math.nan
 
 
 @dataclass(frozen=True, slots=True)

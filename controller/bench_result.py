@@ -15,7 +15,7 @@ import numpy as np
 
 from .bench_machine import Machine
 from .bench_plan import ARMS, NONE, VARIANTS, is_rival, length_of
-from .bench_ratio import OURS, Envelope, Floats, cleanest, paired_ratio, wider_interval
+from .bench_ratio import OURS, Envelope, Floats, Ints, by_start, cleanest, paired_ratio, wider_interval
 from .bench_table import described
 from .loadstats import Quantiles
 from .whole_file import replacing
@@ -24,7 +24,8 @@ FORMAT: Final = 1
 SWEEP: Final = "sweep"
 MAIN: Final = "main"
 COMPARED: Final = (  # settings that must be the same where turns of two runs stand in one file
-    "target", "drafter_sha256", "policy", "k_max", "threads", "max_tokens", "max_prompt_tokens", "arguments",
+    "target", "drafter_sha256", "policy", "k_max", "threads", "max_tokens", "max_prompt_tokens", "arguments", "held",
+    "has_huge_pages",
 )  # fmt: skip
 NAMES: Final = {NONE: "no speculation", "table": "best table", OURS: "FASER"} | {
     arm: arm.replace("faser+", "FASER + ") for arm in VARIANTS
@@ -46,6 +47,8 @@ class Settings(msgspec.Struct, frozen=True):
     pairs: int
     arguments: tuple[str, ...]
     slice_s: float | None = None  # None: a turn at a time, as before there were slices
+    held: int = 0  # prompts whose answers were recorded, and every arm held to them
+    has_huge_pages: bool = False  # asked of every server's malloc
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -74,6 +77,8 @@ class Turn(msgspec.Struct, frozen=True):
     good_share: float | None = None  # of a replay's requests, within the objective
     slices: int = 1  # in which it was served, in turn with the other arms
     unverified_tokens: int = 0  # drawn, and not handed to verification
+    start: int = 0  # which one of the servers
+    prompt_tokens: int = 0  # read, in a closed loop
 
 
 class Spans(msgspec.Struct, frozen=True):
@@ -148,27 +153,69 @@ class Results(msgspec.Struct):
         return [turn for turn in self.turns if (turn.load, turn.kinds, turn.phase) == (load, kinds, phase)]
 
     def rates(
-        self, load: int | str, kinds: str, phase: str = MAIN, is_clean: bool = False, what: str = "rate"
+        self,
+        load: int | str,
+        kinds: str,
+        phase: str = MAIN,
+        is_clean: bool = False,
+        what: str = "rate",
+        is_even: bool = False,
     ) -> dict[str, Floats]:
         """Return what is compared by arm, (rounds,) each; NaN where an arm was not measured.
 
         :param is_clean: leave out every round in which a turn was disturbed: it was repeated whole
+        :param is_even: as if all arms had read as many prompt tokens in a round as they did on average
         """
         turns = self.turns_at(load, kinds, phase)
-        dirty = {turn.round for turn in turns if turn.disturbed} if is_clean else set()
         # Closed up: what is chosen on every other round must not depend on which rounds were disturbed.
-        place = {round_: at for at, round_ in enumerate(sorted({turn.round for turn in turns} - dirty))}
+        place = {round_: at for at, round_ in enumerate(_rounds(turns, is_clean))}
         rates = {arm: np.full(len(place), np.nan) for arm in ARMS if any(turn.arm == arm for turn in turns)}
-        for turn in turns:
+        surplus_s = prompt_surplus_s(turns) if is_even else np.zeros(len(turns))
+        for turn, more_s in zip(turns, surplus_s, strict=True):
             value = getattr(turn, what)
             if turn.round in place and value is not None and value > 0:
-                rates[turn.arm][place[turn.round]] = value
+                rates[turn.arm][place[turn.round]] = value * turn.seconds / (turn.seconds - more_s)
         return rates
+
+    def starts(self, load: int | str, kinds: str, is_clean: bool = False) -> Ints:
+        """Return the start of the servers that each round of `rates` was in, (rounds,)."""
+        turns = self.turns_at(load, kinds)
+        start_of = {turn.round: turn.start for turn in turns}
+        return np.array([start_of[round_] for round_ in _rounds(turns, is_clean)], np.int64)
+
+    def compared(self, load: int | str, kinds: str, is_clean: bool = False, what: str = "rate") -> dict[str, Floats]:
+        """Return what ratios are taken of by arm: even `rates`, or one value a start if servers were started anew."""
+        rates = self.rates(load, kinds, MAIN, is_clean, what, is_even=isinstance(load, int))
+        return by_start(rates, self.starts(load, kinds, is_clean))
+
+
+def _rounds(turns: Sequence[Turn], is_clean: bool) -> list[int]:
+    dirty = {turn.round for turn in turns if turn.disturbed} if is_clean else set()
+    return sorted({turn.round for turn in turns} - dirty)
+
+
+def prompt_surplus_s(turns: Sequence[Turn]) -> Floats:
+    """Return the seconds that each turn of one load took for prompts beyond those of its round's average arm.
+
+    Which prompts fall on which side of a round's end depends on whose clients happen to be ahead; over a load every arm
+    reads the same. The time of a prompt token is the slope of a regression with an effect of every arm and round.
+    """
+    prompts = np.array([turn.prompt_tokens for turn in turns], np.float64)
+    arms, rounds = (
+        np.unique([getattr(turn, name) for turn in turns], return_inverse=True)[1] for name in ("arm", "round")
+    )
+    effects = np.column_stack([np.eye(place.max(initial=0) + 1)[place] for place in (arms, rounds)])
+    if len(turns) <= effects.shape[1] or not prompts.any():
+        return np.zeros(len(turns))
+    seconds = np.array([turn.seconds for turn in turns])
+    slope_s = float(np.linalg.lstsq(np.column_stack([prompts, effects]), seconds)[0][0])
+    means = np.bincount(rounds, prompts) / np.bincount(rounds)
+    return np.asarray(max(slope_s, 0.0) * (prompts - means[rounds]))
 
 
 def envelope_at(results: Results, load: int | str, kinds: str) -> Envelope:
     """Return the envelope ratio at a load point."""
-    clean, whole = results.rates(load, kinds, is_clean=True), results.rates(load, kinds)
+    clean, whole = results.compared(load, kinds, is_clean=True), results.compared(load, kinds)
     clean, whole = ({arm: rates[arm] for arm in rates if arm == OURS or is_rival(arm)} for rates in (clean, whole))
     if OURS not in whole or len(whole) < 2:
         return Envelope(paired_ratio(np.array([])), ())
@@ -192,6 +239,7 @@ class Point(msgspec.Struct, frozen=True, omit_defaults=True):
     verdict: str
     uses_disturbed: bool = False
     tpot_ratio: float | None = None  # the best rival's mean TPOT over FASER's, in replays
+    starts: int = 1  # of the servers; with several `pairs` are starts, otherwise rounds
 
 
 def points(results: Results) -> list[Point]:
@@ -221,11 +269,12 @@ def _point(results: Results, load: int | str, kinds: str) -> Point:
         verdict=verdict,
         uses_disturbed=best.is_disturbed,
         tpot_ratio=_tpot_ratio(results, load, kinds, best.rivals) if isinstance(load, str) else None,
+        starts=len({turn.start for turn in turns}),
     )
 
 
 def _tpot_ratio(results: Results, load: int | str, kinds: str, rivals: Sequence[str]) -> float | None:
-    times = results.rates(load, kinds, what="mean_tpot_ms")
+    times = results.compared(load, kinds, what="mean_tpot_ms")
     if OURS not in times or not (logs := [np.log(times[arm]) - np.log(times[OURS]) for arm in dict.fromkeys(rivals)]):
         return None
     return _finite(paired_ratio(np.concatenate(logs)).value, 4)

@@ -7,36 +7,35 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
-import aiohttp
 import msgspec
 
+from ..env.prompt import Prompt
 from ..models.embedded import TARGET_NAME
+from .bench_answers import Answers
+from .bench_arms import Arms, Tell
 from .bench_clients import Clients, Served, Times, one_by_one, replay
-from .bench_machine import OwnLoad, Processor, free_gib, require_memory
+from .bench_machine import OwnLoad, Processor
 from .bench_plan import NONE, REPEATS, TABLE, Plan, Progress, arm_of, contenders, groups, turn_order
 from .bench_ratio import OURS, Goodput, Objective
 from .bench_result import MAIN, SWEEP, Latency, Results, Spans, Turn, envelope_at, levels_at, name_of, write_results
 from .bench_server import Arm, Bed
+from .bench_start import arms_at, first_start
 from .bench_table import best_table, described, worth_sweeping
 from .bench_turn import Look, Place, Slice, as_turn, slice_ends, slice_tokens
-from .bench_work import Mix, Replay, closed_stream
+from .bench_work import Mix, Replay, closed_stream, prompt_pool
 from .errors import EngineError, StoreError
-from .launch import available_cores
 
 MAX_REQUESTS: Final = 64  # as the embedded servers are started
 SETTLE_TURNS: Final = {SWEEP: 1, MAIN: 2}  # of each arm at each load, unmeasured; FASER has to learn the load
 UNLOADED_REQUESTS: Final = 10  # one at a time, for the objective of a replay
 _CLOSE_S: Final = 0.3  # for a server to notice that clients are gone
-_LOST: Final = (EngineError, aiohttp.ClientError, TimeoutError, OSError)
 
-T = TypeVar("T")
-Tell = Callable[[str], None]
 Advance = Callable[[str, float], None]  # what is measured, share done 0..1
 
 
@@ -50,34 +49,72 @@ class Bench:
     bed: Bed
     tell: Tell
     advance: Advance
-    arms: dict[str, Arm] = field(default_factory=dict)
+    arms: Arms = field(init=False)
     own_load: OwnLoad = field(default_factory=OwnLoad)
     begin_s: float = field(default_factory=time.monotonic)
+    start: int = 0  # which one of the servers this is
     _seen: tuple[float, float] = (0.0, 0.0)  # when own_load was last fed, and our CPU time then
     _times: dict[tuple[int | str, str, str], Times] = field(default_factory=dict)
     _done: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.arms = Arms(self.bed, self.results, self.tell, self._step, self._answers())
+
+    def _answers(self) -> Answers | None:
+        if not self.plan.held:
+            return None
+        texts = dict.fromkeys(prompt.text for mix in self.plan.mixes for prompt in self._prompts(mix) or ())
+        return Answers(tuple(texts), self.plan.longest_answer, self.bed.folder / "answers.json", self.tell)
+
+    def _prompts(self, mix: Mix) -> list[Prompt] | None:
+        """Return the prompts whose answers are recorded; None: any may be sent."""
+        plan = self.plan
+        return prompt_pool(mix, plan.max_prompt_tokens, plan.held) if plan.held else None
+
     async def run(self) -> None:
         """Measure everything; end every server, whatever happens."""
-        self._seen = (time.monotonic(), self._own_s())
+        self._seen = (time.monotonic(), self.arms.cpu_s())
         try:
             if TABLE in self.plan.rivals and not self.results.table:
                 await self._sweep()
-            for group in groups(self.plan.arms, OURS, self._capacity()):
-                names = await self._arrange(group)
-                if OURS not in names:
-                    raise EngineError(f"FASER itself did not start: {self.results.failed.get(OURS, '')}")
-                for mix in self.plan.mixes:
-                    for load in self.plan.loads:
-                        await self._closed(MAIN, load, mix, names, self.plan.pairs)
-                    for each in self.plan.replays:
-                        await self._replayed(each, mix, names)
+            first = first_start(self.results, self.plan.starts)
+            for start in range(first, first + self.plan.starts):
+                self.start = start
+                await self._measure_start(is_first=start == first)
         finally:
             self.results.wall_s += time.monotonic() - self.begin_s
             try:
                 self._write()
             finally:
-                await self._end(tuple(self.arms))
+                await self.arms.end()
+
+    async def _measure_start(self, is_first: bool) -> None:
+        """Measure what is still to be told apart with servers of a start of their own."""
+        arms = self.plan.arms
+        wanted = {
+            (name, mix.name): arms if is_first else arms_at(arms, self.results, name, mix.name)
+            for mix in self.plan.mixes
+            for name in self.plan.points
+        }
+        names = [arm for arm in arms if any(arm in each for each in wanted.values())]
+        if self.plan.starts > 1:
+            await self.arms.end()
+            self.arms.bed = replace(self.bed, folder=self.bed.folder / f"start-{self.start}")
+        for group in groups(names, OURS, self.arms.capacity()) if names else ():
+            running = await self.arms.arrange(group)
+            if OURS not in running:
+                raise EngineError(f"FASER itself did not start: {self.results.failed.get(OURS, '')}")
+            for mix in self.plan.mixes:
+                for name, point in self.plan.points.items():
+                    here = [arm for arm in running if arm in wanted[name, mix.name]]
+                    if is_first or len(here) > 1:
+                        await self._point(point, mix, here)
+
+    async def _point(self, point: int | Replay, mix: Mix, names: Sequence[str]) -> None:
+        if isinstance(point, Replay):
+            await self._replayed(point, mix, names)
+        else:
+            await self._closed(MAIN, point, mix, names, self.plan.pairs)
 
     def _write(self) -> None:
         try:
@@ -85,71 +122,14 @@ class Bench:
         except OSError as error:
             raise StoreError(f"{self.path} cannot be written: {error.strerror}", "a place with room") from None
 
-    # -- servers -------------------------------------------------------------------------------------------------
-
-    def _capacity(self) -> int:
-        """Return how many servers fit into memory, counting those that run."""
-        return len(self.arms) + int(max(free_gib() - 1.0, 0.0) / self.bed.server_gib)
-
-    async def _arrange(self, wanted: Sequence[str]) -> tuple[str, ...]:
-        """End the arms not wanted, start those missing, as many at a time as there are cores; return those that run."""
-        await self._end([name for name in self.arms if name not in wanted])
-        missing = [name for name in wanted if name not in self.arms and name not in self.results.failed]
-        cores = available_cores()
-        for names in (missing[at : at + cores] for at in range(0, len(missing), cores)):
-            require_memory(len(names), self.bed.server_gib)
-            started = [arm for name in names if (arm := self._start(name)) is not None]
-            for arm in started:
-                self.arms[arm.name] = arm
-            for arm in started:
-                try:
-                    await asyncio.to_thread(arm.wait_ready, self.bed)
-                except EngineError as error:
-                    await self._lose(arm.name, error)
-            for arm in started:
-                if arm.name in self.arms:
-                    await self._quieten(arm.name)
-            self._step("starting servers", 2.0 * len(names))
-        return tuple(name for name in wanted if name in self.arms)
-
-    def _start(self, name: str) -> Arm | None:
-        try:
-            return Arm.start(name, self.bed, self.results.table)
-        except (EngineError, OSError) as error:
-            self.results.failed[name] = str(error)
-            self.tell(f"{name_of(name)} did not start and is no rival: {error}")
-            return None
-
-    async def _quieten(self, name: str) -> None:
-        try:
-            await self.arms[name].freeze()
-            self.arms[name].halt()
-        except _LOST as error:
-            await self._lose(name, error)
-
-    async def _lose(self, name: str, error: BaseException) -> None:
-        """Go on without an arm; what failed is reported and never counted as a loss. Ours ends the run."""
-        reason = str(error) or type(error).__name__
-        self.results.failed[name] = reason
-        self.tell(f"{name_of(name)} is left out from here on: {reason}")
-        await self._end([name])
-        if name == OURS:
-            raise EngineError(f"FASER's own server failed: {reason}", remedy=f"see {self.bed.folder}") from error
-
-    async def _end(self, names: Sequence[str]) -> None:
-        gone = [self.arms.pop(name) for name in names]
-        for arm in gone:
-            await arm.close()
-        await asyncio.gather(*(asyncio.to_thread(arm.end) for arm in gone))
-
     # -- the table -----------------------------------------------------------------------------------------------
 
     async def _sweep(self) -> None:
         """Measure the fixed lengths and make the best table of them."""
         arms = tuple(arm_of(length) for length in self.plan.table_lengths)
         mix = self.plan.mixes[0]
-        for group in groups(arms, NONE, self._capacity()):
-            names = await self._arrange(group)
+        for group in groups(arms, NONE, self.arms.capacity()):
+            names = await self.arms.arrange(group)
             if NONE not in names:
                 self.results.failed[TABLE] = f"no sweep without {NONE}: {self.results.failed.get(NONE, '')}"
                 return
@@ -171,20 +151,23 @@ class Bench:
         plan = self.plan
         what = f"{load} requests, {mix.name}" + (" (sweep)" if phase == SWEEP else "")
         first = self._next_round(phase, load, mix.name)
-        work = closed_stream(load, mix, plan.max_tokens, plan.max_prompt_tokens, plan.seed + first)
-        clients = {name: Clients(self.arms[name], work, load, TARGET_NAME) for name in names if name in self.arms}
+        work = closed_stream(load, mix, plan.max_tokens, plan.max_prompt_tokens, plan.seed + first, plan.held)
+        arms = {name: self.arms.running[name] for name in names if name in self.arms.running}
+        clients = {name: Clients(arm, work, load, TARGET_NAME) for name, arm in arms.items()}
         try:
             quantum, ends = await self._settle(phase, clients, load, what)
             goal, began_s = SETTLE_TURNS[phase] * quantum, time.monotonic()
             progress = Progress(pairs, plan.minutes if phase == MAIN else 0.0, self._repeats(phase))
             round_ = first
             while progress.wants_more(envelope_at(self.results, load, mix.name).ratio, time.monotonic() - began_s):
-                names = [name for name in clients if name in self.arms]
+                names = [name for name in clients if name in self.arms.running]
                 if progress.is_complete():
                     names = list(contenders(self.results.rates(load, mix.name), names))
                 slices = await self._round(clients, names, round_, goal, ends, what)
                 place = (phase, load, mix.name, round_)
-                turns = [as_turn(place, name, each, self.own_load.cores) for name, each in slices.items()]
+                turns = [
+                    as_turn(place, name, each, self.own_load.cores, start=self.start) for name, each in slices.items()
+                ]
                 self._close_round(turns, progress, what)
                 goal += quantum
                 round_ += 1
@@ -205,10 +188,10 @@ class Bench:
         """Start the load in every arm and serve some turns, unmeasured; return a turn's tokens and its slices' ends."""
         quantum, ends = 0, [0]
         for name, each in clients.items():
-            if not quantum and (rate := await self._attempt(name, partial(self._trial, each, load))):
+            if not quantum and (rate := await self.arms.attempt(name, partial(self._trial, each, load))):
                 quantum = max(round(rate * self.plan.turn_s), self.plan.least_tokens, self.plan.least_per_client * load)
                 ends = slice_ends(quantum, slice_tokens(rate, self.plan.slice_s, load))
-            await self._attempt(name, partial(self._settle_one, each, SETTLE_TURNS[phase] * quantum))
+            await self.arms.attempt(name, partial(self._settle_one, each, SETTLE_TURNS[phase] * quantum))
             self._step(f"{what}: settling", SETTLE_TURNS[phase])
         return quantum, ends
 
@@ -230,7 +213,7 @@ class Bench:
         slices: dict[str, list[Slice]] = {name: [] for name in names}
         for at, end in enumerate(ends):
             for name in turn_order(names, round_ + at):
-                found = await self._attempt(name, partial(self._slice, clients[name], began + end, ends[0] // 2))
+                found = await self.arms.attempt(name, partial(self._slice, clients[name], began + end, ends[0] // 2))
                 slices[name] += [found] if found is not None else []
                 self._step(what, 1.0 / len(ends))
         return {name: found for name, found in slices.items() if len(found) == len(ends)}
@@ -249,16 +232,11 @@ class Bench:
         return Slice(served, before, after)
 
     async def _dismiss(self, name: str, clients: Clients) -> None:
-        arm = self.arms.get(name)
-        try:
-            if arm is not None:
-                await arm.thaw()
-            await clients.end()
-            if arm is not None:
-                await asyncio.sleep(_CLOSE_S)
-                await self._quieten(name)
-        except _LOST as error:
-            await self._lose(name, error)
+        await self.arms.attempt(name, lambda arm: arm.thaw())
+        await clients.end()
+        if name in self.arms.running:
+            await asyncio.sleep(_CLOSE_S)
+            await self.arms.quieten(name)
 
     # -- traces --------------------------------------------------------------------------------------------------
 
@@ -269,17 +247,17 @@ class Bench:
             return
         round_ = self._next_round(MAIN, each.name, mix.name)
         progress, began_s = Progress(self.plan.pairs, self.plan.minutes, self._repeats()), time.monotonic()
-        for name in [name for name in names if name in self.arms]:  # one replay each unmeasured: FASER learns the load
-            await self._attempt(name, partial(self._replay, each, mix, (MAIN, each.name, mix.name, -1), objective))
+        for name in names:  # one replay each unmeasured: FASER learns the load
+            await self.arms.attempt(name, partial(self._replay, each, mix, (MAIN, each.name, mix.name, -1), objective))
             self._step(f"{what}: settling", 1.0)
         while progress.wants_more(envelope_at(self.results, each.name, mix.name).ratio, time.monotonic() - began_s):
-            running = [name for name in names if name in self.arms]
+            running = [name for name in names if name in self.arms.running]
             if progress.is_complete():
                 running = list(contenders(self.results.rates(each.name, mix.name), running))
             turns = []
             for name in turn_order(running, round_):
                 place = (MAIN, each.name, mix.name, round_)
-                turn = await self._attempt(name, partial(self._replay, each, mix, place, objective))
+                turn = await self.arms.attempt(name, partial(self._replay, each, mix, place, objective))
                 turns += [turn] if turn is not None else []
                 self._step(what, 1.0)
             self._close_round(self._comparable(turns, what), progress, what)
@@ -295,7 +273,7 @@ class Bench:
     async def _replay(self, each: Replay, mix: Mix, place: Place, objective: Objective, arm: Arm) -> Turn:
         """Replay a trace once; a round's prompts and part of the trace are the same for every arm."""
         round_ = place[-1]
-        requests = each.requests(mix, self.plan.seed + round_ + 1)
+        requests = each.requests(mix, self.plan.seed + round_ + 1, self._prompts(mix))
         await arm.thaw()
         before = await self._look(arm)
         generator = await replay(arm, requests, TARGET_NAME)
@@ -308,33 +286,29 @@ class Bench:
         if round_ >= 0:
             self._keep_times(each.name, mix.name, arm.name, Times.of(generator.results))
         served = Slice(Served(summary.output_tokens, summary.wall_s), before, replace(after, finished=summary.finished))
-        return as_turn(place, arm.name, [served], self.own_load.cores, goodput, summary.failed)
+        return as_turn(place, arm.name, [served], self.own_load.cores, goodput, summary.failed, self.start)
 
     async def _objective(self, each: Replay, mix: Mix) -> Objective | None:
         """Return the objective, measured once per mix without speculation and without load; None if it cannot be."""
         if mix.name not in self.results.objectives:
-            if NONE not in self.arms:
+            if NONE not in self.arms.running:
                 self.tell(f"{each.name} is left out: no server without speculation to take the objective from")
                 return None
-            arm = self.arms[NONE]
+            arm = self.arms.running[NONE]
             await arm.thaw()
-            requests = each.requests(mix, self.plan.seed)
+            requests = each.requests(mix, self.plan.seed, self._prompts(mix))
             await one_by_one(arm, requests[:1], TARGET_NAME)  # the first costs more
             objective = Objective.of_unloaded(await one_by_one(arm, requests[:UNLOADED_REQUESTS], TARGET_NAME))
-            await self._quieten(NONE)
+            await self.arms.quieten(NONE)
             self.results.objectives[mix.name] = (objective.ttft_ms, objective.tpot_ms)
             self.tell(f"objective: first token in {objective.ttft_ms:.0f} ms, then {objective.tpot_ms:.1f} ms a token")
         return Objective(*self.results.objectives[mix.name])
 
     # -- what all have in common ---------------------------------------------------------------------------------
 
-    def _own_s(self) -> float:
-        """Return the CPU time of every process of the benchmark that lives."""
-        return time.process_time() + sum(arm.cpu_s() for arm in self.arms.values())
-
     async def _look(self, arm: Arm, finished: int = 0) -> Look:
         drafting = await arm.drafting()
-        own_s, now_s = self._own_s(), time.monotonic()
+        own_s, now_s = self.arms.cpu_s(), time.monotonic()
         self.own_load.add(max(own_s - self._seen[1], 0.0), now_s - self._seen[0])
         self._seen = (now_s, own_s)
         return Look(time.monotonic(), Processor.now(), own_s, arm.cpu_s(), drafting, finished)
@@ -366,23 +340,13 @@ class Bench:
         self._done += weight
         self.advance(what, self._done / expected_steps(self.plan))
 
-    async def _attempt(self, name: str, measure: Callable[[Arm], Awaitable[T]]) -> T | None:
-        """Measure one arm; None if it is lost, or gets lost by this."""
-        if name not in self.arms:
-            return None
-        try:
-            return await measure(self.arms[name])
-        except _LOST as error:
-            await self._lose(name, error)
-            return None
-
 
 def expected_steps(plan: Plan) -> float:
     """Return about how many turns a run takes, for the progress bar."""
     arms, mixes = len(plan.arms), len(plan.mixes)
-    closed = len(plan.loads) * mixes * arms * (SETTLE_TURNS[MAIN] + plan.pairs)
-    open_ = len(plan.replays) * mixes * arms * (1 + plan.pairs)
+    closed = plan.starts * len(plan.loads) * mixes * arms * (SETTLE_TURNS[MAIN] + plan.pairs)
+    open_ = plan.starts * len(plan.replays) * mixes * arms * (1 + plan.pairs)
     sweep = 0
     if TABLE in plan.rivals:
         sweep = len(plan.sweep_loads) * len(plan.table_lengths) * (SETTLE_TURNS[SWEEP] + plan.sweep_rounds)
-    return float(closed + open_ + sweep + 2 * arms)
+    return float(closed + open_ + sweep + 2 * arms * plan.starts)

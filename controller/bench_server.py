@@ -1,8 +1,8 @@
 """One arm of a benchmark: a vLLM server, for FASER with a sidecar, that can be frozen between two steps.
 
-Called by controller/bench_run.py. An arm that is not measured is frozen by vLLM's own pause, which ends the step in
-flight and keeps the requests, and is then halted. Halted alone it would stop within a step, whose time FASER would
-learn; paused alone its worker keeps half a core busy for some seconds.
+Called by controller/bench_arms.py and controller/bench_run.py. An arm that is not measured is frozen by vLLM's own
+pause, which ends the step in flight and keeps the requests, and is then halted. Halted alone it would stop within a
+step, whose time FASER would learn; paused alone its worker keeps half a core busy for some seconds.
 """
 
 from __future__ import annotations
@@ -41,8 +41,16 @@ _ANSWER_S: Final = 60.0
 _NGRAM: Final = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 _SUFFIX_REMEDY: Final = "pip install arctic-inference==0.1.1, which is built from source"
 LEASE_MS: Final = 600_000  # FASER's lease outlives an arm's wait for its next slice
+# What glibc's malloc hands out lies in huge pages, where the system lets it. In small ones engines alike read their
+# weights up to 9 % faster or slower than one another for as long as they live, by where these happen to lie; in huge
+# ones 2 %.
+HUGE_PAGES: Final = ":".join((
+    "glibc.malloc.hugetlb=1", f"glibc.malloc.mmap_threshold={1 << 30}", f"glibc.malloc.trim_threshold={1 << 32}",
+))  # fmt: skip
+HELD_WORKER: Final = "faser.controller.bench_held.HeldWorker"
 _ENVIRONMENT: Final = {
-    "VLLM_SERVER_DEV_MODE": "1",  # /pause and /resume
+    "GLIBC_TUNABLES": HUGE_PAGES,
+    "VLLM_SERVER_DEV_MODE": "1",  # /pause, /resume and /collective_rpc
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",  # a frozen server must not find its clients too quiet
 }
 # Each under its own gate in the engine, which measures whether it pays.
@@ -51,11 +59,12 @@ _OVERLAP: Final = {"FASER_DRAFTER_CORES": "all", "FASER_FRONTIER": str(EMBEDDED_
 _VARIANT_ENVIRONMENT: Final = dict(zip(VARIANTS, (_PRUNING, _OVERLAP, _PRUNING | _OVERLAP), strict=True))
 
 
-def server_arguments(dtype: DType) -> tuple[str, ...]:
+def server_arguments(dtype: DType, is_held: bool = False) -> tuple[str, ...]:
     """Return what every server is given; without the prefix cache a prompt that comes back costs the same."""
     cache_bytes = str(number_bytes(dtype) * 384 << 20)
     named = () if dtype == embedded_dtype() else ("--dtype", dtype)
-    return ("--no-enable-prefix-caching", "--kv-cache-memory-bytes", cache_bytes, *named)
+    held = ("--worker-extension-cls", HELD_WORKER) if is_held else ()
+    return ("--no-enable-prefix-caching", "--kv-cache-memory-bytes", cache_bytes, *named, *held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +86,7 @@ class Bed:
     policy: str
     threads: int
     dtype: DType = field(default_factory=embedded_dtype)
+    is_held: bool = False  # to recorded answers
 
     @property
     def server_gib(self) -> float:
@@ -99,8 +109,9 @@ class Bed:
 
     def launch(self, name: str, table: Table = ()) -> EngineLaunch:
         """Return an arm's server; what is no policy is vLLM without FASER's plugin."""
+        arguments = server_arguments(self.dtype, self.is_held)
         launch = dataclasses.replace(
-            embedded_launch(self.pair, self.config(name).link.endpoint, arguments=server_arguments(self.dtype)),
+            embedded_launch(self.pair, self.config(name).link.endpoint, arguments=arguments),
             threads=self.threads, kv_cache_gib=None, environment_extra=_ENVIRONMENT,
         )  # fmt: skip
         if is_steered(name):
@@ -203,6 +214,10 @@ class Arm:
         self.wake()
         await self._post("/resume")
 
+    async def hold(self, path: Path) -> None:
+        """Hold all requests from now on to the answers of a file."""
+        await self._post("/collective_rpc", {"method": "hold_answers", "args": [str(path.absolute())]})
+
     def halt(self) -> None:
         """Stop the processes of a frozen or idle server.
 
@@ -238,8 +253,8 @@ class Arm:
             raise EngineError(f"{self.name}'s sidecar does not answer: {error}") from None
         return sum(engine.unverified_tokens for engine in snapshot.engines)
 
-    async def _post(self, path: str) -> None:
-        async with self._open().post(path) as reply:
+    async def _post(self, path: str, body: object = None) -> None:
+        async with self._open().post(path, json=body) as reply:
             if reply.status != 200:
                 raise EngineError(f"{self.name} answered {reply.status} to {path}", "200", f"see {self.engine.log}")
 

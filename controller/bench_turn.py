@@ -57,11 +57,18 @@ def slice_ends(tokens: int, tokens_per_slice: float) -> list[int]:
 
 
 def as_turn(
-    place: Place, name: str, slices: Sequence[Slice], own_load: float, goodput: Goodput | None = None, failed: int = 0
+    place: Place,
+    name: str,
+    slices: Sequence[Slice],
+    own_load: float,
+    goodput: Goodput | None = None,
+    failed: int = 0,
+    start: int = 0,
 ) -> Turn:
     """Return an arm's turn.
 
     :param own_load: the part of the kernel's load average that the benchmark itself explains
+    :param start: which one of the servers it was measured in
     """
     phase, load, kinds, round_ = place
     cores, average = os.cpu_count() or 1, os.getloadavg()[0]
@@ -78,7 +85,7 @@ def as_turn(
     requests = sum(after.finished - before.finished for before, after in ends)
     tokens_per_s = tokens / seconds
     return Turn(
-        phase=phase, load=load, kinds=kinds, round=round_, arm=name,
+        phase=phase, load=load, kinds=kinds, round=round_, arm=name, start=start,
         # A ratio to nothing has no logarithm: where no request met its objective, one ordinary request is assumed.
         rate=tokens_per_s if goodput is None else max(goodput.tokens_per_s, tokens_per_s / max(requests, 1)),
         tokens_per_s=tokens_per_s, seconds=seconds, tokens=tokens, requests=requests, failed=failed,
@@ -87,6 +94,7 @@ def as_turn(
         unverified_tokens=sum(
             after.drafting.unverified_tokens - before.drafting.unverified_tokens for before, after in ends
         ),
+        prompt_tokens=sum(each.served.prompt_tokens for each in slices),
         cpu_s=sum(after.arm_s - before.arm_s for before, after in ends), other_cpu=noise.other_cpu,
         steal_share=noise.steal_share, load_average=average, disturbed=noise.reason(cores),
         at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), slices=len(slices),

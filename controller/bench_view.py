@@ -29,7 +29,7 @@ def envelope_table(results: Results) -> Group:
         "ratio",
         "95 % interval",
         "best rival",
-        "pairs",
+        "starts" if any(point.starts > 1 for point in points(results)) else "pairs",
         "",
     ):
         table.add_column(heading, justify="right")
@@ -115,7 +115,7 @@ def write_picture(results: Results, path: Path) -> None:
 
 
 def _over(results: Results, load: int | str, kinds: str, arm: str, base: str) -> Ratio:
-    rates = results.rates(load, kinds)
+    rates = results.compared(load, kinds)
     if arm not in rates or base not in rates:
         return paired_ratio(np.array([]))
     logs = {name: np.log(rate) for name, rate in rates.items()}

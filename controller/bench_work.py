@@ -1,7 +1,7 @@
 """What the benchmarks ask: streams of held-out prompts for a closed loop, replayed traces for an open one. Pure.
 
-Called by controller/bench_run.py and benchmarks/closed_loop_arm.py. Everything follows from the seed, so that every
-arm gets the same work.
+Called by controller/bench_run.py and benchmarks/clients.py. Everything follows from the seed, so that every arm gets
+the same work.
 """
 
 from __future__ import annotations
@@ -57,11 +57,19 @@ def stream_prompts(max_tokens: int, kinds: Sequence[str] = KINDS) -> list[Prompt
     return [prompt for prompt in held_out_prompts(kinds) if prompt.tokens <= max_tokens]
 
 
-def stream_order(max_tokens: int, random: np.random.Generator, kinds: Sequence[str] = KINDS) -> list[int]:
-    """Return the prompts' places in the order in which they are sent: shuffled, the kinds in turn while they last."""
-    places = np.array([kinds.index(prompt.kind) for prompt in stream_prompts(max_tokens, kinds)], np.int64)
-    decks = [random.permutation(np.flatnonzero(places == kind)).tolist() for kind in range(len(kinds))]
-    return [deck[at] for at in range(max(map(len, decks))) for deck in decks if at < len(deck)]
+def in_turns(prompts: Sequence[Prompt], random: np.random.Generator, kinds: Sequence[str] = KINDS) -> list[Prompt]:
+    """Return prompts in the order in which they are sent: shuffled, the kinds in turn while they last."""
+    place = np.array([kinds.index(prompt.kind) for prompt in prompts], np.int64)
+    decks = [random.permutation(np.flatnonzero(place == kind)).tolist() for kind in range(len(kinds))]
+    return [prompts[deck[at]] for at in range(max(map(len, decks))) for deck in decks if at < len(deck)]
+
+
+def prompt_pool(mix: Mix, max_prompt_tokens: int, held: int = 0) -> list[Prompt]:
+    """Return the prompts that a benchmark may send: those short enough, or `held` of them, the same in every run."""
+    prompts = stream_prompts(max_prompt_tokens, mix.kinds)
+    if not prompts:
+        raise UsageError(f"--max-prompt-tokens {max_prompt_tokens}", f"room for a prompt of {', '.join(mix.kinds)}")
+    return in_turns(prompts, np.random.default_rng(0), mix.kinds)[:held] if held else prompts
 
 
 def staggered(load: int, max_tokens: int, random: np.random.Generator) -> list[int]:
@@ -69,15 +77,17 @@ def staggered(load: int, max_tokens: int, random: np.random.Generator) -> list[i
     return [max(1, round(max_tokens * (place + 1) / load)) for place in random.permutation(load)]
 
 
-def closed_stream(load: int, mix: Mix, max_tokens: int, max_prompt_tokens: int, seed: int) -> list[TimedRequest]:
-    """Return the requests of `load` clients, each of which sends its next one when its answer is done."""
+def closed_stream(
+    load: int, mix: Mix, max_tokens: int, max_prompt_tokens: int, seed: int, held: int = 0
+) -> list[TimedRequest]:
+    """Return the requests of `load` clients, each of which sends its next one when its answer is done.
+
+    :param held: draw from so many prompts only, whose answers are recorded; 0 draws from all
+    """
     random = np.random.default_rng((seed, load))
-    prompts = stream_prompts(max_prompt_tokens, mix.kinds)
-    if not prompts:
-        raise UsageError(f"--max-prompt-tokens {max_prompt_tokens}", f"room for a prompt of {', '.join(mix.kinds)}")
-    order = itertools.cycle(stream_order(max_prompt_tokens, random, mix.kinds))
+    prompts = itertools.cycle(in_turns(prompt_pool(mix, max_prompt_tokens, held), random, mix.kinds))
     lengths = [*staggered(load, max_tokens, random), *itertools.repeat(max_tokens, MOST_REQUESTS)]
-    work = ((prompts[place], length) for place, length in zip(order, lengths, strict=False))
+    work = zip(prompts, lengths, strict=False)
     return [TimedRequest(0.0, each.text, each.kind, length, each.id, each.tokens) for each, length in work]
 
 
@@ -115,13 +125,12 @@ class Replay:
         """Return the name of the load point."""
         return self.trace if self.low_rps is None else f"{self.trace} swell"
 
-    def requests(self, mix: Mix, seed: int) -> list[TimedRequest]:
-        """Return the replay's requests."""
+    def requests(self, mix: Mix, seed: int, prompts: Sequence[Prompt] | None = None) -> list[TimedRequest]:
+        """Return the replay's requests; their prompts are drawn from all held-out ones unless others are given."""
+        drawn = held_out_prompts() if prompts is None else prompts
         try:
             arrivals = self._warped(seed) if self.low_rps is None else self._swelling(self.low_rps, seed)
-            return build_workload(
-                arrivals, held_out_prompts(), OPEN_LENGTHS, seed=seed, mix=dict.fromkeys(mix.kinds, 1.0)
-            )
+            return build_workload(arrivals, drawn, OPEN_LENGTHS, seed=seed, mix=dict.fromkeys(mix.kinds, 1.0))
         except TraceError as error:
             raise UsageError(f"--trace {self.trace}: {error}") from None
 

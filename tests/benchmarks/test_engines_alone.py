@@ -27,7 +27,7 @@ def imports_numba(module: str) -> bool:
 
 
 def test_there_are_such_scripts() -> None:
-    assert "closed_loop_arm" in SCRIPTS
+    assert "pruning" in SCRIPTS
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -44,7 +44,6 @@ def test_a_new_profile_leaves_the_mechanisms_in_the_file(
     fidelity: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fidelity, "told", lambda *_: {"verify": 1})
-    monkeypatch.setattr(fidelity, "draw_surveys", lambda *_: None)
     monkeypatch.setattr(fidelity, "published", dict)
     file = tmp_path / "fidelity.json"
     file.write_text(json.dumps({"closed_loop": "old", "pruned": "kept"}))

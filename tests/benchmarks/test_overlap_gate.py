@@ -1,10 +1,9 @@
-"""The benchmark of overlap's gates: gates that are told what to say, its table, and one real dry run."""
+"""The benchmark of overlap's gates: gates that are told what to say, and one real dry run."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -44,31 +43,6 @@ def test_a_gate_says_what_it_is_told_and_learns_only_when_it_is_told_nothing(scr
 def test_few_requests_take_more_turns(script: ModuleType) -> None:
     assert [script.turns_of(4, requests) for requests in (1, 2, 4, 8, 16)] == [16, 13, 10, 6, 4]
     assert script.turns_of(1, 64) == 2
-
-
-def test_the_table_compares_with_the_best_forced_arm_and_says_where_it_falls(
-    script: ModuleType, load_script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    report = load_script("overlap_report")
-    rates = {
-        "in turn": [10.0, 11.0, 10.5, 10.2],
-        "ahead": [12.0, 13.2, 12.6, 12.24],
-        "gated": [11.4, 12.54, 11.97, 11.628],
-    }
-    load = {
-        "requests": 1, "timed": 40, "kinds": {"gated": {"ahead": 0.9, "in turn": 0.1}}, "tokens_per_s": rates,
-        "gain_seen_by_gates": {"ahead": 0.1, "groups": None}, "commit": "abc",
-    }  # fmt: skip
-    machine = {"cpu": "A processor", "dtype": "bfloat16"}
-    file = tmp_path / "gates.json"
-    monkeypatch.setattr(report, "GATE_RESULT", file)
-    assert report.gates() == "Not measured yet."
-    file.write_text(json.dumps({"settings": {"machine": machine}, "loads": [load]}))
-    told = report.gates()
-    assert re.search(r"\| 1 \| 10\.4 \(\S+ to \S+\) \| 12\.5 \(\S+ to \S+\) \|  \| 11\.9 \(", told)
-    assert ") | 0.950 (0.950 to 0.950) | ahead | ahead 90.0%, in turn 10.0% |" in told
-    assert "over 4 sets of prompts" in told
-    assert "Lowest: 0.950, under 0.99." in told
 
 
 @pytest.mark.slow  # `make proof`: starts an engine and a drafter's process

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -24,6 +25,7 @@ from faser.controller.bench_result import (
     cost_of,
     levels_at,
     points,
+    prompt_surplus_s,
     read_results,
     summary,
     write_results,
@@ -177,6 +179,23 @@ def test_tokens_drawn_and_never_verified_are_waste_too() -> None:
     plain = turn(1, 0, "faser", 50.0)
     assert cost_of([plain]).draft_waste == pytest.approx(0.25)
     assert cost_of([msgspec.structs.replace(plain, unverified_tokens=100)]).draft_waste == pytest.approx(0.5)
+
+
+def test_prompts_that_fall_into_another_round_do_not_make_arms_differ() -> None:
+    random, measured = np.random.default_rng(0), results({8: {"none": [100.0] * 8, "faser": [100.0] * 8}})
+    turns = []
+    for each in measured.turns:
+        prompts, mood = int(random.integers(100, 900)), 1.0 + 0.3 * (each.round % 3)
+        seconds = {"none": 4.0, "faser": 3.0}[each.arm] + mood + 0.005 * prompts
+        turns.append(msgspec.structs.replace(each, prompt_tokens=prompts, seconds=seconds, rate=400 / seconds))
+    measured.turns = turns
+    even, raw = (measured.rates(8, "all", is_even=is_even) for is_even in (True, False))
+    logs, raw_logs = (np.log(rates["faser"]) - np.log(rates["none"]) for rates in (even, raw))
+    assert logs.std() < 0.2 * raw_logs.std()
+    assert 1.1 < np.exp(logs.mean()) < 1.25  # a second less of about seven
+    point = points(measured)[0]
+    assert point.envelope_ratio == pytest.approx(np.exp(logs.mean()), rel=1e-3)
+    assert prompt_surplus_s([msgspec.structs.replace(each, prompt_tokens=0) for each in turns]).tolist() == [0.0] * 16
 
 
 # --- going on with a file ---

@@ -18,9 +18,12 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from faser.controller import bench_run, bench_server, bench_work
+from faser.controller import bench_arms, bench_run, bench_server, bench_work
 from faser.controller.bench import BenchOptions, run_bench
+from faser.controller.bench_answers import Answer, record
+from faser.controller.bench_arms import Arms
 from faser.controller.bench_clients import LEAST_TOKENS, Clients, Stopwatch, Times
+from faser.controller.bench_held import HeldWorker
 from faser.controller.bench_machine import Machine, Noise
 from faser.controller.bench_plan import POLICIES, VARIANTS, Plan
 from faser.controller.bench_ratio import Objective
@@ -30,8 +33,9 @@ from faser.controller.bench_server import Arm, Bed, Drafting
 from faser.controller.bench_table import Table
 from faser.controller.bench_turn import LEAST_STEPS
 from faser.controller.bench_work import Mix, Replay, closed_stream
+from faser.controller.endpoint import socket_folder
 from faser.controller.errors import EndpointError, EngineError, StoreError, UsageError
-from faser.controller.serve import EmbeddedPair
+from faser.controller.serve import EmbeddedPair, ensure_embedded_pair
 from faser.models.precision import DTYPES
 
 pytestmark = pytest.mark.alone
@@ -50,6 +54,8 @@ class FakeArm:
         self.engine: Any = self
         self.freezes, self.emitted, self.ended = 0, 0, False
         self.is_halted = False
+        self.held: list[Path] = []
+        self.recorded = 0  # answers
         self._running = asyncio.Event()
         self._server: TestServer | None = None
 
@@ -58,6 +64,7 @@ class FakeArm:
         app.router.add_post("/v1/chat/completions", self._answer)
         self._server = TestServer(app)
         await self._server.start_server()
+        self.is_halted = False
         self._running.set()
 
     @property
@@ -66,7 +73,11 @@ class FakeArm:
         return str(self._server.make_url("/"))
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        wanted = (await request.json())["max_tokens"]
+        body = await request.json()
+        wanted = body["max_tokens"]
+        if body.get("return_token_ids"):
+            self.recorded += 1
+            return web.json_response({"prompt_token_ids": [1], "choices": [{"token_ids": [2] * wanted}]})
         response = web.StreamResponse()
         await response.prepare(request)
         done = 0
@@ -89,6 +100,10 @@ class FakeArm:
     async def thaw(self) -> None:
         self.is_halted = False
         self._running.set()
+
+    async def hold(self, path: Path) -> None:
+        assert not self.is_halted
+        self.held.append(path)
 
     def halt(self) -> None:
         self.is_halted = True
@@ -114,6 +129,7 @@ class FakeArm:
         if self._server is not None:
             self._running.set()
             await self._server.close()
+            self._server = None
 
     def end(self) -> None:
         self.ended = True
@@ -132,6 +148,7 @@ def test_time_in_which_a_server_is_frozen_is_in_no_figure_and_no_token_is_lost()
         wall_s = time.perf_counter() - began_s
         assert [each.tokens > 0 for each in served] == [True] * 3
         assert sum(each.tokens for each in served) == clients.tokens == arm.emitted
+        assert sum(each.prompt_tokens for each in served) == clients.prompt_tokens >= 3 * clients.finished > 0
         measured_s = sum(each.seconds for each in served)
         assert measured_s < wall_s - 0.8
         times = clients.times()
@@ -213,20 +230,20 @@ def measure(
     monkeypatch.setattr(Noise, "reason", lambda self, cores: next(reasons, ""))
     monkeypatch.setattr(bench_run, "_CLOSE_S", 0.0)
     monkeypatch.setattr(bench_work, "MOST_REQUESTS", 200)
-    monkeypatch.setattr(bench_run, "free_gib", lambda: 100.0)
-    monkeypatch.setattr(bench_run, "require_memory", lambda engines, gib: None)
+    monkeypatch.setattr(bench_arms, "free_gib", lambda: 100.0)
+    monkeypatch.setattr(bench_arms, "require_memory", lambda engines, gib: None)
     tables: list[Table] = []
 
     def start(name: str, bed: Bed, table: Table) -> FakeArm:
         tables.append(table)
         return arms.setdefault(name, FakeArm(name))
 
-    monkeypatch.setattr(bench_run.Arm, "start", start)
+    monkeypatch.setattr(Arm, "start", start)
     bed = Bed(EmbeddedPair(tmp_path, tmp_path), tmp_path, tmp_path, "off", 1)
     bench = Bench(plan, results, tmp_path / "result.json", bed, lambda text: None, lambda what, share: None)
 
     async def run() -> None:
-        arrange = bench._arrange
+        arrange = bench.arms.arrange
 
         async def opened(wanted: Any) -> Any:
             for name in wanted:
@@ -235,7 +252,7 @@ def measure(
                     await arm.open()
             return await arrange(wanted)
 
-        monkeypatch.setattr(Bench, "_arrange", lambda self, wanted: opened(wanted))
+        monkeypatch.setattr(Arms, "arrange", lambda self, wanted: opened(wanted))
         await bench.run()
 
     asyncio.run(run())
@@ -277,6 +294,87 @@ def test_the_slices_of_a_round_go_round_among_the_arms(tmp_path: Path, monkeypat
     order = [("none", "k1", "faser"), ("k1", "faser", "none"), ("faser", "none", "k1")]
     assert served == [(name, True) for at in range(count) for name in order[at % 3]]
     assert [turn.slices for turn in results.turns] == [count] * 3
+
+
+def test_all_servers_are_started_anew_and_later_starts_leave_out_who_fell_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts: list[tuple[str, str]] = []
+    wait_ready = FakeArm.wait_ready
+
+    def ready(self: FakeArm, bed: Bed) -> None:
+        starts.append((self.name, bed.folder.name))
+        wait_ready(self, bed)
+
+    monkeypatch.setattr(FakeArm, "wait_ready", ready)
+    arms = {"k1": FakeArm("k1", burst=8), "k3": FakeArm("k3", burst=2), "faser": FakeArm("faser", burst=8)}
+    wanted = plan(rivals=("none", "k1", "k3"), pairs=1, starts=2, least_tokens=120)
+    results = measure(wanted, tmp_path, monkeypatch, arms)
+    assert starts == [
+        *((name, "start-0") for name in ("none", "k1", "k3", "faser")),
+        *((name, "start-1") for name in ("none", "k1", "faser")),
+    ]
+    assert [(turn.start, turn.round, turn.arm) for turn in results.turns] == [
+        (0, 0, "none"), (0, 0, "k1"), (0, 0, "k3"), (0, 0, "faser"), (1, 1, "none"), (1, 1, "k1"), (1, 1, "faser"),
+    ]  # fmt: skip
+    point = summary(results)["points"][0]
+    assert (point["pairs"], point["starts"]) == (2, 2)
+
+
+def test_every_server_is_held_to_the_answers_that_the_first_one_gave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: set[str] = set()
+    answer = FakeArm._answer
+
+    async def seen(self: FakeArm, request: web.Request) -> web.StreamResponse:
+        asked.add((await request.json())["messages"][0]["content"])
+        return await answer(self, request)
+
+    monkeypatch.setattr(FakeArm, "_answer", seen)
+    monkeypatch.setattr(bench_run, "arms_at", lambda arms, *_: arms)  # no arm falls behind by a chance of timing
+    arms = {name: FakeArm(name) for name in ("none", "k1", "faser")}
+    wanted = plan(rivals=("none", "table"), pairs=1, table_lengths=(0, 1), sweep_rounds=1, starts=2, held=7)
+    measure(wanted, tmp_path, monkeypatch, arms)
+    assert {name: arm.recorded for name, arm in arms.items()} == {"none": 0, "k1": 7, "table": 0, "faser": 0}
+    assert {path for arm in arms.values() for path in arm.held} == {tmp_path / "answers.json"}
+    assert {name: len(arm.held) for name, arm in arms.items()} == {"none": 3, "k1": 1, "table": 2, "faser": 2}
+    assert len(json.loads((tmp_path / "answers.json").read_text())) == 7
+    assert len(asked) == 7, "no prompt is sent whose answer is not known"
+
+
+def test_a_server_that_cannot_be_held_is_no_rival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(path: Path) -> None:
+        raise EngineError("k1 answered 500 to /collective_rpc")
+
+    arms = {"k1": FakeArm("k1", burst=8)}
+    arms["k1"].hold = refuse  # type: ignore[method-assign]
+    results = measure(plan(held=5), tmp_path, monkeypatch, arms)
+    assert results.failed == {"k1": "k1 answered 500 to /collective_rpc"}
+    assert {turn.arm for turn in results.turns} == {"none", "faser"}
+
+
+def test_a_replay_under_held_answers_sends_only_prompts_that_were_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_run, "UNLOADED_REQUESTS", 2)
+    sent: list[set[str]] = []
+    requests = Replay.requests
+
+    def drawn(self: Replay, mix: Mix, seed: int, prompts: Any = None) -> Any:
+        found = requests(self, mix, seed, prompts)
+        sent.append({each.prompt for each in found})
+        return found
+
+    monkeypatch.setattr(Replay, "requests", drawn)
+    replay = Replay("azure-conv", 1.0, 5.0, warp=20.0)
+    wanted = plan(loads=(), replays=(replay,), rivals=("none",), pairs=1, held=10)
+    measure(wanted, tmp_path, monkeypatch, {"faser": FakeArm("faser", step_s=0.0005)})
+    known = {prompt.text for prompt in bench_work.prompt_pool(MIX, 300, 10)}
+    assert len(known) == 10
+    assert all(each <= known for each in sent)
+    answers = json.loads((tmp_path / "answers.json").read_text())
+    assert {len(answer) for _, answer in answers} == {bench_work.OPEN_LENGTHS.max_output_tokens}
 
 
 def test_a_rival_that_does_not_start_or_dies_is_reported_and_the_rest_goes_on(
@@ -425,6 +523,40 @@ def test_a_policys_arm_has_the_plugin_and_a_sidecar_of_its_own(name: str, tmp_pa
     assert (config.guard.envelope_margin == 1.0) == (name != "faser")  # our guard is part of FASER, not of their rule
 
 
+@pytest.mark.parametrize("name", ["none", "k3", "ngram", "table", "adaspec", "faser", "faser+both"])
+def test_every_server_asks_for_huge_pages_and_can_be_held_where_answers_are_recorded(name: str, tmp_path: Path) -> None:
+    pair = EmbeddedPair(tmp_path, tmp_path)
+    for is_held in (False, True):
+        launch = Bed(pair, tmp_path, tmp_path, "price", 1, is_held=is_held).launch(name, ((1, 64, 2),))
+        assert launch.environment()["GLIBC_TUNABLES"] == bench_server.HUGE_PAGES
+        assert ("--worker-extension-cls" in launch.arguments) == is_held
+    assert launch.arguments[-1] == f"{HeldWorker.__module__}.{HeldWorker.__name__}"
+
+
+def test_a_server_is_told_where_the_answers_lie(tmp_path: Path) -> None:
+    asked: list[Any] = []
+
+    async def told(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        return web.json_response({"results": [None]}, status=200 if len(asked) == 1 else 500)
+
+    async def run() -> None:
+        app = web.Application()
+        app.router.add_post("/collective_rpc", told)
+        async with TestServer(app) as running:
+            engine: Any = SimpleNamespace(launch=SimpleNamespace(url=str(running.make_url("/"))), log="k1.log")
+            arm = Arm("k1", engine, ExitStack())
+            try:
+                await arm.hold(tmp_path / "a.json")
+                with pytest.raises(EngineError, match="k1 answered 500 to /collective_rpc"):
+                    await arm.hold(tmp_path / "a.json")
+            finally:
+                await arm.close()
+
+    asyncio.run(run())
+    assert asked[0] == {"method": "hold_answers", "args": [str(tmp_path / "a.json")]}
+
+
 @pytest.mark.parametrize("name", ["none", "k3", "faser"])
 def test_every_server_computes_in_the_numbers_that_were_asked_for(name: str, tmp_path: Path) -> None:
     pair = EmbeddedPair(tmp_path, tmp_path)
@@ -481,7 +613,8 @@ def test_suffix_decoding_that_is_not_installed_is_not_available_and_no_loss(
 @pytest.mark.engine
 @pytest.mark.slow  # `make proof`; test_demo.py starts a real server of the same kind
 def test_real_servers_take_turns(tmp_path: Path) -> None:
-    flags = ["--loads", "2", "--rivals", "none", "--pairs", "1", "--minutes", "0", "--turn-seconds", "0.3"]
+    flags = ["--loads", "2", "--rivals", "none", "--pairs", "1", "--starts", "2", "--turn-seconds", "0.3"]
+    flags += ["--held", "8"]
     command = [*FASER, "bench", *flags, "--max-tokens", "16", "--json", "--out", str(tmp_path / "result.json")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -493,4 +626,33 @@ def test_real_servers_take_turns(tmp_path: Path) -> None:
     assert [turn.arm for turn in turns[:2]] == ["none", "faser"]
     assert all(turn.tokens >= 10 and turn.cpu_s > 0 for turn in turns)
     assert any(turn.draft_tokens for turn in turns if turn.arm == "faser")
+    assert {turn.start for turn in turns} == {0, 1}
+    assert point["starts"] == 2
     assert (tmp_path / "result.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["none", "faser"])
+def test_a_real_server_says_what_it_is_held_to(name: str, tmp_path: Path) -> None:
+    prompts, words = ["Say hello.", "What is two plus two?"], list(range(1000, 1024))
+
+    async def run(arm: Arm) -> tuple[list[Answer], list[Answer]]:
+        own = await record(arm, prompts, len(words))
+        path = tmp_path / "answers.json"
+        path.write_text(json.dumps([(own[0][0], words)]))
+        await arm.hold(path)
+        held = await record(arm, prompts, len(words))
+        await arm.close()
+        return own, held
+
+    with socket_folder("bench") as sockets:
+        bed = Bed(ensure_embedded_pair(), sockets, tmp_path, "price", 1, is_held=True)
+        arm = Arm.start(name, bed)
+        try:
+            arm.wait_ready(bed)
+            own, held = asyncio.run(run(arm))
+        finally:
+            arm.end()
+    assert held[0] == (own[0][0], words)
+    assert held[1] == own[1], "a prompt without a recorded answer is answered as always"

@@ -20,13 +20,14 @@ def part(tokens: int, seconds: float, at: int, others_s: float = 0.0) -> Slice:
         10.0 * at + seconds, Processor(20.0 * at + seconds + others_s, 0.0), 20.0 * at + seconds, 5.0 * at + 1.0,
         Drafting(40 * (at + 1), 30 * (at + 1)), 2 * (at + 1),
     )  # fmt: skip
-    return Slice(Served(tokens, seconds), before, later)
+    return Slice(Served(tokens, seconds, prompt_tokens=100 + at), before, later)
 
 
 def test_a_turn_sums_its_slices_and_nothing_of_the_time_between() -> None:
     turn = as_turn(PLACE, "k2", [part(30, 1.0, at=0), part(30, 3.0, at=5)], own_load=100.0)
     assert (turn.tokens, turn.seconds, turn.tokens_per_s, turn.rate) == (60, 4.0, 15.0, 15.0)
     assert (turn.requests, turn.draft_tokens, turn.accepted_tokens, turn.cpu_s, turn.slices) == (4, 80, 60, 2.0, 2)
+    assert turn.prompt_tokens == 205
     assert (turn.phase, turn.load, turn.kinds, turn.round, turn.arm) == (*PLACE, "k2")
     assert (turn.other_cpu, turn.disturbed) == (0.0, "")
 
