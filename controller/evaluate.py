@@ -106,7 +106,7 @@ def evaluate(
         "goodput smartspec adaspec ema bandit gplcb"
     ),
     bounds: Annotated[str, typer.Option(help="Upper bounds; oracle:request, which gaps go by, is always there.")] = (
-        "oracle:request oracle:uniform informed:drafts informed:rounds informed:lengths"
+        "oracle:request oracle:uniform"
     ),
     worlds: Annotated[str, typer.Option(help="Names of held-out worlds, with commas; default: all.")] = "",
     loads: Annotated[str, typer.Option(help="Running requests; drift and swing are loads that change.")] = (
@@ -128,7 +128,7 @@ def evaluate(
     from rich.progress import Progress
 
     from ..env.spaces import Capabilities
-    from ..models.evaluate import BOUNDS, ORACLES, Plan
+    from ..models.evaluate import ORACLES, Plan
     from ..models.evaluate import evaluate as run
     from ..models.policy import PolicyError as PolicyNameError
     from ..models.policy import make_policy
@@ -142,8 +142,8 @@ def evaluate(
     named = [name for name in worlds.split(",") if name] or list(known)
     if unknown := [name for name in named if name not in known]:
         raise UsageError(f"world {', '.join(unknown)}", f"some of {', '.join(known)}")
-    if beyond := [name for name in bounds.split() if name not in BOUNDS]:
-        raise UsageError(f"bounds {' '.join(beyond)}", f"some of {' '.join(BOUNDS)}")
+    if beyond := [name for name in bounds.split() if name not in ORACLES]:
+        raise UsageError(f"bounds {' '.join(beyond)}", f"some of {' '.join(ORACLES)}")
     plan = Plan(
         policies=tuple(dict.fromkeys(policies.split())),
         worlds=tuple(known[name] for name in named),
@@ -151,7 +151,7 @@ def evaluate(
         seeds=tuple(101 + number for number in range(seeds)),
         steps=steps,
         rivals=tuple(dict.fromkeys(rivals.split())),
-        bounds=tuple(name for name in BOUNDS if name in (ORACLES[0], *bounds.split())),
+        bounds=tuple(name for name in ORACLES if name in (ORACLES[0], *bounds.split())),
     )
     for spec in (*plan.policies, *plan.rivals):
         try:

@@ -25,7 +25,6 @@ from .packing import unpack_draws, unpack_lengths, unpack_rows
 from .schema import TABLES, open_for_reading
 from .whole_file import replacing
 
-Format = Literal["csv", "jsonl", "parquet"]
 Table = Literal["requests", "steps", "events"]
 Cell = int | float | str | bool | list[float] | None
 Line = dict[str, Cell]

@@ -24,8 +24,8 @@ from rich.table import Table
 
 from ..env.ahead_fit import AheadSteps
 from ..env.engine_model import EngineProfile, shipped_profile
+from ..env.recorded_request import RecordedDraft, RecordedRequest
 from ..env.replay import replay
-from ..env.retrace import Decision, RecordedRequest
 from ..env.step_samples import StepSamples
 from .calibrate import load_profile_or_fail, require_fitting, require_same
 from .errors import ModelError, StoreError, UsageError
@@ -106,28 +106,25 @@ def compare(measured: Measured, profile: EngineProfile, options: FidelityOptions
 
 def recorded_requests(measured: Measured, waiting: Waiting) -> list[tuple[Life, RecordedRequest]]:
     """Return every whole request with what is replayed of it, by the clock that leaves noted waiting out."""
-    decisions: dict[tuple[int, int], list[Decision]] = {}
+    drafts: dict[tuple[int, int], list[RecordedDraft]] = {}
     emitted: dict[tuple[int, int], int] = {}
     for index, rows in enumerate(measured.rows):
         engine = int(measured.steps.engine[index])
-        drawn, handed = measured.steps.drawn_tokens[index], sum([row.drafted for row in rows])
-        has_dropped = not np.isnan(drawn) and drawn > handed
         for row in rows:
             key = (engine, row.handle)
-            own = decisions.setdefault(key, [])
+            own = drafts.setdefault(key, [])
             if row.verified and own and own[-1].emitted == emitted[key]:  # of the drafts that were decided there
                 is_looked_at = not np.isnan(measured.steps.prune_layer[index])
                 own[-1] = own[-1]._replace(is_looked_at=is_looked_at, confidences=tuple(row.confidences))
             emitted[key] = emitted.get(key, 0) + row.emitted
             if row.emitted:
-                extra = int(has_dropped and row.drafted < row.draft_limit)
-                own.append(Decision(emitted[key], row.drafted, row.drafted + extra))
+                own.append(RecordedDraft(emitted[key], row.drafted))
     found = []
     for life in _undisturbed(lives(measured.path), of_engine(waiting, measured.steps)):
         if life.output_tokens < 1 or life.prompt_tokens < 1:
             continue
         key = (life.engine, life.handle)
-        request = RecordedRequest(life.arrival_s, life.prompt_tokens, life.output_tokens, tuple(decisions.get(key, ())))
+        request = RecordedRequest(life.arrival_s, life.prompt_tokens, life.output_tokens, tuple(drafts.get(key, ())))
         found.append((life, request))
     return found
 

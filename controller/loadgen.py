@@ -175,7 +175,6 @@ class LoadGenerator:
                 self._fail(result, f"{type(error).__name__}: {error}")
             finally:
                 self.in_flight -= 1
-                result.finish_s = self.elapsed_s
 
     def _fail(self, result: RequestResult, reason: str) -> None:
         result.outcome, result.failure = "failed", reason[:_FAILURE_CHARACTERS]

@@ -25,7 +25,6 @@ class RequestResult:
     prompt_id: str
     due_s: float
     sent_s: float | None = None
-    finish_s: float | None = None
     outcome: Outcome = "pending"
     failure: str = ""
     prompt_tokens: int = 0

@@ -135,13 +135,13 @@ def _world(name: str) -> WorldSpec:
 def _manifest_of(spec: str) -> dict[str, Any]:
     """Return what a learned policy's manifest tells of its training; nothing for others."""
     from ..models.learned import manifest_path
-    from ..models.network import load_network
+    from ..models.network import HEAD, load_network
 
     name, _, path = spec.strip().partition(":")
     if name != "learned":
         return {}
     manifest = load_network(manifest_path(path)).manifest
-    return {"manifest": {"head": manifest.head, "sha256": manifest.sha256, "training": manifest.training,
+    return {"manifest": {"head": HEAD, "sha256": manifest.sha256, "training": manifest.training,
                          "results": manifest.results}}  # fmt: skip
 
 

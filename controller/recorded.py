@@ -32,7 +32,6 @@ from .packing import unpack_draws, unpack_lengths, unpack_rows
 from .schema import MOST, PLAIN_FIELDS, STOP_OR_ABORT
 
 T = TypeVar("T")
-EVENT_KINDS: Final = ("arrival", "first_token", "finish", "abort", "preempt")
 _DECISION: Final = (
     "decision_sequence", "decision_mode", "decision_policy", "decision_digest", "decision_draws",
     "decision_default_length", "decision_lengths",

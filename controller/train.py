@@ -21,7 +21,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")] = False,
     json: Annotated[bool, typer.Option("--json", help="End with one JSON object.")] = False,
 ) -> None:
-    """Train a policy in simulation: imitate price, then PPO; checkpoints and TensorBoard files in the run's folder."""
+    """Train a policy in simulation with PPO; checkpoints and TensorBoard files lie in the run's folder."""
     try:
         from ..models.train import train as run
         from ..models.train_config import load_config

@@ -211,8 +211,3 @@ def shrink_some(successes: Floats, trials: Floats, population: Floats, level_var
             value = (successes[i, j] + POSITION_TRIALS * prior) / (trials[i, j] + POSITION_TRIALS)
             chances[i, j] = min(max(value, 0.005), 0.995)
     return chances
-
-
-def deviation(mean: Floats, trials: Floats) -> Floats:
-    """Return the standard deviation of `shrink`'s estimates, same shape."""
-    return np.sqrt(mean * (1.0 - mean) / (trials + POSITION_TRIALS))

@@ -213,11 +213,6 @@ class CostTable:
         """Return seconds in which the drafter reads prompts so that it can draft behind them, and else would not."""
         return self.level_s * max(self._drafting.per_read - self._drafting.per_idly_read, 0.0) * prompt_rows
 
-    @property
-    def drafting_steps(self) -> int:
-        """Steps in which drafting was measured."""
-        return self._drafting.steps
-
     def learn_drafting(self, cost: StepCost) -> None:
         """Take in what one step's drafting cost; `learn` does so itself where it is known."""
         if cost.draft_s > 0.0:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -110,11 +109,6 @@ class SplitCost:
         factor = self.draft_factor * (1.0 - self.hidden)
         token_s, round_s = self.base.draft_prices_s()
         return token_s * factor, round_s * factor
-
-    def step_time_s(self, rows: int, rounds_batches: Iterable[float] = ()) -> float:
-        """Return seconds of a step of `rows` rows; `rounds_batches` holds the requests in each drafting round."""
-        batches = [batch for batch in rounds_batches if batch > 0]
-        return float(self.verify_time_s(rows) + self.draft_time_s(rows, len(batches), sum(batches)))
 
     def confidence(self, rows: npt.ArrayLike) -> Floats:
         """Return 0 (a guess) .. 1 (measured often and lately) for each number of rows."""

@@ -122,10 +122,6 @@ class EngineState:
         known = self.requests.successes, self.requests.trials, self.population.mean, self.population.level_variance
         return acceptance.shrink(*known) if chosen is None else acceptance.shrink_some(*known, chosen)
 
-    def acceptance_deviation(self) -> Floats:
-        """Return (n, k_max) standard deviation of `acceptance`."""
-        return acceptance.deviation(self.acceptance(), self.requests.trials)
-
     def view(self) -> PlanningView:
         """Return what plans are made of, under the costs of unsplit steps."""
         decoding = self.decoding()

@@ -1,8 +1,7 @@
-"""Advising the price policy, as a gymnasium environment: one step is a span of decisions under the same advice.
+"""Advising the price policy, as a gymnasium environment: `faser/AdvisedServing-v0`.
 
-Called by models/train.py for the head `advice`. Every episode has a twin (models/twin.py) under price without advice.
-What is earned is what was emitted more than by the twin in the same time, so that nothing is learnt from an easy engine
-or a lucky draft.
+Importing this module registers it. models/train.py has many of them, each in a process of its own. Every episode has a
+twin (models/twin.py) under price without advice, so that nothing is learnt from an easy engine or a lucky draft.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, Final
 import gymnasium
 import numpy as np
 from gymnasium import spaces
-from stable_baselines3.common.vec_env import SubprocVecEnv
+from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv
 
 from ..env.observation import Observation, observe_vector
 from ..env.speculative_serving import Observations, observation_space
@@ -27,16 +26,45 @@ from .price import PricePolicy
 from .train_config import TrainConfig
 from .twin import Course, Task, Twin, tasks
 
+ENV_ID: Final = "faser/AdvisedServing-v0"
 UNSEEN: Final = 7_000_000  # added to the seed: engines for judging, neither trained in nor held out for the table
 TRAINED_SHARE, JUDGED_SHARE = 5 / 6, 1 / 4  # tasks of each process, of the worlds; met again, their twins are kept
 
 
 class AdvisedServing(gymnasium.Env[Observations, Singles]):
-    """Engines of a list of tasks, one after the other; `judged` serves others under a network as the daemon would."""
+    """
+    A server whose draft lengths the price policy chooses, under the agent's advice; a step is a span of 16 decisions.
+
+    ## Description
+    Engines of a list of tasks (models/twin.py), one after the other, served through the decision core as in a daemon.
+
+    ## Action Space
+    `Box(-1, 1, (3,), float32)`: eagerness, probing, stopping, see models/advice.py. 0 is no advice.
+
+    ## Observation Space
+    That of `faser/SpeculativeServing-v0`, with `config.slots` rows of requests.
+
+    ## Rewards
+    Tokens emitted in the span less those of the twin in the same time, in spans' worth of the twin's, within -2..2.
+    Where the load drifts only tokens of requests within their objectives count.
+
+    ## Starting State
+    A full batch, filled by price without advice. The task is drawn from the list.
+
+    ## Episode End
+    Never terminated. Truncated after `config.spans` steps.
+
+    ## Arguments
+    `config`: a `faser.models.train_config.TrainConfig`. `decide`: the decision core; it lies above this package, in
+    `faser.controller.evaluate.decided`. `number`: environments of other numbers have other tasks.
+
+    ## Version History
+    v0: first.
+    """
 
     metadata = {"render_modes": []}  # noqa: RUF012
 
-    def __init__(self, config: TrainConfig, number: int, decide: Decide) -> None:
+    def __init__(self, config: TrainConfig, decide: Decide, number: int = 0) -> None:
         self._config, self._slots, self._decide = config, config.slots, decide
         seed = config.seed + 1000 * number
         self._tasks = tasks(config, seed, math.ceil(TRAINED_SHARE * config.worlds))
@@ -56,8 +84,10 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observations, dict[str, Any]]:
-        """Begin with a full batch, filled by price without advice."""
+        """Begin another episode; with a seed, all that follows depends on seed and actions alone."""
         super().reset(seed=seed)
+        if seed is not None:
+            self._random = np.random.default_rng([seed, 6])
         task = self._tasks[int(self._random.integers(len(self._tasks)))]
         self._yardstick = self._twin(task)
         self._course = Course(task, self._slots, self._decide)
@@ -67,7 +97,7 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
         return self._seen(), {}
 
     def step(self, action: Singles) -> tuple[Observations, float, bool, bool, dict[str, Any]]:
-        """Serve for a span under this advice; the reward is in spans' worth of the twin's tokens."""
+        """Serve for a span under this advice."""
         course = self._course
         before_s, before = course.engine.clock_s, course.amount
         self._policy.follow(Advice.of(np.asarray(action, np.float32)))
@@ -117,18 +147,21 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
 def advised_batch(config: TrainConfig, decide: Decide) -> SubprocVecEnv:
     """Return the environments, each in a process of its own with tasks of its own."""
     makers: list[Callable[[], gymnasium.Env[Any, Any]]] = [
-        partial(AdvisedServing, config, number, decide) for number in range(config.engines)
+        partial(AdvisedServing, config, decide, number) for number in range(config.engines)
     ]
     return SubprocVecEnv(makers, start_method="spawn")
 
 
-def judged_advice(batch: SubprocVecEnv, network: Network) -> float:
+def judged_advice(batch: VecEnv, network: Network) -> float:
     """Return the mean log of tokens over those of price without advice, on engines not trained in, greedily."""
     gains: Sequence[list[float]] = batch.env_method("judged", network)
     return float(np.mean([gain for own in gains for gain in own]))
 
 
-def looks(batch: SubprocVecEnv) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def looks(batch: VecEnv) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return what the global features span in training."""
     lows, highs = zip(*batch.env_method("looks"), strict=True)
     return tuple(map(float, np.min(lows, axis=0))), tuple(map(float, np.max(highs, axis=0)))
+
+
+gymnasium.register(id=ENV_ID, entry_point="faser.models.advised:AdvisedServing")

@@ -19,8 +19,7 @@ from ..env.simulator import Simulator
 from ..env.spaces import Capabilities
 from ..env.state import EngineState
 from .baselines import FixedLength, LengthTable, Off
-from .hindsight import CutAfterwards, Hindsight
-from .informed import Informed
+from .hindsight import Hindsight
 from .policy import Policy, make_policy
 from .rivals.search import best_table
 from .simulated import SimulatedEngine
@@ -31,14 +30,7 @@ DRIFT = 0  # stands for the drifting load among the loads
 SWING = -1  # ... for the swinging one
 CHANGING = {DRIFT: "drift", SWING: "swing"}
 TABLE = "table"  # the best table by batch size of the world, found by search
-ORACLES = ("oracle:request", "oracle:uniform")
-BOUNDS: dict[str, Callable[[Scenario, int], CutAfterwards]] = {  # upper bounds
-    ORACLES[0]: lambda scenario, seed: Hindsight(scenario, seed, "request"),
-    ORACLES[1]: lambda scenario, seed: Hindsight(scenario, seed, "uniform"),
-    "informed:drafts": lambda scenario, seed: Informed(scenario, seed, "drafts"),
-    "informed:rounds": lambda scenario, seed: Informed(scenario, seed, "rounds"),
-    "informed:lengths": lambda scenario, seed: Informed(scenario, seed, "lengths"),
-}
+ORACLES = ("oracle:request", "oracle:uniform")  # upper bounds
 RIVALS = ("goodput", "smartspec", "adaspec", "ema", "bandit", "gplcb")
 OURS = ("price", "price:history")
 FULL = 0.9  # of the requests that a load names
@@ -141,7 +133,7 @@ def simulate(cell: Cell, decide: Decide, worlds: Sequence[WorldSpec] | None = No
     """Make one run."""
     (world,) = (each for each in worlds or held_out() if each.name == cell.world)
     scenario = scenario_of(world, cell.load)
-    if cell.policy in BOUNDS:
+    if cell.policy in ORACLES:
         return _bounded(cell, scenario)
     policy = make_policy(cell.policy, Capabilities(k_max=scenario.positions))
     if isinstance(policy, Off | FixedLength | LengthTable):
@@ -200,7 +192,7 @@ def _length(policy: Off | FixedLength | LengthTable, requests: int) -> int:
 
 
 def _bounded(cell: Cell, scenario: Scenario) -> Run:
-    engine = BOUNDS[cell.policy](scenario, cell.seed)
+    engine = Hindsight(scenario, cell.seed, is_uniform=cell.policy == ORACLES[1])
     meter = _meter(cell, engine.simulator)
     while not meter.is_over():
         engine.step()
@@ -217,7 +209,7 @@ class Plan:
     seeds: tuple[int, ...] = (101, 102, 103)
     steps: int = 400
     rivals: tuple[str, ...] = RIVALS
-    bounds: tuple[str, ...] = tuple(BOUNDS)  # with per-request hindsight, which gaps are measured by
+    bounds: tuple[str, ...] = ORACLES  # with per-request hindsight, which gaps are measured by
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, TypeAlias, cast
+from typing import Final, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,30 +24,23 @@ from .policy import PolicyError
 from .tensorfile import Entry, Tensor, read, write
 
 Singles: TypeAlias = npt.NDArray[np.float32]
-Head: TypeAlias = Literal["price", "lengths", "advice"]
 
 MANIFEST_VERSION: Final = 1
-OUTPUTS: Final = ("threshold", "depth", "keep", "go_on")  # components of the action that the price head gives
-HEADS: Final[tuple[Head, ...]] = ("price", "lengths", "advice")
+HEAD: Final = "advice"  # what the outputs are; others there were lost to the price policy
+OUTPUTS: Final = Advice._fields
 REQUEST_INPUTS, GLOBAL_INPUTS = len(REQUEST_FEATURES), len(GLOBAL_FEATURES)
 LAYERS: Final = ("encode_1", "encode_2", "trunk_1", "trunk_2", "head")
 
 
-def outputs_of(head: Head) -> tuple[str, ...]:
-    """Return what the outputs of a head that speaks for all requests at once are called."""
-    return Advice._fields if head == "advice" else OUTPUTS
-
-
-def shapes(head: Head, hidden: int, k_max: int) -> dict[str, tuple[int, int]]:
+def shapes(hidden: int) -> dict[str, tuple[int, int]]:
     """Return (inputs, outputs) of each layer."""
     wide = 2 * hidden
-    last = (wide + hidden, k_max + 1) if head == "lengths" else (wide, len(outputs_of(head)))
     return {
         "encode_1": (REQUEST_INPUTS, hidden),
         "encode_2": (hidden, hidden),
         "trunk_1": (2 * hidden + GLOBAL_INPUTS, wide),
         "trunk_2": (wide, wide),
-        "head": last,
+        "head": (wide, len(OUTPUTS)),
     }
 
 
@@ -55,9 +48,8 @@ def shapes(head: Head, hidden: int, k_max: int) -> dict[str, tuple[int, int]]:
 class Manifest:
     """What lies beside the weights; a file of another layout is refused."""
 
-    head: Head
     hidden: int
-    k_max: int  # of the lengths head; the others speak in shares of any k_max
+    k_max: int  # of the engines in training; advice holds for any
     sha256: str
     training: dict[str, object]  # configuration, seed, steps, seconds, worlds, commit
     results: dict[str, object]  # on held-out worlds
@@ -72,8 +64,9 @@ class Manifest:
             "request_features": [feature.name for feature in REQUEST_FEATURES],
             "global_features": [feature.name for feature in GLOBAL_FEATURES],
             "action": [component.name for component in ACTION],
-            "outputs": list(outputs_of(self.head)),
+            "outputs": list(OUTPUTS),
             "normalisation": "none: the observation's layout bounds every feature",
+            "head": HEAD,
             **{name: getattr(self, name) for name in self.__slots__},
         }
         return json.dumps(fields, indent=1) + "\n"
@@ -88,16 +81,13 @@ class Network:
         self._layers = [(tensors[f"{name}.weight"], tensors[f"{name}.bias"]) for name in LAYERS]
 
     def forward(self, requests: Singles, overall: Singles) -> Singles:
-        """Return the outputs, (outputs,), or logits of lengths, (n, k_max + 1), for n requests' features."""
+        """Return the outputs, (outputs,), for n requests' features."""
         (w1, b1), (w2, b2), (w3, b3), (w4, b4), (w5, b5) = self._layers
         encoded = _layer(_layer(requests, w1, b1), w2, b2)
         pooled = np.zeros(2 * w2.shape[1] + len(overall), np.float32)
         _pool(encoded, overall, pooled)
         trunk = _layer(_layer(pooled, w3, b3), w4, b4)
-        if self.manifest.head != "lengths":
-            return cast(Singles, np.dot(trunk, w5) + b5)
-        wide = len(trunk)
-        return cast(Singles, encoded @ w5[wide:] + (trunk @ w5[:wide] + b5))
+        return cast(Singles, np.dot(trunk, w5) + b5)
 
 
 def _layer(values: Singles, weight: Singles, bias: Singles) -> Singles:
@@ -162,7 +152,7 @@ def load_network(manifest_path: Path) -> Network:
         raise PolicyError(
             f"{path}: sha256 {digest[:12]}..., its manifest says {manifest.sha256[:12]}...; fetch it again"
         )
-    for name, (inputs, outputs) in shapes(manifest.head, manifest.hidden, manifest.k_max).items():
+    for name, (inputs, outputs) in shapes(manifest.hidden).items():
         for part, shape in ((f"{name}.weight", (inputs, outputs)), (f"{name}.bias", (outputs,))):
             if part not in tensors or tensors[part].shape != shape:
                 seen = tensors[part].shape if part in tensors else "nothing"
@@ -173,16 +163,15 @@ def load_network(manifest_path: Path) -> Network:
 
 
 def _checked(fields: dict[str, object], path: Path) -> Manifest:
-    head, hidden, k_max, sha256 = (fields.get(name) for name in ("head", "hidden", "k_max", "sha256"))
-    if head not in HEADS:
-        raise PolicyError(f"{path}: head {str(head)[:60]}; expected one of {', '.join(HEADS)}")
+    hidden, k_max, sha256 = (fields.get(name) for name in ("hidden", "k_max", "sha256"))
     expected: dict[str, object] = {
         "manifest_version": MANIFEST_VERSION,
         "observation_version": OBSERVATION_VERSION,
         "request_features": [feature.name for feature in REQUEST_FEATURES],
         "global_features": [feature.name for feature in GLOBAL_FEATURES],
         "action": [component.name for component in ACTION],
-        "outputs": list(outputs_of(head)),
+        "head": HEAD,
+        "outputs": list(OUTPUTS),
     }
     for name, value in expected.items():
         if fields.get(name) != value:
@@ -197,7 +186,7 @@ def _checked(fields: dict[str, object], path: Path) -> Manifest:
             raise PolicyError(f"{path}: low and high; expected {GLOBAL_INPUTS} finite numbers each")
     training, results = (fields.get(name) for name in ("training", "results"))
     return Manifest(
-        head, cast(int, hidden), cast(int, k_max), sha256,
+        cast(int, hidden), cast(int, k_max), sha256,
         training if isinstance(training, dict) else {}, results if isinstance(results, dict) else {},
         tuple(cast(list[float], low)), tuple(cast(list[float], high)),
     )  # fmt: skip

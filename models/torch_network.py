@@ -1,6 +1,6 @@
 """The network in torch and stable-baselines3's policy around it: for training alone, never imported by the daemon.
 
-Padded batches of requests with a mask; the lengths head is one batched categorical instead of SB3's list of them.
+Padded batches of requests with a mask.
 """
 
 from __future__ import annotations
@@ -15,19 +15,17 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import Schedule
 from torch import nn
 
-from .network import LAYERS, Head, Manifest, Network, outputs_of, shapes
+from .network import LAYERS, OUTPUTS, Manifest, Network, shapes
 
 FIRST_LOG_STD = -1.2
 
 
 class DeepSets(nn.Module):
-    """The twin of network.Network; `outputs` 0 gives a value for the critic."""
+    """The twin of network.Network; as a critic it has one output, a value."""
 
-    def __init__(self, head: Head, hidden: int, k_max: int, *, is_critic: bool = False) -> None:
+    def __init__(self, hidden: int, *, is_critic: bool = False) -> None:
         super().__init__()
-        self.kind = head
-        self.is_critic = is_critic
-        sizes = shapes(head, hidden, k_max)
+        sizes = shapes(hidden)
         if is_critic:
             sizes["head"] = (2 * hidden, 1)
         self.layers = nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()})
@@ -39,7 +37,7 @@ class DeepSets(nn.Module):
         nn.init.zeros_(self.layers["head"].weight)  # type: ignore[arg-type]
 
     def forward(self, requests: torch.Tensor, overall: torch.Tensor) -> torch.Tensor:
-        """Return (batch, outputs), or (batch, slots, k_max + 1), from (batch, slots, features), (batch, features)."""
+        """Return (batch, outputs) from (batch, slots, features), (batch, features)."""
         layers = self.layers
         mask = live(requests).unsqueeze(-1)
         encoded = torch.tanh(layers["encode_2"](torch.tanh(layers["encode_1"](requests))))
@@ -49,12 +47,8 @@ class DeepSets(nn.Module):
         most = torch.where(mask.sum(dim=1) > 0, most, torch.zeros_like(most))
         trunk = torch.cat([mean, most, overall], dim=-1)
         trunk = torch.tanh(layers["trunk_2"](torch.tanh(layers["trunk_1"](trunk))))
-        if self.is_critic or self.kind != "lengths":
-            result: torch.Tensor = layers["head"](trunk)
-            return result
-        spread = trunk.unsqueeze(1).expand(-1, encoded.shape[1], -1)
-        logits: torch.Tensor = layers["head"](torch.cat([spread, encoded], dim=-1))
-        return logits
+        result: torch.Tensor = layers["head"](trunk)
+        return result
 
 
 def live(requests: torch.Tensor) -> torch.Tensor:
@@ -63,19 +57,19 @@ def live(requests: torch.Tensor) -> torch.Tensor:
 
 
 class SetPolicy(ActorCriticPolicy):
-    """Actor and critic of their own; one batched categorical for lengths, Gaussian for the other heads."""
+    """Actor and critic of their own; outputs are the means of Gaussians."""
 
     def __init__(
         self, observation_space: spaces.Space[Any], action_space: spaces.Space[Any], lr_schedule: Schedule,
-        head: Head = "price", hidden: int = 32, k_max: int = 6, **arguments: Any,
+        hidden: int = 32, **arguments: Any,
     ) -> None:  # fmt: skip
-        self.head_kind, self.hidden, self.k_max = head, hidden, k_max
+        self.hidden = hidden
         super().__init__(observation_space, action_space, lr_schedule, net_arch=[], **arguments)
 
     def _build(self, lr_schedule: Schedule) -> None:
-        self.actor = DeepSets(self.head_kind, self.hidden, self.k_max)
-        self.critic = DeepSets(self.head_kind, self.hidden, self.k_max, is_critic=True)
-        self.log_std = nn.Parameter(torch.full((len(outputs_of(self.head_kind)),), FIRST_LOG_STD))
+        self.actor = DeepSets(self.hidden)
+        self.critic = DeepSets(self.hidden, is_critic=True)
+        self.log_std = nn.Parameter(torch.full((len(OUTPUTS),), FIRST_LOG_STD))
         make: Any = self.optimizer_class
         self.optimizer = make(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)
 
@@ -83,21 +77,15 @@ class SetPolicy(ActorCriticPolicy):
         """Return actions, values and log probabilities."""
         output = self.actor(obs["requests"], obs["globals"])
         actions = self._chosen(output, deterministic)
-        return actions, self.predict_values(obs), self._log_prob(obs, output, actions)
+        return actions, self.predict_values(obs), self._log_prob(output, actions)
 
     def evaluate_actions(
         self, obs: Any, actions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return values, log probabilities and entropy of these actions."""
         output = self.actor(obs["requests"], obs["globals"])
-        if self.head_kind != "lengths":
-            entropy = (0.5 + 0.5 * math.log(2.0 * math.pi) + self.log_std).sum().expand(len(output))
-        else:
-            mask = live(obs["requests"])
-            logs = torch.log_softmax(output, dim=-1)
-            each = -(logs.exp() * logs).sum(dim=-1)
-            entropy = (each * mask).sum(dim=-1) / mask.sum(dim=-1).clamp(min=1.0)
-        return self.predict_values(obs), self._log_prob(obs, output, actions), entropy
+        entropy = (0.5 + 0.5 * math.log(2.0 * math.pi) + self.log_std).sum().expand(len(output))
+        return self.predict_values(obs), self._log_prob(output, actions), entropy
 
     def predict_values(self, obs: Any) -> torch.Tensor:
         """Return (batch, 1)."""
@@ -108,21 +96,12 @@ class SetPolicy(ActorCriticPolicy):
         return self._chosen(self.actor(observation["requests"], observation["globals"]), deterministic)
 
     def _chosen(self, output: torch.Tensor, deterministic: bool) -> torch.Tensor:
-        if self.head_kind != "lengths":
-            return output if deterministic else output + self.log_std.exp() * torch.randn_like(output)
-        if deterministic:
-            return output.argmax(dim=-1)
-        # Gumbel's trick: one tensor operation for all requests.
-        noise = -torch.log(-torch.log(torch.rand_like(output).clamp(1e-9, 1.0 - 1e-7)))
-        return (output + noise).argmax(dim=-1)
+        return output if deterministic else output + self.log_std.exp() * torch.randn_like(output)
 
-    def _log_prob(self, obs: dict[str, torch.Tensor], output: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        if self.head_kind != "lengths":
-            off = (actions - output) / self.log_std.exp()
-            each: torch.Tensor = -0.5 * off.square() - self.log_std - 0.5 * math.log(2.0 * math.pi)
-            return each.sum(dim=-1)
-        chosen = torch.log_softmax(output, dim=-1).gather(-1, actions.long().unsqueeze(-1)).squeeze(-1)
-        return (chosen * live(obs["requests"])).sum(dim=-1)
+    def _log_prob(self, output: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+        off = (actions - output) / self.log_std.exp()
+        each: torch.Tensor = -0.5 * off.square() - self.log_std - 0.5 * math.log(2.0 * math.pi)
+        return each.sum(dim=-1)
 
 
 def to_network(actor: DeepSets, manifest: Manifest) -> Network:
@@ -134,16 +113,3 @@ def to_network(actor: DeepSets, manifest: Manifest) -> Network:
         tensors[f"{name}.weight"] = np.ascontiguousarray(layer.weight.detach().numpy().T, np.float32)
         tensors[f"{name}.bias"] = layer.bias.detach().numpy().astype(np.float32)
     return Network(manifest, tensors)
-
-
-def from_network(network: Network) -> DeepSets:
-    """Return the torch twin, to go on training from."""
-    manifest = network.manifest
-    actor = DeepSets(manifest.head, manifest.hidden, manifest.k_max)
-    with torch.no_grad():
-        for name in LAYERS:
-            layer = actor.layers[name]
-            assert isinstance(layer, nn.Linear)
-            layer.weight.copy_(torch.from_numpy(network.tensors[f"{name}.weight"].T.copy()))
-            layer.bias.copy_(torch.from_numpy(network.tensors[f"{name}.bias"].copy()))
-    return actor

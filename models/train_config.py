@@ -10,7 +10,7 @@ import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from .network import HEADS, Head
+from .network import HEAD
 from .policy import PolicyError
 
 
@@ -18,23 +18,20 @@ from .policy import PolicyError
 class TrainConfig:
     """One training run. Every field can stand in the TOML file."""
 
-    head: Head = "price"  # price: thresholds for all; lengths: one for each request; advice: leanings of price
+    head: str = HEAD  # what the network gives; there is no other
     seed: int = 0
     hidden: int = 32
     worlds: int = 48  # random engines to train in
     exits_share: float = 0.0  # of these, have exit heads, and prune
     slots: int = 64  # most requests in a batch
-    imitation_steps: int = 12_000  # decisions of price to learn from before; 0, and for advice: from nothing
-    imitation_epochs: int = 12
     engines: int = 32  # simulated at once
     rollout_steps: int = 64
-    total_steps: int = 400_000  # decisions of PPO, for advice one in 16 engine steps; 0: imitation alone
-    spans: int = 48  # decisions of an episode; for advice alone, the others' engines never end
-    renewed_share: float = 0.1  # of the engines, replaced by others before each rollout
+    total_steps: int = 400_000  # pieces of advice, one in 16 engine steps
+    spans: int = 48  # pieces of advice in an episode
     learning_rate: float = 3e-4
     epochs: int = 4
     minibatch: int = 512
-    discount: float = 0.1  # per step of a full batch without speculation, for advice per decision
+    discount: float = 0.1  # per piece of advice
     trace_decay: float = 0.9
     entropy: float = 0.0
     clip: float = 0.15
@@ -46,16 +43,15 @@ class TrainConfig:
             "seed": (0, 2**31 - 1), "hidden": (4, 256), "worlds": (1, 1024), "slots": (1, 256), "engines": (1, 4096),
             "rollout_steps": (2, 4096), "spans": (1, 10_000), "minibatch": (2, 65536), "epochs": (1, 100),
             "judge_every": (1, 10**6), "patience": (1, 10**6),
-            "renewed_share": (0.0, 1.0), "exits_share": (0.0, 1.0), "learning_rate": (1e-7, 1.0),
-            "imitation_steps": (0, 10**8),
+            "exits_share": (0.0, 1.0), "learning_rate": (1e-7, 1.0),
             "total_steps": (0, 10**10), "discount": (0.0, 10.0), "trace_decay": (0.0, 1.0), "clip": (0.01, 1.0),
         }  # fmt: skip
         for name, (low, high) in bounds.items():
             value = getattr(self, name)
             if not math.isfinite(value) or not low <= value <= high:
                 raise PolicyError(f"{name} {value}; expected {low:g}..{high:g}")
-        if self.head not in HEADS:
-            raise PolicyError(f"head {self.head!r}; expected one of {', '.join(HEADS)}")
+        if self.head != HEAD:
+            raise PolicyError(f"head {self.head!r}; expected {HEAD!r}")
 
 
 def load_config(path: Path) -> TrainConfig:

@@ -7,7 +7,7 @@ costs are of published fits or of the tables in docs/, and each world says which
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Final
 
@@ -216,14 +216,3 @@ def training(worlds: int, seed: int, exits_share: float = 0.0) -> tuple[EnginePr
 def _random_exit(random: np.random.Generator, step_s: float) -> Exit:
     saved, recall, alarms, looks = random.uniform((0.1, 0.1, 0.0, 0.0), (0.9, 0.95, 0.05, 0.03)).tolist()
     return Exit(16, saved, recall, alarms, looks * step_s, looks * step_s / 100)
-
-
-def training_scenario(worlds: int, seed: int, slots: int, exits_share: float = 0.0) -> Scenario:
-    """Return the scenario that mixes the training worlds, with load, drift, cost and difficulty drawn per episode."""
-    engines = training(worlds, seed, exits_share)
-    profiles = tuple(msgspec.structs.replace(profile, max_requests=slots) for profile in engines)
-    base = Scenario(
-        profiles=profiles, workloads=(chat_trace(),), slots=slots, load=(0.05, 3.0), swing=1.0, classes=CLASSES
-    )
-    weights = replace(base.weights, good=0.0, token=0.02, discount_per_s=1.0)
-    return replace(base, hardness=0.5, coefficient_spread=0.15, weights=weights, episode_steps=400)

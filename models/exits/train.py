@@ -8,7 +8,6 @@ curve is fitted anew at the end, on drafts that the map has not seen and on toke
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -29,15 +28,6 @@ DECAY: Final = 0.1
 BEHIND_WEIGHT: Final = 0.3  # of tokens behind a rejection
 CURVE_SHARE: Final = 0.25  # of the drafts, kept from the map for the curve
 CURVE_RIDGE: Final = 1e-3
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """How well a head tells accepted from rejected draft tokens, on tokens whose draft was accepted so far."""
-
-    layer: int
-    auc: float
-    tokens: int
 
 
 def train_heads(recording: Recording, seed: int, progress: Progress) -> dict[int, Head]:

@@ -99,7 +99,7 @@ def test_quiet_rounds_count_alone_if_there_are_three_pairs_of_them() -> None:
 def answered(ttft_s: float, tpot_s: float, tokens: int, outcome: Outcome = "finished") -> RequestResult:
     times_s = [1.0 + ttft_s + tpot_s * at for at in range(tokens)]
     return RequestResult(
-        0, "chat", "p", 1.0, 1.0, times_s[-1], outcome, output_tokens=tokens, token_times_s=times_s,
+        0, "chat", "p", 1.0, 1.0, outcome, output_tokens=tokens, token_times_s=times_s,
         token_counts=list(range(1, tokens + 1)),
     )  # fmt: skip
 

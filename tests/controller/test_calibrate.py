@@ -284,9 +284,9 @@ def test_confidences_are_kept_by_the_decision_whose_drafts_they_are_of(tmp_path:
         for record in records:
             for row in (row for row in record.rows if row.handle == life.handle):
                 if row.verified:
-                    decision = request.decided(emitted)
-                    assert decision.confidences == pytest.approx(row.confidences)
-                    assert (decision.emitted, decision.handed) == (emitted, row.verified)
+                    draft = request.drafted(emitted)
+                    assert draft.confidences == pytest.approx(row.confidences)
+                    assert (draft.emitted, draft.handed) == (emitted, row.verified)
                     seen += 1
                 emitted += row.emitted
     assert seen > 30

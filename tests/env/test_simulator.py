@@ -256,6 +256,18 @@ def some_requests(count: int = 60, seed: int = 0) -> tuple[np.ndarray, np.ndarra
     )  # fmt: skip
 
 
+def test_plain_decoding_takes_as_long_as_a_hand_computes() -> None:
+    """The synthetic profile's milliseconds; no pause of the host goes before a step of an engine that was idle."""
+    step_s, row_s, host_s = 5.886e-3, 21e-6, 1.207e-3
+    profile = synthetic_profile(noise=0.0, kv_token_s=0.0, round_s=0.0)
+    served = replay([0.0, 50.0], [100, 10], [5, 1], 0, profile)
+    assert served.ttft_s == pytest.approx([step_s + 100 * row_s, step_s + 10 * row_s])
+    assert served.e2e_s[0] == pytest.approx(served.ttft_s[0] + 4 * (step_s + row_s + host_s))
+    assert served.steps == 5 + 1
+    in_chunks = replay([0.0, 50.0], [150, 10], [1, 1], 0, synthetic_profile(noise=0.0, token_budget=64))
+    assert in_chunks.steps == 3 + 1
+
+
 @pytest.mark.parametrize("mean_logit", [-40.0, 40.0], ids=["never accepted", "always accepted"])
 @pytest.mark.parametrize("length", [0, 1, 4])
 def test_speculation_as_a_table(mean_logit: float, length: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +13,17 @@ import pytest
 
 pytest.importorskip("stable_baselines3")
 
+import gymnasium
+from gymnasium.utils.env_checker import check_env
+from stable_baselines3.common.env_checker import check_env as check_env_for_sb3
+
 from faser.controller.evaluate import decided
 from faser.engine_adapter.protocol import ActionSet
 from faser.env.observation import GLOBAL_FEATURES
 from faser.env.spaces import Capabilities
 from faser.env.state import EngineState
 from faser.models.advice import NEUTRAL, SPAN_DECISIONS, Advice
-from faser.models.advised import AdvisedServing
+from faser.models.advised import ENV_ID, AdvisedServing
 from faser.models.evaluate import DRIFT
 from faser.models.learned import LearnedPolicy
 from faser.models.network import Manifest, Network, load_network, shapes
@@ -31,8 +36,7 @@ from faser.models.twin import Course, Task, Twin
 from faser.models.worlds import WorldSpec, held_out, side_by_side
 
 TINY = TrainConfig(
-    head="advice", worlds=3, slots=8, imitation_steps=0, engines=2, rollout_steps=4, total_steps=16, minibatch=8,
-    judge_every=1, hidden=8, spans=4,
+    worlds=3, slots=8, engines=2, rollout_steps=4, total_steps=16, minibatch=8, judge_every=1, hidden=8, spans=4,
 )  # fmt: skip
 EAGLE = held_out()[0]
 
@@ -40,12 +44,12 @@ EAGLE = held_out()[0]
 def make_network(bias: Sequence[float] = (0.0, 0.0, 0.0)) -> Network:
     """Return a network that gives the same advice whatever it sees."""
     tensors = {}
-    for name, (inputs, outputs) in shapes("advice", 8, 6).items():
+    for name, (inputs, outputs) in shapes(8).items():
         tensors[f"{name}.weight"] = np.zeros((inputs, outputs), np.float32)
         tensors[f"{name}.bias"] = np.zeros(outputs, np.float32)
     tensors["head.bias"] = np.array(bias, np.float32)
     size = len(GLOBAL_FEATURES)
-    return Network(Manifest("advice", 8, 6, "", {}, {}, (-9.0,) * size, (9.0,) * size), tensors)
+    return Network(Manifest(8, 6, "", {}, {}, (-9.0,) * size, (9.0,) * size), tensors)
 
 
 def served(policy: Policy, world: WorldSpec = EAGLE, requests: int = 8, steps: int = 300) -> list[ActionSet]:
@@ -116,7 +120,7 @@ def test_an_engine_unlike_training_is_left_to_price_and_every_decision_counted()
     for _ in range(2 * SPAN_DECISIONS):
         assert "unlike training: price decides; " in policy.act(state).reason
     assert policy.handed_over == before + 2 * SPAN_DECISIONS
-    assert policy._fallback._advice == NEUTRAL
+    assert policy._price._advice == NEUTRAL
 
 
 def test_the_reason_names_the_advice() -> None:
@@ -144,9 +148,18 @@ def test_a_twin_knows_what_was_emitted_by_when(load: int) -> None:
     assert twin.by(last_s + 2.0) == pytest.approx(float(twin.amounts[-1]) + 2.0 * twin.rate)
 
 
+def test_gymnasium_and_sb3_accept_the_environment() -> None:
+    environment = gymnasium.make(ENV_ID, config=replace(TINY, spans=2), decide=decided).unwrapped
+    check_env(environment)
+    with warnings.catch_warnings():
+        # Advice to use a policy made for rows per request, which is what these are for.
+        warnings.filterwarnings("ignore", "Your observation requests has an unconventional shape")
+        check_env_for_sb3(environment)
+
+
 def test_no_advice_earns_nothing_and_bad_advice_costs() -> None:
     def earned(action: Sequence[float]) -> list[float]:
-        course = AdvisedServing(replace(TINY, spans=12), 0, decided)
+        course = AdvisedServing(replace(TINY, spans=12), decided)
         seen, _ = course.reset()
         rewards, is_over = [], False
         while not is_over:
@@ -160,7 +173,7 @@ def test_no_advice_earns_nothing_and_bad_advice_costs() -> None:
 
 
 def test_a_silent_network_is_judged_as_level_with_price() -> None:
-    course = AdvisedServing(TINY, 0, decided)
+    course = AdvisedServing(TINY, decided)
     assert course.judged(make_network()) == pytest.approx([0.0])
     loud = [course.judged(make_network(advice)) for advice in ((1.0, 1.0, -1.0), (-1.0, 1.0, -1.0))]
     assert any(found != pytest.approx([0.0], abs=1e-6) for found in loud)  # one of them at least asks for other lengths
@@ -171,7 +184,6 @@ def test_a_run_begins_level_with_price_and_leaves_a_policy_that_the_daemon_can_l
     assert found.first == pytest.approx(0.0)
     assert found.best >= found.first
     network = load_network(found.manifest)
-    assert network.manifest.head == "advice"
     assert network.tensors["head.bias"].shape == (len(Advice._fields),)
     assert make_policy(f"learned:{found.manifest}", Capabilities(k_max=3)).act(EngineState(Capabilities(k_max=3)))
     again = train(replace(TINY, total_steps=32), tmp_path, decided, resume=True)

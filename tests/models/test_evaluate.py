@@ -270,7 +270,7 @@ def test_loads_are_told_by_number_or_by_name() -> None:
 def test_the_command_ends_with_one_object_and_workers_change_nothing(tmp_path: object) -> None:
     arguments = [
         "evaluate", "--json", "--worlds", "gpu-ngram", "--loads", "2", "--seeds", "2", "--steps", "20", "--policies",
-        "price", "--rivals", "smartspec", "--bounds", "informed:lengths",
+        "price", "--rivals", "smartspec", "--bounds", "oracle:request",
     ]  # fmt: skip
     alone, together = (CliRunner().invoke(app, [*arguments, "--workers", workers]) for workers in ("1", "2"))
     assert alone.exit_code == together.exit_code == 0, together.output
@@ -278,8 +278,8 @@ def test_the_command_ends_with_one_object_and_workers_change_nothing(tmp_path: o
     assert result == json.loads(together.stdout.splitlines()[-1])
     assert result["worlds"] == 1
     assert result["seeds"] == 2
-    assert {name for name in result["policies"] if ":" in name} >= {"oracle:request", "informed:lengths"}
-    assert not {"oracle:uniform", "informed:rounds"} & set(result["policies"])
+    assert "oracle:request" in result["policies"]
+    assert "oracle:uniform" not in result["policies"]
     assert result["commit"]
     assert {"Python", "faser-vllm"} <= set(result["versions"])
     assert set(result["policies"]["price"]) >= {
@@ -318,7 +318,7 @@ def test_workers_end_with_the_command_that_started_them() -> None:
         (["--loads", "swing,drift,swing"], "different ones"),
         (["--policies", "best"], "possible are"),
         (["--policies", "price bandit"], "as rival"),
-        (["--bounds", "oracle:request clairvoyance"], "informed:drafts"),
+        (["--bounds", "oracle:request clairvoyance"], "some of oracle:request oracle:uniform"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_before_anything_runs(arguments: list[str], hint: str) -> None:

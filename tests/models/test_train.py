@@ -1,12 +1,14 @@
-"""Training: configurations, rewards, semi-Markov advantages, checkpoints; and that it learns (slow)."""
+"""Training: configurations, the torch policy, checkpoints, what a run leaves and how it goes on."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -14,28 +16,31 @@ from typer.testing import CliRunner
 pytest.importorskip("stable_baselines3")
 
 import torch
+from gymnasium import spaces
 from safetensors.torch import save_file
+from stable_baselines3 import PPO
+from stable_baselines3.common.vec_env import DummyVecEnv
 
 from faser.controller.cli import app
 from faser.controller.errors import FaserError
 from faser.controller.evaluate import decided
-from faser.engine_adapter.protocol import StopRule
-from faser.env.action_vector import DEPTH, GO_ON, KEEP, THRESHOLD, lengths_for, meant
-from faser.env.spaces import Action, Capabilities
+from faser.env.observation import GLOBAL_FEATURES, REQUEST_FEATURES
+from faser.env.spaces import Capabilities
+from faser.env.speculative_serving import observation_space
 from faser.models import train as training_run
+from faser.models.advised import AdvisedServing
 from faser.models.checkpoint import NAME, Standing, load_checkpoint, save_checkpoint
-from faser.models.engine_batch import EngineBatch, SemiMarkovBuffer
-from faser.models.imitation import collect, imitate, in_words
-from faser.models.network import Head, load_network
+from faser.models.evaluate import Decide
+from faser.models.network import OUTPUTS, load_network
 from faser.models.policy import PolicyError, make_policy
 from faser.models.torch_network import DeepSets, SetPolicy
-from faser.models.train import judged, train
+from faser.models.train import train
 from faser.models.train_config import TrainConfig, load_config
+from faser.models.twin import Twin, tasks
 from faser.models.worlds import training
 
 TINY = TrainConfig(
-    worlds=4, slots=8, imitation_steps=120, imitation_epochs=2, engines=4, rollout_steps=16, total_steps=192,
-    minibatch=32, judge_every=2, hidden=8,
+    worlds=3, slots=8, engines=2, rollout_steps=8, total_steps=48, minibatch=8, judge_every=2, hidden=8, spans=4,
 )  # fmt: skip
 RECIPE = Path(__file__).parents[2] / "models" / "weights" / "policy.recipe.toml"
 
@@ -47,8 +52,9 @@ def test_the_released_recipe_can_be_read() -> None:
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
-        ("heads = 'price'", "unknown key heads"),
-        ("head = 'magic'", "expected one of price, lengths, advice"),
+        ("heads = 'advice'", "unknown key heads"),
+        ("head = 'price'", "head 'price'; expected 'advice'"),
+        ("imitation_steps = 12000", "unknown key imitation_steps"),
         ("engines = 0", "engines 0"),
         ("engines = 'four'", "engines is str"),
         ("learning_rate = nan", "learning_rate nan"),
@@ -65,119 +71,103 @@ def test_a_configuration_that_cannot_be_is_refused(text: str, hint: str, tmp_pat
     assert isinstance(result.exception, FaserError)
 
 
-# --- the environment ---
+# --- the torch policy ---
 
 
-@pytest.mark.parametrize("head", ["price", "lengths"])
-def test_observations_lie_in_their_space_and_the_same_seed_gives_the_same_rewards(head: Head) -> None:
-    def rewards() -> list[float]:
-        batch, found = EngineBatch(replace(TINY, head=head), 3), []
-        seen = batch.reset()
-        batch.action_space.seed(0)
-        for _ in range(40):
-            assert batch.observation_space.contains({name: values[0] for name, values in seen.items()})
-            batch.step_async(np.stack([batch.action_space.sample() for _ in range(batch.num_envs)]))
-            seen, reward, done, _ = batch.step_wait()
-            assert not done.any()
-            found += reward.tolist()
-        return found
-
-    assert rewards() == rewards()
+def make_actor_critic(slots: int = 8) -> SetPolicy:
+    actions = spaces.Box(-1.0, 1.0, (len(OUTPUTS),))
+    return SetPolicy(observation_space(slots), actions, lambda _: 1e-3, hidden=8)
 
 
-def test_what_is_earned_is_what_is_gained_over_the_own_mean_rate() -> None:
-    batch = EngineBatch(replace(TINY, engines=16, worlds=16), 3)
-    batch.reset()
-    neutral = np.full((16, 4), -1.0, np.float32)
-    for _ in range(300):
-        batch.step_async(neutral)
-        batch.step_wait()
-    totals = np.zeros(16)
-    for _ in range(200):
-        batch.step_async(neutral)
-        totals += batch.step_wait()[1]
-    assert np.abs(np.median(totals / 200)) < 0.05
+def some_requests(live: int, slots: int = 8) -> dict[str, torch.Tensor]:
+    """Return an observation, (2, slots, features) and (2, features), in which the first `live` slots hold a request."""
+    torch.manual_seed(0)
+    requests = torch.rand(2, slots, len(REQUEST_FEATURES))
+    requests[..., 0], requests[..., 1] = 1.0, 0.0
+    requests[:, live:] = 0.0
+    return {"requests": requests, "globals": torch.rand(2, len(GLOBAL_FEATURES))}
 
 
-def test_advantages_discount_by_time_not_by_steps() -> None:
-    config = replace(TINY, engines=1, discount=0.5)
-    batch = EngineBatch(config, 0)
-    buffer = SemiMarkovBuffer(2, batch.observation_space, batch.action_space, device="cpu", n_envs=1)
-    buffer.engines = batch
-    seen = batch.reset()
-    one = torch.zeros(1)
-    for pace, reward in ((1.0, 0.0), (3.0, 1.0)):
-        batch.paces = np.array([pace])
-        buffer.add(seen, np.zeros((1, 4)), np.array([reward]), np.zeros(1), one, one)
-    buffer.compute_returns_and_advantage(torch.tensor([[2.0]]), np.zeros(1))
-    last = 1.0 + 2.0 * math.exp(-1.5)
-    assert buffer.advantages[1, 0] == pytest.approx(last)
-    assert buffer.advantages[0, 0] == pytest.approx(math.exp(-0.5) * config.trace_decay * last)
-
-
-@pytest.mark.parametrize("head", ["price", "lengths"])
-def test_log_probabilities_count_live_requests_alone(head: Head) -> None:
-    batch = EngineBatch(replace(TINY, head=head), 1)
-    policy = SetPolicy(
-        batch.observation_space, batch.action_space, lambda _: 1e-3, head=head, hidden=8, k_max=batch.k_max
-    )
-    seen = {name: torch.from_numpy(values) for name, values in batch.reset().items()}
+def test_log_probabilities_are_those_of_the_actions_that_were_chosen() -> None:
+    policy, seen = make_actor_critic(), some_requests(5)
     actions, values, log_prob = policy(seen)
-    assert values.shape == (4, 1)
-    other = actions.clone()
-    if head == "lengths":
-        other[:, -1] = (other[:, -1] + 1) % (batch.k_max + 1)  # nobody sits in the last slot yet
-        assert (seen["requests"][:, -1] == 0).all()
-    _, again, entropy = policy.evaluate_actions(seen, other)
+    assert values.shape == (2, 1)
+    _, again, entropy = policy.evaluate_actions(seen, actions)
     torch.testing.assert_close(again, log_prob)
+    assert (policy.evaluate_actions(seen, actions + 1.0)[1] != log_prob).all()
     assert entropy is not None
     assert torch.isfinite(entropy).all()
 
 
-# --- imitation ---
+def test_slots_without_a_request_mean_nothing() -> None:
+    actor, seen = DeepSets(8), some_requests(5)
+    padded = torch.cat([seen["requests"], torch.zeros(2, 30, len(REQUEST_FEATURES))], dim=1)
+    torch.testing.assert_close(actor(padded, seen["globals"]), actor(seen["requests"], seen["globals"]))
 
 
-def test_a_teachers_lengths_come_back_from_its_words() -> None:
-    random = np.random.default_rng(0)
-    for _ in range(50):
-        acceptance = random.uniform(0.2, 0.95, (12, 6))
-        threshold, depth = float(random.uniform(0.05, 0.8)), int(random.integers(0, 7))
-        lengths = np.minimum((acceptance.cumprod(axis=1) >= threshold).sum(axis=1), depth)
-        words = in_words(Action(lengths, 0), acceptance.cumprod(axis=1), lengths)
-        full = np.concatenate([words, np.full(3, -1.0, np.float32)])
-        means = meant(full)
-        again = lengths_for(acceptance, float(means[THRESHOLD]), float(means[DEPTH]))
-        assert again.tolist() == lengths.tolist()
+class HowMany(gymnasium.Env[dict[str, np.ndarray], np.ndarray]):
+    """One step: earned is how near the first component of the action is to the share of slots with a request."""
+
+    def __init__(self, slots: int = 8) -> None:
+        self.observation_space: Any = observation_space(slots)
+        self.action_space = spaces.Box(-1.0, 1.0, (len(OUTPUTS),))
+        self._slots = slots
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        super().reset(seed=seed)
+        self._live = int(self.np_random.integers(self._slots + 1))
+        requests = np.zeros((self._slots, len(REQUEST_FEATURES)), np.float32)
+        requests[: self._live, 0] = 1.0
+        overall = np.full(len(GLOBAL_FEATURES), self._live / self._slots, np.float32)
+        return {"requests": requests, "globals": overall}, {}
+
+    def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], float, bool, bool, dict[str, Any]]:
+        earned = 1.0 - abs(float(action[0]) - (2.0 * self._live / self._slots - 1.0))
+        return self.reset()[0], earned, True, False, {}
 
 
-def test_a_teachers_stop_rule_comes_back_from_its_words() -> None:
-    stop = StopRule([1.0] * 6, [0.0] * 6, [0.3] * 6, [0.5, 0.4, 0.0, 0.0, 0.0, 0.0])
-    words = in_words(Action(np.full(4, 3), 3, stop=stop), np.full((4, 6), 0.5), np.full(4, 3))
-    means = meant(np.concatenate([words, np.full(3, -1.0, np.float32)]))
-    assert means[[THRESHOLD, DEPTH, KEEP, GO_ON]].tolist() == pytest.approx([0.0, 0.5, 0.3, 0.45])
+def test_ppo_learns_with_the_policy_over_sets() -> None:
+    torch.set_num_threads(1)
+    model = PPO(
+        SetPolicy, DummyVecEnv([HowMany]), n_steps=256, batch_size=64, n_epochs=8, learning_rate=3e-3, seed=0,
+        device="cpu", policy_kwargs={"hidden": 8},
+    )  # fmt: skip
 
+    def earned() -> float:
+        world, found = HowMany(), []
+        seen, _ = world.reset(seed=1)
+        for _ in range(200):
+            seen, reward, *_ = world.step(model.predict(seen, deterministic=True)[0])
+            found.append(reward)
+        return float(np.mean(found))
 
-@pytest.mark.parametrize("head", ["price", "lengths"])
-def test_imitation_comes_nearer_to_the_teacher(head: Head) -> None:
-    config = replace(TINY, head=head, imitation_steps=300)
-    lessons = collect(config, decided)
-    torch.manual_seed(0)
-    actor = DeepSets(head, 8, 6)
-    first = imitate(actor, lessons, replace(config, imitation_epochs=1))
-    assert imitate(actor, lessons, replace(config, imitation_epochs=40)) < 0.9 * first
+    before = earned()
+    model.learn(4096)
+    assert before < 0.6
+    assert earned() > 0.85
 
 
 # --- whole runs ---
 
 
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines in processes of their own are started in test_advised.py."""
+
+    def batch(config: TrainConfig, decide: Decide) -> DummyVecEnv:
+        return DummyVecEnv([partial(AdvisedServing, config, decide, number) for number in range(config.engines)])
+
+    monkeypatch.setattr(training_run, "advised_batch", batch)
+
+
 def test_a_run_leaves_a_policy_that_the_daemon_can_load_and_resumes_where_it_was(tmp_path: Path) -> None:
     first = train(TINY, tmp_path, decided)
-    assert first.steps == 192
+    assert first.steps == 48
     network = load_network(first.manifest)
-    assert network.manifest.training["config"]["head"] == "price"  # type: ignore[index]
+    assert network.manifest.training["config"]["hidden"] == 8  # type: ignore[index]
     make_policy(f"learned:{first.manifest}", Capabilities(k_max=5))
-    again = train(replace(TINY, total_steps=320), tmp_path, decided, resume=True)
-    assert again.steps == 320
+    again = train(replace(TINY, total_steps=80), tmp_path, decided, resume=True)
+    assert again.steps == 80
     with pytest.raises(PolicyError, match="expected a checkpoint of this configuration"):
         train(replace(TINY, hidden=16), tmp_path, decided, resume=True)
 
@@ -185,16 +175,16 @@ def test_a_run_leaves_a_policy_that_the_daemon_can_load_and_resumes_where_it_was
 def scripted(monkeypatch: pytest.MonkeyPatch, *scores: float) -> None:
     """Have judgements find these scores, one after the other."""
     left = iter(scores)
-    monkeypatch.setattr(training_run, "judged", lambda actor, config: next(left))
+    monkeypatch.setattr(training_run, "judged_advice", lambda batch, network: next(left))
 
 
 def test_a_resumed_run_keeps_the_best_policy_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, 5.0, 9.0)
     best = load_network(train(TINY, tmp_path, decided).manifest)
     scripted(monkeypatch, 0.5)
-    again = train(replace(TINY, total_steps=320), tmp_path, decided, resume=True)
+    again = train(replace(TINY, total_steps=80), tmp_path, decided, resume=True)
     network = load_network(again.manifest)
-    assert (again.first, again.best, again.steps) == (5.0, 9.0, 320)
+    assert (again.first, again.best, again.steps) == (5.0, 9.0, 80)
     assert network.manifest.training["judgements"] == [5.0, 9.0, 0.5]
     assert all((network.tensors[name] == values).all() for name, values in best.tensors.items())
 
@@ -202,10 +192,10 @@ def test_a_resumed_run_keeps_the_best_policy_of_before(tmp_path: Path, monkeypat
 def test_a_resumed_run_has_the_patience_that_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(TINY, patience=2, judge_every=1)
     scripted(monkeypatch, 5.0, 6.0, 4.0, 4.0)
-    stopped = train(replace(config, total_steps=128), tmp_path, decided)
-    assert stopped.steps == 128
-    again = train(replace(config, total_steps=640), tmp_path, decided, resume=True)  # one more judgement is left
-    assert again.steps == 192 + config.engines
+    stopped = train(replace(config, total_steps=32), tmp_path, decided)
+    assert stopped.steps == 32
+    again = train(replace(config, total_steps=160), tmp_path, decided, resume=True)  # one more judgement is left
+    assert again.steps == 48 + config.engines
     assert again.best == 6.0
 
 
@@ -214,13 +204,8 @@ def test_a_run_that_is_complete_is_written_again_without_another_judgement(
 ) -> None:
     scripted(monkeypatch, 5.0, 9.0)
     first = load_network(train(TINY, tmp_path, decided).manifest)
-    again = train(replace(TINY, total_steps=100), tmp_path, decided, resume=True)
+    again = train(replace(TINY, total_steps=25), tmp_path, decided, resume=True)
     assert load_network(again.manifest).manifest.sha256 == first.manifest.sha256
-
-
-def make_actor_critic() -> SetPolicy:
-    batch = EngineBatch(TINY, 0)
-    return SetPolicy(batch.observation_space, batch.action_space, lambda _: 1e-3, head="price", hidden=8, k_max=6)
 
 
 def test_a_checkpoint_gives_back_weights_moments_and_standing(tmp_path: Path) -> None:
@@ -263,7 +248,7 @@ def test_a_checkpoint_that_is_none_is_refused_in_one_line(
     ("changes", "hint"),
     [
         ({"seed": 4}, "the run began with seed 0, this configuration has seed 4"),
-        ({"learning_rate": 0.01, "worlds": 5}, "began with worlds 4, learning_rate 0.0003, this configuration has w"),
+        ({"learning_rate": 0.01, "worlds": 5}, "began with worlds 3, learning_rate 0.0003, this configuration has w"),
         ({"hidden": 16}, "hidden 8"),
     ],
 )
@@ -274,26 +259,12 @@ def test_a_run_does_not_go_on_under_another_configuration(changes: dict[str, flo
     assert hint in str(caught.value)
 
 
-def test_a_share_of_the_training_engines_prunes(tmp_path: Path) -> None:
+def test_a_share_of_the_training_engines_prunes() -> None:
     having = [bool(profile.exits) for profile in training(60, 0, 0.5)]
     assert 15 < sum(having) < 45
     assert not any(profile.exits for profile in training(60, 0))
-    plain, pruned = (replace(TINY, exits_share=share, worlds=2, total_steps=64) for share in (0.0, 1.0))
-    judgements = [
-        load_network(train(config, tmp_path / str(config.exits_share), decided).manifest).manifest.training[
-            "judgements"
-        ]
-        for config in (plain, pruned)
+    plain, pruned = (replace(TINY, exits_share=share, worlds=2) for share in (0.0, 1.0))
+    rates = [
+        [Twin.of(task, config, decided).rate for task in tasks(config, config.seed, 2)] for config in (plain, pruned)
     ]
-    assert judgements[0] != judgements[1], "engines that prune serve as those without heads"
-
-
-@pytest.mark.slow
-def test_thirty_seconds_of_learning_from_nothing_gain_tokens_per_second(tmp_path: Path) -> None:
-    config = TrainConfig(
-        worlds=8, slots=16, imitation_steps=0, engines=32, rollout_steps=32, total_steps=40_000, learning_rate=1e-3,
-        judge_every=10, seed=1,
-    )  # fmt: skip
-    result = train(config, tmp_path, decided)
-    assert result.best > result.first + 0.03
-    assert judged(DeepSets("price", 32, 6), config) < result.best
+    assert rates[0] != rates[1], "engines that prune serve as those without heads"

@@ -1,4 +1,4 @@
-"""Upper bounds: what is known is true, what is paid is what the simulator charges, more knowledge is worth more."""
+"""Upper bounds: what is paid is what the simulator charges, and nothing is had for nothing."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ import numpy as np
 import pytest
 
 from faser.controller.evaluate import decided
-from faser.env.acceptance import Ints
-from faser.env.scenario import Scenario
 from faser.env.simulator import Simulator
-from faser.env.simulator_state import LUCKY
-from faser.env.spaces import Lengths
 from faser.env.step_basis import DRAFT_BASIS, VERIFY_BASIS, fill_draft_basis, fill_verify_basis
-from faser.models.evaluate import BOUNDS, Cell, simulate
-from faser.models.informed import Informed, Knows
-from faser.models.true_cost import TrueCost
+from faser.models.evaluate import ORACLES, Cell, simulate
+from faser.models.hindsight import TrueCost
 from faser.models.worlds import K_MAX, acceptance, held_out
 
 WORLDS = {world.name: world for world in held_out()}
@@ -46,39 +41,6 @@ def test_a_drafter_that_is_always_wrong_leaves_every_bound_at_no_speculation() -
     hopeless = type(world)("hopeless", "", profile)
     for load in (1, 8):
         plain = simulate(Cell("off", "hopeless", load, 1, 20), decided, (hopeless,)).tokens_per_s
-        for name in BOUNDS:
+        for name in ORACLES:
             bound = simulate(Cell(name, "hopeless", load, 1, 20), decided, (hopeless,)).tokens_per_s
             assert bound == pytest.approx(plain, rel=0.02), name
-
-
-class Watched(Informed):
-    """Counts the tokens it expects and those it gets."""
-
-    def __init__(self, scenario: Scenario, seed: int, knows: Knows) -> None:
-        super().__init__(scenario, seed, knows)
-        self.expected = self.got = self.tokens = self.seconds = 0.0
-
-    def choose(self, drafting: Ints, longest: Ints) -> tuple[Lengths, Lengths]:
-        kept, drawn = super().choose(drafting, longest)
-        assert np.all(kept <= drawn)
-        assert np.all(drawn <= longest)
-        self.got += np.minimum(self.simulator.state.ints[0, LUCKY, drafting], kept).sum()
-        return kept, drawn
-
-    def note(self, running: int, gained: float, kept: Lengths, drawn: Lengths) -> None:
-        super().note(running, gained, kept, drawn)
-        self.expected += gained
-        self.tokens, self.seconds = self._brought[running.bit_length()]
-
-
-def test_what_is_known_is_true_and_the_more_the_better() -> None:
-    rates = []
-    for knows in ("lengths", "rounds", "drafts"):
-        engine = Watched(WORLDS["gpu-small-knee"].closed(32), 3, knows)  # type: ignore[arg-type]
-        for _ in range(200):
-            engine.step()
-        assert engine.got > 2000.0
-        assert engine.expected == pytest.approx(engine.got, rel=0.04), knows
-        rates.append(engine.tokens / engine.seconds)
-    assert rates[1] > 1.02 * rates[0]
-    assert rates[2] > 1.005 * rates[1]
