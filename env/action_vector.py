@@ -6,7 +6,8 @@ A price instead of a length per request keeps the action small, safe to clip and
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,7 @@ ACTION: Final = (
     Component("split", "part", 0.0, 1.0, "equal parts, one for each split of the engine; the first is unsplit"),
     Component("prune", "sign", -1.0, 1.0, "above 0: prune while verifying, where the exit heads were released to"),
 )
+NAMES: Final = tuple(component.name for component in ACTION)
 THRESHOLD, DEPTH, KEEP, GO_ON, OVERLAP, SPLIT, PRUNE = range(len(ACTION))
 SERIAL, PING_PONG, AHEAD = range(3)  # of the overlap
 OVERLAPS: Final = 3
@@ -50,6 +52,27 @@ def meant(vectors: npt.ArrayLike) -> Singles:
     means: Singles = (raw + np.float32(1.0)) * np.float32(0.5)
     means[..., PRUNE] = raw[..., PRUNE]
     return means
+
+
+def require_numbers(vectors: npt.ArrayLike, names: Sequence[str] = NAMES) -> npt.NDArray[Any]:
+    """Return actions, (..., len(names)), as an array; raise ValueError for NaN and infinity, which no agent can mean.
+
+    Learning from a reward of such an action would go wrong unnoticed; what serves an engine reads it as `meant` says.
+    """
+    actions = np.asarray(vectors)
+    if not np.isfinite(actions).all():
+        raise ValueError(_odd_number(actions, names))
+    return actions
+
+
+def _odd_number(actions: npt.NDArray[Any], names: Sequence[str]) -> str:
+    place = tuple(np.argwhere(~np.isfinite(actions))[0].tolist())
+    whose = f" of engine {place[-2]}" if len(place) > 1 else ""
+    named = names[place[-1]] if place and place[-1] < len(names) else "one number"
+    return (
+        f"action{whose}: {named} is {actions[place]}; expected numbers from -1 to 1; "
+        "look at what chose it, such as a policy whose training has diverged"
+    )
 
 
 def outside(**means: float) -> Singles:

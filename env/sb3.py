@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from gymnasium.utils.seeding import np_random
 from stable_baselines3.common.buffers import DictRolloutBuffer
 from stable_baselines3.common.vec_env import VecEnv
 
-from .action_vector import ACTION
+from .action_vector import ACTION, require_numbers
 from .reward import advantages
 from .scenario import Scenario
 from .simulator import Simulator
@@ -24,13 +25,20 @@ from .speculative_serving import action_space, is_over, observation_space, obser
 
 
 class SimulatedVecEnv(VecEnv):
-    """Engines in a batch; `elapsed_s` and `raw_rewards` (engines,) are those of the last step."""
+    """Engines in a batch; `elapsed_s` and `raw_rewards` (engines,) are those of the last step.
 
-    def __init__(self, num_envs: int = 64, scenario: Scenario | None = None, threads: int = 1, seed: int = 0) -> None:
+    Without a seed one is drawn. `np_random_seed` is the one in force: `seed` with it, and a reset repeats what was met.
+    """
+
+    def __init__(
+        self, num_envs: int = 64, scenario: Scenario | None = None, threads: int = 1, seed: int | None = None
+    ) -> None:
         self.scenario = scenario or Scenario()
         self.render_mode = None
         super().__init__(num_envs, observation_space(self.scenario.slots), action_space())
-        self.simulator = Simulator(self.scenario, num_envs, threads=threads, seed=seed)
+        self.simulator = Simulator(self.scenario, num_envs, threads=threads, seed=seed or 0)
+        self.np_random_seed = np_random()[1] if seed is None else seed
+        self.simulator.seed(self.np_random_seed)
         self.elapsed_s = np.zeros(num_envs)
         self.raw_rewards = np.zeros(num_envs)
         self._actions: npt.NDArray[np.float32] = np.zeros((num_envs, len(ACTION)), np.float32)
@@ -40,6 +48,7 @@ class SimulatedVecEnv(VecEnv):
         """Begin an episode everywhere."""
         seed = next((each for each in self._seeds if each is not None), None)
         if seed is not None:
+            self.np_random_seed = seed
             self.simulator.seed(seed)
         self._reset_seeds()
         self.simulator.reset()
@@ -48,8 +57,8 @@ class SimulatedVecEnv(VecEnv):
         return observations(self.simulator)
 
     def step_async(self, actions: npt.NDArray[Any]) -> None:
-        """Take the actions for the next step."""
-        self._actions = np.asarray(actions, np.float32)
+        """Take the actions for the next step; raise ValueError if they hold NaN or infinity."""
+        self._actions = require_numbers(actions).astype(np.float32, copy=False)
 
     def step_wait(self) -> Any:
         """Simulate one step of every engine."""

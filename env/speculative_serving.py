@@ -13,7 +13,7 @@ import numpy.typing as npt
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from .action_vector import ACTION
+from .action_vector import ACTION, require_numbers
 from .observation import GLOBAL_FEATURES, REQUEST_FEATURES, Feature
 from .render import ansi, picture
 from .reward import discount
@@ -63,23 +63,28 @@ class SpeculativeServingEnv(gymnasium.Env[Observations, Singles]):
         self.observation_space = cast(Any, observation_space(self.scenario.slots))
         self.action_space = cast(Any, action_space())
         self._simulator = Simulator(self.scenario, 1)
+        self._seed: int | None = None  # that what the simulator meets follows from
         self._history: list[tuple[float, ...]] = []
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observations, dict[str, Any]]:
-        """Begin an episode; with a seed, all that follows depends on seed and actions alone."""
+        """Begin an episode; with a seed, all that follows depends on seed and actions alone.
+
+        Without one the first episode draws it, `np_random_seed` tells it, and later episodes go on from there.
+        """
         super().reset(seed=seed)
-        if seed is not None:
-            self._simulator.seed(seed)
+        if seed is not None or self._seed != self.np_random_seed:
+            self._seed = self.np_random_seed
+            self._simulator.seed(seed_of(self._seed, self.np_random))
         self._simulator.reset()
         self._simulator.warm()
         self._history.clear()
         return observations(self._simulator, 0), step_info(self._simulator, 0)
 
     def step(self, action: Singles) -> tuple[Observations, float, bool, bool, dict[str, Any]]:
-        """Simulate one engine step."""
-        reward = float(self._simulator.step(action)[0])
+        """Simulate one engine step; raise ValueError for an action that holds NaN or infinity."""
+        reward = float(self._simulator.step(require_numbers(action))[0])
         if self.render_mode is not None:
             self._history.append(moment(self._simulator, 0))
         truncated = bool(is_over(self._simulator)[0])
@@ -113,15 +118,21 @@ class SpeculativeServingVectorEnv(VectorEnv[Observations, Singles, npt.NDArray[A
         self.observation_space = gymnasium.vector.utils.batch_space(self.single_observation_space, num_envs)
         self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, num_envs)
         self._simulator = Simulator(self.scenario, num_envs, threads=threads)
+        self._seed: int | None = None  # that what the simulator meets follows from
 
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observations, dict[str, Any]]:
-        """Begin an episode everywhere; one seed for all: engines differ by their place."""
+        """Begin an episode everywhere; one seed for all: engines differ by their place.
+
+        Without one the first episode draws it, `np_random_seed` tells it, and later episodes go on from there.
+        """
         if isinstance(seed, list):
             seed = next((each for each in seed if each is not None), None)
-        if seed is not None:
-            self._simulator.seed(seed)
+        super().reset(seed=seed)
+        if seed is not None or self._seed != self.np_random_seed:
+            self._seed = self.np_random_seed
+            self._simulator.seed(seed_of(self._seed, self.np_random))
         self._simulator.reset()
         self._simulator.warm()
         return observations(self._simulator), self._infos()
@@ -129,8 +140,8 @@ class SpeculativeServingVectorEnv(VectorEnv[Observations, Singles, npt.NDArray[A
     def step(
         self, actions: Singles
     ) -> tuple[Observations, npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any], dict[str, Any]]:
-        """Simulate one step of every engine."""
-        rewards = self._simulator.step(actions).copy()
+        """Simulate one step of every engine; raise ValueError for actions that hold NaN or infinity."""
+        rewards = self._simulator.step(require_numbers(actions)).copy()
         over = is_over(self._simulator)
         infos = self._infos()
         if over.any():
@@ -152,6 +163,11 @@ class SpeculativeServingVectorEnv(VectorEnv[Observations, Singles, npt.NDArray[A
     def close_extras(self, **kwargs: Any) -> None:
         """End the threads."""
         self._simulator.close()
+
+
+def seed_of(known: int | None, random: np.random.Generator) -> int:
+    """Return the seed of a simulator: gymnasium's, or a draw from a generator that a caller set."""
+    return known if known is not None and known >= 0 else int(random.integers(1 << 63))
 
 
 def observations(simulator: Simulator, engine: int | None = None) -> Observations:
@@ -235,7 +251,8 @@ SpeculativeServingEnv.__doc__ = f"""
 
     ## Starting State
     An empty engine, after one step without drafts. Engine, workload, place in it, load, its drift, difficulty and cost
-    coefficients are drawn from the ranges of the scenario.
+    coefficients are drawn from the ranges of the scenario. A `reset` without a seed draws one where none was given
+    before; `np_random_seed` tells it.
 
     ## Episode End
     Never terminated: serving goes on. Truncated after `scenario.episode_steps` steps, or when a workload that does not

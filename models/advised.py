@@ -16,6 +16,7 @@ import numpy as np
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv
 
+from ..env.action_vector import require_numbers
 from ..env.observation import Observation, observe_vector
 from ..env.speculative_serving import Observations, observation_space
 from .advice import SPAN_DECISIONS, Advice
@@ -97,10 +98,14 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
         return self._seen(), {}
 
     def step(self, action: Singles) -> tuple[Observations, float, bool, bool, dict[str, Any]]:
-        """Serve for a span under this advice."""
+        """Serve for a span under this advice; the reward is in spans' worth of the twin's tokens.
+
+        Raises ValueError for advice that holds NaN or infinity.
+        """
+        advice = Advice.of(require_numbers(action, Advice._fields).astype(np.float32, copy=False))
         course = self._course
         before_s, before = course.engine.clock_s, course.amount
-        self._policy.follow(Advice.of(np.asarray(action, np.float32)))
+        self._policy.follow(advice)
         for _ in range(SPAN_DECISIONS):
             course.step(self._policy)
         after_s = course.engine.clock_s
