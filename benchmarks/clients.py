@@ -30,17 +30,17 @@ import msgspec
 import numpy as np
 from openai import AsyncOpenAI
 
-from faser.controller.bench_machine import Machine, commit, machine_facts, versions
-from faser.controller.bench_plan import turn_order
-from faser.controller.bench_ratio import Ratio, paired_ratio, student_interval
-from faser.controller.bench_work import in_turns, stream_prompts
+from faser.controller.bench.plan import turn_order
+from faser.controller.bench.ratio import Ratio, paired_ratio, student_interval
+from faser.controller.bench.workload import in_turns, stream_prompts
+from faser.controller.engine.launch import free_port
+from faser.controller.engine.load_generator import LoadGenerator, LoadOptions
+from faser.controller.engine.machine import Machine, commit, machine_facts, versions
+from faser.controller.engine.processes import ProcessTree
+from faser.controller.engine.serve import ensure_embedded_pair
 from faser.controller.errors import EngineError, FaserError
-from faser.controller.launch import free_port
-from faser.controller.loadgen import LoadGenerator, LoadOptions
-from faser.controller.processes import ProcessTree
-from faser.controller.serve import ensure_embedded_pair
-from faser.env.workload import TimedRequest
-from faser.models.embedded import TARGET_NAME
+from faser.env.workload.workload import TimedRequest
+from faser.models.embedded.pair import TARGET_NAME
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = ROOT / "benchmarks" / "results" / "clients.json"
@@ -231,7 +231,7 @@ def served(folder: Path) -> Iterator[str]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     environment = os.environ | {"FASER_RUNTIME_DIR": str(folder / "run"), "FASER_STORE": str(folder / "t.sqlite")}
-    command = [sys.executable, "-P", "-c", "from faser.controller.cli import main; main()"]
+    command = [sys.executable, "-P", "-c", "from faser.controller.cli.main import main; main()"]
     log = folder / "serve.log"
     with ProcessTree([*command, "serve", "embedded", "--port", str(port)], environment, log) as server:
         asyncio.run(_wait_ready(server, url))

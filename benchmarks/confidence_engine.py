@@ -32,8 +32,8 @@ from drafter_acceptance import chosen_texts
 # What imports numba waits until the engine stands: vLLM 0.32 looks through all modules for its Triton kernels while it
 # starts (triton_utils/dispatcher.py) and stumbles over llvmlite's.
 from faser.engine_adapter.protocol import ActionSet, FromController, FromEngine, Hello, StepRecord
-from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
-from faser.models.precision import dtype_on
+from faser.models.embedded.pair import ensure_embedded_drafter, ensure_embedded_target
+from faser.models.embedded.precision import dtype_on
 
 K_MAX = 4
 SEQUENCE = itertools.count(1)  # of action sets, over both policies: an engine takes rising ones only
@@ -120,10 +120,10 @@ def answer(engine: Any, texts: list[str], temperature: float, max_tokens: int) -
 
 def decision_maker(policy: str, hello: Hello) -> Callable[[StepRecord], ActionSet]:
     """Return what answers an engine's records as the sidecar would under a policy."""
-    from faser.controller.decide import LeaseTerms, decide
+    from faser.controller.decision.decide import LeaseTerms, decide
+    from faser.env.estimate.engine_state import EngineState, learn
     from faser.env.spaces import Capabilities
-    from faser.env.state import EngineState, learn
-    from faser.models.policy import make_policy
+    from faser.models.registry import make_policy
 
     capabilities = Capabilities.from_hello(hello)
     state, chosen = EngineState(capabilities), make_policy(policy, capabilities)
@@ -140,7 +140,7 @@ def measure_quality(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of every position, by temperature; draw the greedy curves."""
     texts = [text for kind in chosen_texts(options.prompts, 1, 600, None).values() for text in kind]
     engine = start_engine(16, K_MAX)
-    from faser.controller.confidence_report import draw, judge, quality
+    from faser.controller.calibrate.confidence_report import draw, judge, quality
 
     sidecar = Sidecar()
     steering_of(engine).link.close()

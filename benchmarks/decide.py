@@ -16,11 +16,11 @@ import time
 
 import numpy as np
 
-from faser.controller.decide import LeaseTerms, decide
+from faser.controller.decision.decide import LeaseTerms, decide
 from faser.engine_adapter.protocol import RequestEvent, RequestRow, StepRecord
+from faser.env.estimate.engine_state import EngineState, learn
 from faser.env.spaces import Capabilities
-from faser.env.state import EngineState, learn
-from faser.models.policy import make_policy
+from faser.models.registry import make_policy
 
 BATCHES = (16, 64, 256)
 PARTS = ("decide", "policy", "learn")

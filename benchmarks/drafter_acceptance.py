@@ -2,8 +2,8 @@
 
 Runs vLLM itself, without the sidecar, at one fixed draft length: which share of drafts was accepted up to each position
 and how many tokens a step gave, greedy and at T = 0.7, over all prompts and for each kind. Only prompts of the held-out
-side of env/split.py are used. vLLM 0.32's sampling at T > 0 is mended first (engine_adapter/patches/v1.py). Acceptance
-depends on weights, prompts and sampling noise, not on load or machine.
+side of env/workload/held_out.py are used. vLLM 0.32's sampling at T > 0 is mended first
+(engine_adapter/patches/v1.py). Acceptance depends on weights, prompts and sampling noise, not on load or machine.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from faser.env.prompt import KINDS, held_out_prompts
-from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
-from faser.models.precision import dtype_on
+from faser.env.workload.prompts import KINDS, held_out_prompts
+from faser.models.embedded.pair import ensure_embedded_drafter, ensure_embedded_target
+from faser.models.embedded.precision import dtype_on
 
 
 @dataclass(frozen=True, slots=True)

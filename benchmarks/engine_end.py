@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from faser.engine_adapter.link import INBOX_LIMIT
+from faser.engine_adapter.link.engine_link import INBOX_LIMIT
 from faser.engine_adapter.protocol import FromController
 
 

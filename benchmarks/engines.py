@@ -26,7 +26,7 @@ import zmq
 
 from faser.controller.config import LinkConfig
 from faser.controller.errors import NotRunningError
-from faser.controller.status import ask
+from faser.controller.link.ask import ask
 from faser.engine_adapter import protocol as wire
 
 STEPS_PER_S = 50

@@ -1,7 +1,7 @@
 """What the simulator's model is worth: `python benchmarks/fidelity.py SURVEY --answers FILE --run A --repeat B`.
 
 SURVEY is what `faser profile --telemetry FILE` kept. Fits it as `faser calibrate` does, with whole cells held out, and
-writes the profile (env/profiles/embedded.json unless told otherwise) and the figures of docs/simulator.md into
+writes the profile (env/profile/profiles/embedded.json unless told otherwise) and the figures of docs/simulator.md into
 benchmarks/results/fidelity.json. Acceptance is refitted to the answers in FILE, if given
 (`faser demo --policy fixed:4 --seed N --output FOLDER`): a survey's own texts repeat themselves. A and B are telemetry
 of two runs of one load, never fitted (`faser demo --seed M --peak-rps R`, twice): `faser fidelity` replays A through
@@ -26,9 +26,9 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
-from faser.controller.bench_machine import provenance
-from faser.env.accept_traces import SHIPPED, shipped_accept_trace
-from faser.env.acceptance_fit import describe, fit_acceptance
+from faser.controller.engine.machine import provenance
+from faser.env.calibration.accept_traces import SHIPPED, shipped_accept_trace
+from faser.env.calibration.acceptance_fit import describe, fit_acceptance
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULT: Final = ROOT / "benchmarks" / "results" / "fidelity.json"

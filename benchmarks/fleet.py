@@ -33,10 +33,10 @@ from recorded_engine import RecordedEngine, Recording, record_steps
 from rich.progress import Progress
 from sidecar_process import cpu_s, start_sidecar
 
-from faser.controller.bench_machine import Processor
+from faser.controller.engine.machine import Processor
 from faser.controller.errors import FaserError
-from faser.controller.status import ask
-from faser.models.worlds import held_out
+from faser.controller.link.ask import ask
+from faser.models.evaluation.worlds import held_out
 
 KEEPS_UP = 0.999
 WARM_S = 3.0  # not counted: tables fill, code is read in

@@ -1,9 +1,9 @@
 """What choosing to draft ahead is worth in simulation: `python benchmarks/frontiers.py [--json FILE]`.
 
-The policies `price` and `learned` in the worlds that can draft ahead (models/worlds.py), each against itself where the
-same engine cannot: same requests, same luck. The policy asks where the bound promises something, and the gate of a real
-engine measures whether it comes true; the simulated engine goes ahead of all requests at full length. Simulated time,
-so the machine does not matter. Five minutes.
+The policies `price` and `learned` in the worlds that can draft ahead (models/evaluation/worlds.py), each against
+itself where the same engine cannot: same requests, same luck. The policy asks where the bound promises something, and
+the gate of a real engine measures whether it comes true; the simulated engine goes ahead of all requests at full
+length. Simulated time, so the machine does not matter. Five minutes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import simulated_points
 from simulated_points import measure
 
 from faser.engine_adapter.protocol import StepRecord
-from faser.models.evaluate import DRIFT
-from faser.models.worlds import LOADS, WorldSpec, going_ahead
+from faser.models.evaluation.evaluate import DRIFT
+from faser.models.evaluation.worlds import LOADS, WorldSpec, going_ahead
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULT: Final = ROOT / "benchmarks" / "results" / "frontiers.json"

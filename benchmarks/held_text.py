@@ -1,4 +1,5 @@
-"""Holds requests to texts recorded before, by the ids they were added with; controller/bench_held.py says how and why.
+"""Holds requests to texts recorded before, by the ids they were added with; controller/held_answers/engine.py says
+how and why.
 
 Called by pruning_gate.py and overlap_gate.py, whose engines run in their own process.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from faser.controller import bench_held
+from faser.controller.held_answers import engine as bench_held
 
 
 class HeldText(bench_held.HeldText):

@@ -14,10 +14,10 @@ from typing import Any, Final
 
 from simulated_points import half_width, measure
 
-from faser.controller.evaluate import decided
-from faser.env.simulator import Simulator
-from faser.models.evaluate import DRIFT, Cell, scenario_of, simulate
-from faser.models.worlds import WorldSpec, held_out
+from faser.controller.cli.evaluate import decided
+from faser.env.simulator.simulator import Simulator
+from faser.models.evaluation.evaluate import DRIFT, Cell, scenario_of, simulate
+from faser.models.evaluation.worlds import WorldSpec, held_out
 
 RESULT: Final = Path(__file__).resolve().parent / "results" / "objectives.json"
 LOADS: Final = (8, 32, 128, DRIFT)

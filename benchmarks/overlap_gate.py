@@ -34,11 +34,11 @@ from remote import serve
 from steady import Answers, Step, steady_rates
 from tables import table
 
-from faser.controller.bench_machine import commit, machine_facts, versions
+from faser.controller.engine.machine import commit, machine_facts, versions
 from faser.engine_adapter.gate import Gate
 from faser.engine_adapter.settings import ALWAYS, AUTO
-from faser.engine_adapter.steering import BatchOutcome, Steering
-from faser.engine_adapter.steps import StepOrder
+from faser.engine_adapter.steering.orders import StepOrder
+from faser.engine_adapter.steering.steering import BatchOutcome, Steering
 
 RESULT: Final = Path(__file__).resolve().parent / "results" / "overlap_gate.json"
 FORCED: Final = ("in turn", "ahead", "groups")

@@ -26,7 +26,7 @@ from typing import Any
 from remote import Remote, serve
 
 from faser.engine_adapter.settings import ALWAYS, AUTO, NEVER
-from faser.models.precision import dtype_on
+from faser.models.embedded.precision import dtype_on
 
 SPLIT = ("own", "in turn", "ahead", "groups", "gated")
 ARMS = (*SPLIT, "unsplit")
@@ -45,7 +45,7 @@ class Engine:
     def __init__(self, length: int, requests: int, dtype: str) -> None:
         from vllm import LLM
 
-        from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
+        from faser.models.embedded.pair import ensure_embedded_drafter, ensure_embedded_target
 
         classes: dict[str, Any] = {
             "scheduler_cls": "faser.engine_adapter.scheduler.FaserScheduler",
@@ -145,7 +145,7 @@ def start(options: argparse.Namespace, folder: str, is_split: bool, script: str 
 
 def prompt_sets(options: argparse.Namespace, requests: int) -> list[list[str]]:
     """Return the prompts of each round, the kinds in turn; another round has others."""
-    from faser.env.prompt import KINDS, held_out_prompts
+    from faser.env.workload.prompts import KINDS, held_out_prompts
 
     kinds = [[each.text for each in held_out_prompts([kind]) if each.tokens <= MAX_PROMPT_TOKENS] for kind in KINDS]
     found = []
@@ -226,7 +226,7 @@ def read_options() -> argparse.Namespace:
 
 def main() -> None:
     """Measure and print."""
-    from faser.controller.bench_machine import provenance
+    from faser.controller.engine.machine import provenance
 
     options = read_options()
     loads: dict[str, Any] = {}

@@ -25,11 +25,11 @@ from typing import Any, Final
 import msgspec
 from tables import table
 
-from faser.controller.bench_machine import machine_facts, versions
-from faser.controller.launch import openmp_library
-from faser.engine_adapter.decision import TokenHeads
-from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
-from faser.models.precision import dtype_on
+from faser.controller.engine.launch import openmp_library
+from faser.controller.engine.machine import machine_facts, versions
+from faser.engine_adapter.pruning.verdict import TokenHeads
+from faser.models.embedded.pair import ensure_embedded_drafter, ensure_embedded_target
+from faser.models.embedded.precision import dtype_on
 
 RESULT: Final = Path(__file__).resolve().parent / "results" / "pruning.json"
 MODES: Final = ("none", "full", "confidence", "pruned", "both", "gate", "oracle")
@@ -71,8 +71,8 @@ class Bench:
         from vllm import LLM
 
         from faser.engine_adapter.gate import Gate
-        from faser.engine_adapter.pruning import Pruning
-        from faser.engine_adapter.steering import Steering
+        from faser.engine_adapter.pruning.forward import Pruning
+        from faser.engine_adapter.steering.steering import Steering
 
         self.llm: Any = LLM(
             options["target"], dtype=dtype_on("cpu"), enforce_eager=True, max_model_len=640, max_num_seqs=64,
@@ -176,7 +176,7 @@ class Bench:
 
     def prompts(self, count: int, number: int) -> list[list[int]]:
         """Return one set of held-out chat prompts as token ids; no two sets share a prompt while there are enough."""
-        from faser.env.prompt import held_out_prompts
+        from faser.env.workload.prompts import held_out_prompts
 
         short = [prompt for prompt in held_out_prompts() if prompt.tokens <= 250]
         Random(0).shuffle(short)
@@ -268,7 +268,7 @@ def begun(out: Path, said: dict[str, Any]) -> list[tuple[int, int]]:
 
 def pair_options(heads: str = "", layer: int = 0, threshold: float = 0.0) -> dict[str, Any]:
     """Return what an engine of the embedded pair needs; heads, layer and threshold are the shipped ones by default."""
-    weights = Path(sys.modules["faser.models.embedded"].__file__ or "").parent / "weights"
+    weights = Path(sys.modules["faser.models.embedded.pair"].__file__ or "").parent / "weights"
     file = Path(heads or weights / "exits.safetensors").absolute()
     best = json.loads(file.with_suffix(".card.json").read_text())["best"]
     return {

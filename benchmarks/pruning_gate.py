@@ -26,7 +26,7 @@ from pruning import DOUBTS, Bench, begun, keep, measure, pair_options
 from steady import Answers, Step, steady_rates
 from tables import table
 
-from faser.controller.bench_machine import commit, machine_facts, versions
+from faser.controller.engine.machine import commit, machine_facts, versions
 from faser.engine_adapter.gate import Gate
 
 RESULT: Final = Path(__file__).resolve().parent / "results" / "pruning_gate.json"

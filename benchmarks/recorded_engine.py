@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from faser.controller.decide import LeaseTerms, decide
+from faser.controller.decision.decide import LeaseTerms, decide
 from faser.engine_adapter.protocol import (
     ActionSet,
     Goodbye,
@@ -20,11 +20,11 @@ from faser.engine_adapter.protocol import (
     decode_from_controller,
     encode,
 )
-from faser.env.simulated_record import hello
-from faser.env.state import EngineState, learn
-from faser.models.policy import make_policy
-from faser.models.simulated import SimulatedEngine
-from faser.models.worlds import WorldSpec
+from faser.env.estimate.engine_state import EngineState, learn
+from faser.env.simulator.simulated_engine import SimulatedEngine
+from faser.env.simulator.simulated_record import hello
+from faser.models.evaluation.worlds import WorldSpec
+from faser.models.registry import make_policy
 
 _TIMES = ("step_s", "verify_s", "draft_s", "overlap_s")
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from faser.controller.launch import openmp_library
+from faser.controller.engine.launch import openmp_library
 
 ANSWERS = 3  # the child's file descriptor; vLLM writes to its stdout
 

@@ -29,7 +29,7 @@ from engine_end import Inbox, summed_up
 from engines import sidecar
 
 from faser.engine_adapter import protocol as wire
-from faser.engine_adapter.link import EngineLink
+from faser.engine_adapter.link.engine_link import EngineLink
 
 PAUSES_S = (0.0, 0.005)  # between two steps; the second is about the shortest step of a real engine
 BOUNDS_US = {64: (300.0, 2000.0), 256: (800.0, float("inf"))}

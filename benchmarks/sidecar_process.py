@@ -20,7 +20,7 @@ def start_sidecar(folder: Path, settings: Mapping[str, str]) -> tuple[subprocess
         "FASER_MODE_STATE": str(folder / "modes.json"), "XDG_CONFIG_HOME": str(folder),
         "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **settings,
     }  # fmt: skip
-    command = [sys.executable, "-P", "-c", "from faser.controller.cli import main; main()", "sidecar"]
+    command = [sys.executable, "-P", "-c", "from faser.controller.cli.main import main; main()", "sidecar"]
     process = subprocess.Popen(command, env=environment, cwd="/", stderr=subprocess.DEVNULL)
     return process, LinkConfig(endpoint=endpoint)
 

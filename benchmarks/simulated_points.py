@@ -17,14 +17,14 @@ from rich.progress import Progress
 from scipy import stats
 from tables import table
 
-from faser.controller.bench_machine import provenance
-from faser.controller.evaluate import decided
+from faser.controller.cli.evaluate import decided
+from faser.controller.engine.machine import provenance
 from faser.engine_adapter.protocol import ActionSet, StepRecord
-from faser.env.state import EngineState
-from faser.models.evaluate import DRIFT, FULL, Cell, Meter, scenario_of
-from faser.models.policy import make_policy
-from faser.models.simulated import SimulatedEngine
-from faser.models.worlds import WorldSpec
+from faser.env.estimate.engine_state import EngineState
+from faser.env.simulator.simulated_engine import SimulatedEngine
+from faser.models.evaluation.evaluate import DRIFT, FULL, Cell, Meter, scenario_of
+from faser.models.evaluation.worlds import WorldSpec
+from faser.models.registry import make_policy
 
 Compare = Callable[[WorldSpec, int, range], dict[str, Any]]  # a world at a load, over seeds
 KindOf = Callable[[StepRecord], int]  # which kind of step it was

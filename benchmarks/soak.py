@@ -29,12 +29,12 @@ from recorded_engine import RecordedEngine, Recording, record_steps
 from rich.progress import Progress
 from sidecar_process import start_sidecar
 
-from faser.controller.bench_machine import provenance
 from faser.controller.config import LinkConfig
+from faser.controller.engine.machine import provenance
 from faser.controller.errors import FaserError
+from faser.controller.link.ask import ask
 from faser.controller.snapshot import Snapshot
-from faser.controller.status import ask
-from faser.models.worlds import held_out
+from faser.models.evaluation.worlds import held_out
 
 LOOKS = 200  # at memory and descriptors, over the run
 LIFE_STEPS = 2000

@@ -1,7 +1,8 @@
 """What choosing a split is worth in simulation: `python benchmarks/splits.py [--json FILE]`.
 
-The policies `price` and `learned` in the worlds that offer splits (models/worlds.py), each against itself where the
-same engine offers none: same requests, same luck. Simulated time, so the machine does not matter. Ten minutes.
+The policies `price` and `learned` in the worlds that offer splits (models/evaluation/worlds.py), each against itself
+where the same engine offers none: same requests, same luck. Simulated time, so the machine does not matter. Ten
+minutes.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import simulated_points
 from simulated_points import measure
 
 from faser.engine_adapter.protocol import StepRecord
-from faser.env.engine_model import Split
-from faser.models.evaluate import DRIFT
-from faser.models.worlds import LOADS, WorldSpec, side_by_side
+from faser.env.profile.engine_profile import Split
+from faser.models.evaluation.evaluate import DRIFT
+from faser.models.evaluation.worlds import LOADS, WorldSpec, side_by_side
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULT: Final = ROOT / "benchmarks" / "results" / "splits.json"

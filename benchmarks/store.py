@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from faser.controller.store import EngineEntry, RunEntry, StepEntry, Store
+from faser.controller.telemetry.store import EngineEntry, RunEntry, StepEntry, Store
 from faser.engine_adapter.protocol import ActionSet, Hello, RequestRow, StepRecord
 
 DEMAND_STEPS_PER_S = 100.0

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from faser.controller.bench_markdown import markdown_table
-from faser.controller.bench_ratio import envelope, wider_interval
+from faser.controller.bench.markdown import markdown_table
+from faser.controller.bench.ratio import envelope, wider_interval
 
 CELLS: Final = ("cells", "loads", "points", "runs", "by_temperature")  # what a file's rows are called
 CONDITIONS: Final = ("machine", "versions", "commit", "commits", "settings", "note")

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 from typer.main import get_command
 
-from faser.controller import cli, config
+from faser.controller import config
+from faser.controller.cli import main as cli
 from faser.engine_adapter import protocol, settings
 
 HERE = Path(__file__).parent

@@ -14,7 +14,7 @@ logger = operator_log(__name__)
 def register() -> None:
     """Log one line if this vLLM cannot be steered; idempotent."""
     try:
-        from .versions import unsupported_reason, vllm_version
+        from .patches.versions import unsupported_reason, vllm_version
 
         if reason := unsupported_reason(vllm_version()):
             logger.warning("FASER is off: %s", reason)

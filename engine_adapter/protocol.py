@@ -192,7 +192,7 @@ class StopRule(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     With c_j the drafter's probability of its own top token at position j, p_j = sigmoid(intercept + slope * logit(c_j))
     and S_j = p_1 * ... * p_j: token j is handed to verification only if S_j >= keep; token j+1 is drafted only if
-    token j was handed over and S_j >= go_on. logit is engine_adapter/stop_rule.py's, which limits c_j.
+    token j was handed over and S_j >= go_on. logit is engine_adapter/steering/stop_rule.py's, which limits c_j.
     """
 
     slopes: PerPosition

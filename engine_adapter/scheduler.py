@@ -12,17 +12,17 @@ from copy import copy
 from functools import update_wrapper
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
-from .engine_facts import describe_engine, drafter_context, refusal
-from .keys import engine_keys
-from .lease import Lease
-from .link import EngineLink
+from .hello import describe_engine, drafter_context, refusal
+from .link.engine_link import EngineLink
+from .link.keys import engine_keys
 from .operator_log import operator_log
+from .overlap.ping_pong import PingPong, chosen_groups
 from .patches.scheduler import SchedulerHooks
-from .ping_pong import PingPong, chosen_groups
-from .sampled_tokens import SampledTokens, delivered_tokens, vllms_count
+from .patches.versions import unsupported_reason, vllm_version
 from .settings import SettingError, ensure_private_folder, load_settings
-from .steering import BatchOutcome, Default, Steering
-from .versions import unsupported_reason, vllm_version
+from .steering.lease import Lease
+from .steering.sampled_tokens import SampledTokens, delivered_tokens, vllms_count
+from .steering.steering import BatchOutcome, Default, Steering
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,8 +12,8 @@ from typing import Any
 
 from .operator_log import operator_log
 from .patches.v1 import GpuWorkerHooks, mend_expand, substituted
+from .patches.versions import unsupported_reason, vllm_version
 from .settings import SettingError, load_settings
-from .versions import unsupported_reason, vllm_version
 
 logger = operator_log(__name__)
 
@@ -42,13 +42,13 @@ class GpuWorker(GpuWorkerHooks):
 
 
 def _with_v1(runner_class: type) -> type:
-    from .runner_v1 import with_faser
+    from .runner.v1 import with_faser
 
     return with_faser(runner_class)
 
 
 def _with_v2(runner_class: type) -> type:
-    from .runner_v2 import with_faser
+    from .runner.v2 import with_faser
 
     return with_faser(runner_class)
 

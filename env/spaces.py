@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..engine_adapter.compiled import compiled
 from ..engine_adapter.protocol import LARGEST_NUMBER, Hello, Prune, StopRule
-from ..engine_adapter.stop_rule import fitted
+from ..engine_adapter.steering.stop_rule import fitted
 
 Lengths = npt.NDArray[np.int64]
 

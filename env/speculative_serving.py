@@ -13,13 +13,13 @@ import numpy.typing as npt
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from .action_vector import ACTION, require_numbers
-from .observation import GLOBAL_FEATURES, REQUEST_FEATURES, Feature
+from .layout.action_vector import ACTION, require_numbers
+from .layout.observation import GLOBAL_FEATURES, REQUEST_FEATURES, Feature
+from .layout.reward import discount
 from .render import ansi, picture
-from .reward import discount
-from .scenario import Scenario
-from .simulator import Simulator
-from .simulator_state import TERMS, Singles
+from .simulator.scenario import Scenario
+from .simulator.simulator import Simulator
+from .simulator.state import TERMS, Singles
 
 ENV_ID = "faser/SpeculativeServing-v0"
 
@@ -246,8 +246,8 @@ SpeculativeServingEnv.__doc__ = f"""
 
     ## Rewards
     w_good * good tokens + w_token * tokens - w_request * request-seconds - w_waste * wasted rows, spread evenly over
-    the step and discounted within it; see env/reward.py. Steps last unequal times: what comes after a step is worth
-    `info["discount"]` = exp(-rho * elapsed_s). `info` holds the terms separately: {", ".join(TERMS)}.
+    the step and discounted within it; see env/layout/reward.py. Steps last unequal times: what comes after a step is
+    worth `info["discount"]` = exp(-rho * elapsed_s). `info` holds the terms separately: {", ".join(TERMS)}.
 
     ## Starting State
     An empty engine, after one step without drafts. Engine, workload, place in it, load, its drift, difficulty and cost
@@ -259,7 +259,7 @@ SpeculativeServingEnv.__doc__ = f"""
     repeat is served.
 
     ## Arguments
-    `scenario`: a `faser.env.scenario.Scenario`. `render_mode`: `rgb_array`, `ansi` or none.
+    `scenario`: a `faser.env.simulator.scenario.Scenario`. `render_mode`: `rgb_array`, `ansi` or none.
 
     ## Version History
     v0: first.

@@ -12,9 +12,9 @@ import yaml
 
 import faser
 from faser.controller.config import OTHER_VARIABLES, default_file, load, settings
-from faser.controller.launch import SCHEDULER_CLASS, WORKER_CLASS
-from faser.controller.metrics import METRICS
-from faser.controller.web import OPEN_PATHS
+from faser.controller.daemon.metrics import METRICS
+from faser.controller.daemon.web import OPEN_PATHS
+from faser.controller.engine.launch import SCHEDULER_CLASS, WORKER_CLASS
 
 DEPLOY = Path(faser.__file__).parent / "deploy"
 OPERATIONS = DEPLOY.parent / "docs" / "operations.md"

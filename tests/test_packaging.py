@@ -50,11 +50,11 @@ def test_imports_only_run_downward(floor: str) -> None:
 
 def test_the_floor_check_sees_an_upward_import(tmp_path: Path) -> None:
     source = ROOT / "engine_adapter" / "planted.py"
-    tree = "from ..controller.daemon import run\nfrom faser.models import policy\n"
+    tree = "from ..controller.daemon import run\nfrom faser.models.policies import policy\n"
     planted = tmp_path / source.name
     planted.write_text(tree)
     nodes = [n for n in ast.walk(ast.parse(tree)) if isinstance(n, ast.ImportFrom)]
-    assert [(n.level, n.module) for n in nodes] == [(2, "controller.daemon"), (0, "faser.models")]
+    assert [(n.level, n.module) for n in nodes] == [(2, "controller.daemon"), (0, "faser.models.policies")]
 
 
 @pytest.mark.parametrize("package", ["faser", *(f"faser.{floor}" for floor in FLOORS)])
@@ -67,7 +67,8 @@ def test_package_inits_import_nothing(package: str) -> None:
 
 def test_the_adapter_pulls_in_neither_torch_nor_gymnasium_nor_vllm() -> None:
     code = (
-        "import sys; import faser.engine_adapter.steering, faser.engine_adapter.link, faser.engine_adapter.plugin;"
+        "import sys; import faser.engine_adapter.steering.steering, faser.engine_adapter.link.engine_link;"
+        "import faser.engine_adapter.plugin;"
         "faser.engine_adapter.plugin.register();"
         "print([m for m in ('torch', 'gymnasium', 'vllm', 'numpy') if m in sys.modules])"
     )

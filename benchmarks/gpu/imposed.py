@@ -1,11 +1,11 @@
 """Acceptance and confidence by decree, request by request, for engines whose weights are random.
 
-Each draft token gets a confidence and a fate from a generator fitted to a measured run (env/acceptance_model.py), keyed
-by request and by the place in its answer where the draft begins, so that every arm meets the same luck. The target's
-logits are raised at the draft's own token, or at another one, before vLLM's rejection sampler looks (V1 runner, greedy,
-synchronous scheduling), and FASER's drafter notes the confidence. Everything else is computed as always, and costs what
-it costs. Called by serve_engine.py behind the engine's start: numba comes with the generator, and vLLM's start does not
-bear it.
+Each draft token gets a confidence and a fate from a generator fitted to a measured run
+(env/profile/acceptance_model.py), keyed by request and by the place in its answer where the draft begins, so that
+every arm meets the same luck. The target's logits are raised at the draft's own token, or at another one, before
+vLLM's rejection sampler looks (V1 runner, greedy, synchronous scheduling), and FASER's drafter notes the confidence.
+Everything else is computed as always, and costs what it costs. Called by serve_engine.py behind the engine's start:
+numba comes with the generator, and vLLM's start does not bear it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from faser.env.acceptance_model import AcceptanceModel, accept_chance, confidence_logit, draft_chain
+from faser.env.profile.acceptance_model import AcceptanceModel, accept_chance, confidence_logit, draft_chain
 
 if TYPE_CHECKING:
     from torch import Tensor

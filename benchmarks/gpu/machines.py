@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from faser.engine_adapter.partition import Grain, Partition, Partitions, Phase, Sizes, make_ready
+from faser.engine_adapter.partition.shares import Grain, Partition, Partitions, Phase, Sizes, make_ready
 
 Work = Callable[[], None]
 WARM_UPS: Final = 2
@@ -26,8 +26,8 @@ class CudaMachine:
     dtype = torch.bfloat16
 
     def __init__(self) -> None:
-        from faser.engine_adapter.partition_cuda import CudaDevice
-        from faser.engine_adapter.partition_graphs import PartitionGraphs
+        from faser.engine_adapter.partition.cuda import CudaDevice
+        from faser.engine_adapter.partition.cuda_graphs import PartitionGraphs
 
         self.device = torch.device("cuda", 0)
         torch.cuda.set_device(self.device)

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from machines import Machine, told
 
-from faser.engine_adapter import exit_kernel
-from faser.engine_adapter.cut import Batch, Cut
-from faser.engine_adapter.decision import Decision, TokenHeads
-from faser.engine_adapter.exit_heads import FEATURES, ExitHeads, Head
+from faser.engine_adapter.pruning import exit_kernel
+from faser.engine_adapter.pruning.cut import Batch, Cut
+from faser.engine_adapter.pruning.exit_heads import FEATURES, ExitHeads
+from faser.engine_adapter.pruning.head_math import Head
+from faser.engine_adapter.pruning.verdict import Decision, TokenHeads
 
 LAYER = 0
 RANK = 16

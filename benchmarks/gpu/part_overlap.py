@@ -10,7 +10,7 @@ from machines import told
 from pair import Pair, Pass
 from part_partitions import sizes
 
-from faser.engine_adapter.partition import PHASES, UNSPLIT, Partition, Phase
+from faser.engine_adapter.partition.shares import PHASES, UNSPLIT, Partition, Phase
 
 
 def measure(pair: Pair, requests: int) -> dict[str, Any]:

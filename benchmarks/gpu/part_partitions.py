@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from machines import CudaMachine, Machine
 
-from faser.engine_adapter.partition import PHASES, READY_MADE, Partition, make_ready
+from faser.engine_adapter.partition.shares import PHASES, READY_MADE, Partition, make_ready
 
 PROGRAMS = 4096
 TURNS = 2000  # so that a program holds its SM until all others have begun
@@ -71,7 +71,7 @@ def _seen(machine: CudaMachine, partition: Partition, phase: Any) -> set[int]:
 
 def _create_ms(machine: CudaMachine) -> float:
     """Return the time that a second set of all partitions takes to make, per partition."""
-    from faser.engine_adapter.partition_cuda import CudaDevice
+    from faser.engine_adapter.partition.cuda import CudaDevice
 
     begun = time.perf_counter()
     made = make_ready(CudaDevice(0), READY_MADE)

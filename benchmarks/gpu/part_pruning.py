@@ -15,7 +15,7 @@ from machines import told
 from pair import Pair, Pass
 from part_kernel import SIZE, TINY, Case, Size
 
-from faser.engine_adapter.partition import UNSPLIT
+from faser.engine_adapter.partition.shares import UNSPLIT
 
 
 def measure(pair: Pair, requests: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from checkout import make_importable
 
 make_importable()
-from faser.env.overlap import PhaseTimes, draft_ahead_bound, hidden_share, ping_pong_bound  # noqa: E402
+from faser.env.estimate.overlap_bound import PhaseTimes, draft_ahead_bound, hidden_share, ping_pong_bound  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True)

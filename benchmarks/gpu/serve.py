@@ -43,7 +43,7 @@ Load = tuple[str, int | None, list[tuple[float, int, int]]]  # name, clients, re
 def acceptance_rates(length: int) -> list[float]:
     """Return the share of drafts of which so many tokens at least were accepted, from a measured run."""
     make_importable()
-    from faser.env.accept_traces import shipped_accept_trace
+    from faser.env.calibration.accept_traces import shipped_accept_trace
 
     drafts = shipped_accept_trace(TRACE)
     return [round(sum(draft.accepted > place for draft in drafts) / len(drafts), 4) for place in range(length)]
@@ -55,8 +55,8 @@ def generator() -> tuple[dict[str, Any], float]:
     make_importable()
     import msgspec
 
-    from faser.env.accept_traces import shipped_accept_trace
-    from faser.env.acceptance_fit import describe, fit_acceptance
+    from faser.env.calibration.accept_traces import shipped_accept_trace
+    from faser.env.calibration.acceptance_fit import describe, fit_acceptance
 
     drafts = shipped_accept_trace(TRACE)
     model = fit_acceptance(drafts, LENGTH, TRACE)
@@ -86,8 +86,8 @@ def loads(options: argparse.Namespace, seed: int) -> list[Load]:
 def arrivals(seconds: float, peak_rps: float, seed: int) -> list[tuple[float, int, int]]:
     """Return (arrival, prompt, answer) of the trace, bent to rise to the peak and fall again, its lengths cut."""
     make_importable()
-    from faser.env.trace import shipped_trace
-    from faser.env.workload import Swell, swelling_arrivals
+    from faser.env.workload.request_trace import shipped_trace
+    from faser.env.workload.workload import Swell, swelling_arrivals
 
     trace = swelling_arrivals(shipped_trace(OPEN), Swell(seconds, peak_rps / 35.0, peak_rps), seed)
     return [
@@ -157,7 +157,7 @@ def run_engine(task: dict[str, Any]) -> dict[str, Any]:
 def summary(content: dict[str, Any]) -> dict[str, Any]:
     """Return ratios at each target and load, and whether the paper's gains over static speculation were hit."""
     make_importable()
-    from faser.controller.bench_ratio import envelope
+    from faser.controller.bench.ratio import envelope
 
     told: dict[str, Any] = {"points": [], "failed": {}}
     kept: dict[tuple[str, str], dict[str, dict[int, dict[str, Any]]]] = {}

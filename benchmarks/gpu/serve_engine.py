@@ -17,7 +17,7 @@ from serve_load import Asked, drive
 
 SIDECAR = (
     "import sys; sys.path.insert(0, {folder!r}); from checkout import make_importable; make_importable(); "
-    "from faser.controller.cli import main; main()"
+    "from faser.controller.cli.main import main; main()"
 )
 
 
@@ -75,7 +75,7 @@ def impose(llm: Any, generator: dict[str, Any]) -> None:
     import msgspec
     from imposed import Decree, Fates
 
-    from faser.env.acceptance_model import AcceptanceModel
+    from faser.env.profile.acceptance_model import AcceptanceModel
 
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     Decree(runner, Fates(msgspec.convert(generator, AcceptanceModel)))

@@ -1,6 +1,7 @@
 """Every private name of vLLM that FASER overrides, calls, reads or writes, in the modules beside this one only.
 
-Known for vLLM 0.32 and 0.33. `python -m faser.engine_adapter.compatibility` checks these tables against a vLLM tree.
+Known for vLLM 0.32 and 0.33. `python -m faser.engine_adapter.patches.compatibility` checks these tables against a
+vLLM tree.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..cut import Cut
+    Cut = Any  # pruning/cut.py stands above this folder
 
 # --- pruned verification (pruning.py) ---
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...env.split import is_training_prompt
+from ...env.workload.held_out import is_training_prompt
 from .refusal import DrafterRefusal
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Export a head: own weights as int8 with a card, and the folder vLLM loads as `method: eagle3`.
 
 Called at the end of training and by `faser drafter export`. The released file leaves out what the target has itself
-(the LM head's rows); models/eagle3.py expands it again.
+(the LM head's rows); models/embedded/eagle3.py expands it again.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from ..cache import CacheError
-from ..eagle3 import expand_drafter, read_card
+from ..embedded.cache import CacheError
+from ..embedded.eagle3 import expand_drafter, read_card
 from .refusal import DrafterRefusal
 from .teacher import file_digest
 

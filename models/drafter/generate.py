@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ...env.prompt import training_prompts
-from ..precision import dtype_on
+from ...env.workload.prompts import training_prompts
+from ..embedded.precision import dtype_on
 from .corpus import ChatFormat
 from .recipe import Recipe
 from .refusal import DrafterRefusal

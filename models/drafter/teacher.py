@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as functional
 
-from ..precision import dtype_on
+from ..embedded.precision import dtype_on
 from .refusal import DrafterRefusal
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The training loop: batches from the feature cache, Muon and AdamW, checkpoints, resume.
 
-Called by models/drafter/workshop.py. It touches nothing but its checkpoint, stops at the end of a step when asked,
+Called by models/drafter/pipeline.py. It touches nothing but its checkpoint, stops at the end of a step when asked,
 and goes on from its checkpoint when it is started again.
 """
 

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ...engine_adapter.cut import after_first_failure
+from ...engine_adapter.pruning.cut import after_first_failure
 
 Floats = npt.NDArray[np.float64]
 WRONG_CEILING: Final = 0.02  # of the tokens that would have been accepted

@@ -10,9 +10,10 @@ from typing import Final
 
 import torch
 
-from ...engine_adapter.exit_heads import TENSORS, Head
-from ...engine_adapter.exits import FORMAT
 from ...engine_adapter.protocol import Prune
+from ...engine_adapter.pruning.exit_file import FORMAT
+from ...engine_adapter.pruning.exit_heads import TENSORS
+from ...engine_adapter.pruning.head_math import Head
 from .record import Recording
 
 FINGERPRINT: Final = (8, 16)  # a corner of the LM head, to know the target by

@@ -18,10 +18,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from ...engine_adapter.decision import TokenHeads
-from ...engine_adapter.pruning import Pruning
-from ...env.prompt import Prompt
-from ..precision import dtype_on
+from ...engine_adapter.pruning.forward import Pruning
+from ...engine_adapter.pruning.verdict import TokenHeads
+from ...env.workload.prompts import Prompt
+from ..embedded.precision import dtype_on
 
 Tensor = torch.Tensor
 Progress = Callable[[int, int], None]
@@ -85,7 +85,7 @@ class _Recorder(Pruning):
             self._step = None
             return False
         from ...engine_adapter.protocol import Prune
-        from ...engine_adapter.pruning import _Step
+        from ...engine_adapter.pruning.forward import _Step
 
         self._step = _Step(Prune(self._layers[0], 0.0), metadata, common, notes, list(self._runner.input_batch.req_ids))
         return not bool(self._step.batch.spared.any())

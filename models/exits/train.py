@@ -1,6 +1,6 @@
 """Train exit heads on a recording: one affine map, one probe and one logistic curve per layer, all at once.
 
-The forward pass is that of engine_adapter/exit_heads.py. The label of a draft token is whether the target's own
+The forward pass is that of engine_adapter/pruning/exit_heads.py. The label of a draft token is whether the target's own
 choice in the row that tests it is that token. Tokens behind a rejection teach the map too, with less weight; the
 curve is fitted anew at the end, on drafts that the map has not seen and on tokens whose draft was accepted so far.
 """
@@ -15,7 +15,8 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as functional
 
-from ...engine_adapter.exit_heads import FEATURES, Head, candidate_scores, features, moved, normed
+from ...engine_adapter.pruning.exit_heads import FEATURES, candidate_scores, features
+from ...engine_adapter.pruning.head_math import Head, moved, normed
 from .record import Recording
 
 Tensor = torch.Tensor

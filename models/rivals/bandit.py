@@ -10,10 +10,10 @@ import math
 
 import numpy as np
 
-from ...env.acceptance import Floats
+from ...env.estimate.acceptance import Floats
+from ...env.estimate.engine_state import EngineState
 from ...env.spaces import Action, Capabilities
-from ...env.state import EngineState
-from ..baselines import uniform
+from ..policies.baselines import uniform
 from .watch import StepWatch
 
 BLOCK_STEPS, SETTLING_STEPS = 8, 2

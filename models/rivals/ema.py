@@ -5,9 +5,9 @@ Source: SGLang's documentation of `--speculative-adaptive` (EAGLE, topk 1). It l
 
 from __future__ import annotations
 
+from ...env.estimate.engine_state import EngineState
 from ...env.spaces import Action, Capabilities
-from ...env.state import EngineState
-from ..baselines import uniform
+from ..policies.baselines import uniform
 from .watch import StepWatch
 
 TIERS = (1, 3, 7)  # draft tokens; the engine's longest draft stands in for those beyond it

@@ -14,12 +14,12 @@ import re
 import numpy as np
 from msgspec.structs import replace
 
-from ...env.acceptance import Floats, Ints
-from ...env.confidence import EDGES, Forecast
+from ...env.estimate.acceptance import Floats, Ints
+from ...env.estimate.confidence import EDGES, Forecast
+from ...env.estimate.engine_state import EngineState
 from ...env.spaces import Action, Capabilities
-from ...env.state import EngineState
-from ..baselines import uniform
-from ..policy import PolicyError
+from ..policies.baselines import uniform
+from ..policies.policy import PolicyError
 from .watch import Seen, StepWatch
 
 GAIN = 0.05  # of SmartSpec's moving acceptance

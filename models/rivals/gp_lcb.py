@@ -11,11 +11,11 @@ from collections import deque
 
 import numpy as np
 
-from ...env.acceptance import Floats
+from ...env.estimate.acceptance import Floats
+from ...env.estimate.engine_state import EngineState
 from ...env.spaces import Action, Capabilities
-from ...env.state import EngineState
-from ..baselines import uniform
-from ..policy import PolicyError
+from ..policies.baselines import uniform
+from ..policies.policy import PolicyError
 from .watch import StepWatch
 
 BLOCK_STEPS, SETTLING_STEPS = 8, 2

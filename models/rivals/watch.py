@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...env.acceptance import Ints
-from ...env.state import EngineState
+from ...env.estimate.acceptance import Ints
+from ...env.estimate.engine_state import EngineState
 
 LONGEST_STEPS = 4.0  # a gap beyond so many mean steps was an idle engine, not a slow step
 

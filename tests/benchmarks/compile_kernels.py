@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import faser
-from faser.engine_adapter import exit_kernel
+from faser.engine_adapter.pruning import exit_kernel
 
 sys.path.insert(0, str(Path(faser.__file__).parent / "benchmarks" / "gpu"))
 import fused

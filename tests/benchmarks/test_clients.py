@@ -12,8 +12,8 @@ from types import ModuleType
 import pytest
 
 import faser
-from faser.controller.bench_machine import Machine
-from faser.controller.bench_ratio import Ratio
+from faser.controller.bench.ratio import Ratio
+from faser.controller.engine.machine import Machine
 
 SCRIPT = Path(faser.__file__).parent / "benchmarks" / "clients.py"
 

@@ -8,12 +8,12 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from faser.controller.evaluate import decided
-from faser.env.engine_model import Split
-from faser.env.state import EngineState
-from faser.models.policy import make_policy
-from faser.models.simulated import SimulatedEngine
-from faser.models.worlds import WorldSpec, going_ahead
+from faser.controller.cli.evaluate import decided
+from faser.env.estimate.engine_state import EngineState
+from faser.env.profile.engine_profile import Split
+from faser.env.simulator.simulated_engine import SimulatedEngine
+from faser.models.evaluation.worlds import WorldSpec, going_ahead
+from faser.models.registry import make_policy
 
 
 @pytest.fixture(scope="module")

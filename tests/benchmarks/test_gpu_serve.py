@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import faser
-from faser.engine_adapter.confidence import ConfidenceBook
-from faser.env.acceptance_model import AcceptanceModel
+from faser.engine_adapter.drafting.draft_notes import ConfidenceBook
+from faser.env.profile.acceptance_model import AcceptanceModel
 
 FOLDER = Path(faser.__file__).parent / "benchmarks" / "gpu"
 SMALL = ["--targets", "qwen3-8b", "--loads", "1", "16", "--rounds", "2", "--answers", "2", "--trace-seconds", "5"]

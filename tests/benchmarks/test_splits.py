@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from faser.controller.evaluate import decided
-from faser.env.state import EngineState
-from faser.models.policy import make_policy
-from faser.models.price import PricePolicy
-from faser.models.simulated import SimulatedEngine
-from faser.models.worlds import WorldSpec, side_by_side
+from faser.controller.cli.evaluate import decided
+from faser.env.estimate.engine_state import EngineState
+from faser.env.simulator.simulated_engine import SimulatedEngine
+from faser.models.evaluation.worlds import WorldSpec, side_by_side
+from faser.models.policies.price import PricePolicy
+from faser.models.registry import make_policy
 
 
 @pytest.fixture(scope="module")

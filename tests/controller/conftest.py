@@ -19,8 +19,8 @@ import pytest
 import zmq
 
 from faser.controller.config import Config, GuardConfig, LinkConfig, ModeConfig, PolicyConfig, StoreConfig
-from faser.controller.daemon import Daemon
-from faser.engine_adapter.keys import EngineKeys
+from faser.controller.daemon.daemon import Daemon
+from faser.engine_adapter.link.keys import EngineKeys
 from faser.engine_adapter.protocol import (
     ActionSet,
     FromController,

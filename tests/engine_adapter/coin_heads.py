@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from faser.engine_adapter import engine_facts, pruning, runner_pruning
-from faser.engine_adapter.cut import Cut
-from faser.engine_adapter.decision import TokenHeads
-from faser.engine_adapter.exits import ExitFacts
+from faser.engine_adapter import hello as engine_facts
 from faser.engine_adapter.gate import Gate
+from faser.engine_adapter.pruning import forward as pruning
+from faser.engine_adapter.pruning import runner as runner_pruning
+from faser.engine_adapter.pruning.cut import Cut
+from faser.engine_adapter.pruning.exit_file import ExitFacts
+from faser.engine_adapter.pruning.verdict import TokenHeads
 
 
 class CoinHeads(TokenHeads):

@@ -121,7 +121,7 @@ def engine() -> Iterator[Callable[..., EngineRun]]:
 @pytest.fixture(scope="session")
 def scenario() -> Callable[..., dict[str, Any]]:
     """What a run with a drafter's process is given: the embedded target, little memory, prompts in chunks."""
-    from faser.models.embedded import ensure_embedded_target
+    from faser.models.embedded.pair import ensure_embedded_target
 
     def make(blocks: int, process: dict[str, Any] | None, *batches: dict[str, Any], **speculation: Any) -> Any:
         """Process None: no speculation; blocks of 128 tokens each."""

@@ -18,12 +18,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from faser.engine_adapter import ragged
-from faser.engine_adapter.catch_up import CatchUp
+from faser.engine_adapter.drafter_process.target_states import TargetStates
+from faser.engine_adapter.drafting import ragged
+from faser.engine_adapter.drafting.catch_up import CatchUp
 from faser.engine_adapter.protocol import ActionSet, Prune, StopRule
-from faser.engine_adapter.steering import BatchOutcome, Steering
-from faser.engine_adapter.steps import StepOrder
-from faser.engine_adapter.target_states import TargetStates
+from faser.engine_adapter.steering.orders import StepOrder
+from faser.engine_adapter.steering.steering import BatchOutcome, Steering
 
 Log = list[dict[str, Any]]
 SEQUENCE = itertools.count(1)  # of the late leases, over all batches

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from faser.engine_adapter.cut import Batch, Cut
-from faser.engine_adapter.decision import Decision
-from faser.engine_adapter.exit_heads import FEATURES, ExitHeads, Head
-from faser.engine_adapter.pruning import Checks
+from faser.engine_adapter.pruning.cut import Batch, Cut
+from faser.engine_adapter.pruning.exit_heads import FEATURES, ExitHeads
+from faser.engine_adapter.pruning.head_math import Head
+from faser.engine_adapter.pruning.verdict import Checks, Decision
 
 VOCABULARY = 50
 LAYER = 3
@@ -24,7 +24,7 @@ LAYER = 3
 
 @pytest.fixture(scope="module")
 def kernel() -> ModuleType:
-    from faser.engine_adapter import exit_kernel
+    from faser.engine_adapter.pruning import exit_kernel
 
     return exit_kernel
 

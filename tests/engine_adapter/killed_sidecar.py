@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from faser.engine_adapter.protocol import StepRecord, decode_from_engine, encode
-from faser.engine_adapter.recording import RecordBuilder, StepTrace
-from faser.engine_adapter.steering import BatchOutcome, Steering
-from faser.engine_adapter.steps import StepOrder
+from faser.engine_adapter.steering.orders import StepOrder
+from faser.engine_adapter.steering.record import RecordBuilder, StepTrace
+from faser.engine_adapter.steering.steering import BatchOutcome, Steering
 
 SCRIPT = Path(__file__).with_name("random_sidecar.py")
 STEERED_STEPS = (4, 24)  # before a kill, at least and at most

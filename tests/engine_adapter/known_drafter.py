@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from faser.engine_adapter.drafter_server import Task, serve
-from faser.engine_adapter.frontier import Drafted
-from faser.engine_adapter.mailbox import StateRows, Tokens
+from faser.engine_adapter.drafter_process.drafted import Drafted
+from faser.engine_adapter.drafter_process.mailbox import StateRows, Tokens
+from faser.engine_adapter.drafter_process.server import Task, serve
 
 
 class KnownDrafter:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from faser.engine_adapter.steering import BatchOutcome, Steering
-from faser.engine_adapter.steps import StepOrder
+from faser.engine_adapter.steering.orders import StepOrder
+from faser.engine_adapter.steering.steering import BatchOutcome, Steering
 
 PATIENCE_S = 60.0
 REQUESTS = 4

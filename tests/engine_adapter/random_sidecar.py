@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from faser.controller.cli import main
+from faser.controller.cli.main import main
+from faser.env.estimate.engine_state import EngineState
 from faser.env.spaces import Action, Capabilities
-from faser.env.state import EngineState
-from faser.models import policy
+from faser.models.policies import policy
 
 
 class RandomPolicy:

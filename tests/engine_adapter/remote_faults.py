@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from faser.engine_adapter import drafter_process, ping_pong, remote_drafting, runner_frontier
-from faser.engine_adapter.drafter_process import DrafterProcess
+from faser.engine_adapter.drafter_process import process as drafter_process
+from faser.engine_adapter.drafter_process.process import DrafterProcess
+from faser.engine_adapter.overlap import frontier_runner as runner_frontier
+from faser.engine_adapter.overlap import ping_pong, remote_drafting
 
 KNOWN = Path(__file__).with_name("known_drafter.py")
 LIMIT_S = 60.0

@@ -517,7 +517,7 @@ def test_a_vllm_that_keeps_its_schedulers_elsewhere_is_asked_for_them(monkeypatc
 def test_the_plugin_says_one_line_about_a_vllm_it_does_not_know_and_never_raises(
     configs: dict[str, Any], vllm_log: io.StringIO, monkeypatch: pytest.MonkeyPatch, said: Any
 ) -> None:
-    from faser.engine_adapter import versions
+    from faser.engine_adapter.patches import versions
     from faser.engine_adapter.plugin import register
 
     def version() -> str | None:

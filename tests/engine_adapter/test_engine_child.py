@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from faser.engine_adapter.lease import Lease
-from faser.engine_adapter.sampled_tokens import SampledTokens
-from faser.engine_adapter.steering import BatchOutcome, Default, Steering
-from faser.engine_adapter.steps import StepReport
+from faser.engine_adapter.steering.lease import Lease
+from faser.engine_adapter.steering.orders import StepReport
+from faser.engine_adapter.steering.sampled_tokens import SampledTokens
+from faser.engine_adapter.steering.steering import BatchOutcome, Default, Steering
 
 
 class Nobody:

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from faser.controller.launch import openmp_library
-from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
+from faser.controller.engine.launch import openmp_library
+from faser.models.embedded.pair import ensure_embedded_drafter, ensure_embedded_target
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from faser.controller.launch import openmp_library
-from faser.models.embedded import ensure_embedded_target
-from faser.models.precision import dtype_on
+from faser.controller.engine.launch import openmp_library
+from faser.models.embedded.pair import ensure_embedded_target
+from faser.models.embedded.precision import dtype_on
 
 pytestmark = [pytest.mark.engine, pytest.mark.alone, pytest.mark.timeout(900)]
 

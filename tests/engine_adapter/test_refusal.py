@@ -4,7 +4,7 @@ from types import SimpleNamespace as Config
 
 import pytest
 
-from faser.engine_adapter.engine_facts import refusal
+from faser.engine_adapter.hello import refusal
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from faser.models.embedded import ensure_embedded_drafter, ensure_embedded_target
+from faser.models.embedded.pair import ensure_embedded_drafter, ensure_embedded_target
 
 pytestmark = pytest.mark.engine
 

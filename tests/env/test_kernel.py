@@ -13,11 +13,15 @@ import pytest
 
 import faser
 from faser.engine_adapter import compiled
-from faser.env import cost_table_kernel, kernel, simulator, simulator_step, speculative_serving
-from faser.env.action_vector import ACTION, meant
-from faser.env.bench import scenario
-from faser.env.imported_sources import digest_of, imported_sources
-from faser.env.simulator import Simulator
+from faser.env import speculative_serving
+from faser.env import vectorised as kernel
+from faser.env.estimate import cost_table_kernel
+from faser.env.layout.action_vector import ACTION, meant
+from faser.env.simulator import simulator
+from faser.env.simulator import step as simulator_step
+from faser.env.simulator.imported_sources import digest_of, imported_sources
+from faser.env.simulator.simulator import Simulator
+from faser.env.simulator.speed import scenario
 
 STEP = Path(simulator_step.__file__)
 ENV = Path(faser.__file__).parent / "env"
@@ -91,11 +95,11 @@ COMPARED = """
 import hashlib, sys
 import numpy as np
 from numba.core.compiler import Compiler
-from faser.env import kernel
+from faser.env import vectorised as kernel
 if sys.argv[1] == "plain":
     kernel._NoAlias = Compiler
-from faser.env.bench import scenario
-from faser.env.simulator import Simulator
+from faser.env.simulator.speed import scenario
+from faser.env.simulator.simulator import Simulator
 simulator = Simulator(scenario(), 8, seed=3)
 simulator.reset()
 simulator.warm()

@@ -9,13 +9,13 @@ import gymnasium
 import numpy as np
 import pytest
 
-from faser.env.action_vector import ACTION, meant
-from faser.env.engine_model import synthetic_profile
-from faser.env.sb3 import SimulatedVecEnv
-from faser.env.scenario import Scenario, with_mechanisms
+from faser.env.layout.action_vector import ACTION, meant
+from faser.env.profile.engine_profile import synthetic_profile
+from faser.env.simulator.scenario import Scenario, with_mechanisms
 from faser.env.speculative_serving import ENV_ID, SpeculativeServingEnv, SpeculativeServingVectorEnv
-from faser.models.advice import Advice
-from faser.models.advised import AdvisedServing
+from faser.env.vec_env import SimulatedVecEnv
+from faser.models.policies.advice import Advice
+from faser.models.training.advised import AdvisedServing
 
 NEUTRAL = np.zeros(len(ACTION), np.float32)
 

@@ -14,14 +14,14 @@ from gymnasium.utils.env_checker import check_env
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_checker import check_env as check_env_for_sb3
 
-from faser.env.action_vector import ACTION
-from faser.env.bench import main
-from faser.env.engine_model import synthetic_profile
-from faser.env.observation import GLOBAL_FEATURES, REQUEST_FEATURES
-from faser.env.reward import advantages, average_reward, discount, reward
-from faser.env.sb3 import SemiMarkovBuffer, SimulatedVecEnv
-from faser.env.scenario import Scenario, with_mechanisms
+from faser.env.layout.action_vector import ACTION
+from faser.env.layout.observation import GLOBAL_FEATURES, REQUEST_FEATURES
+from faser.env.layout.reward import advantages, average_reward, discount, reward
+from faser.env.profile.engine_profile import synthetic_profile
+from faser.env.simulator.scenario import Scenario, with_mechanisms
+from faser.env.simulator.speed import main
 from faser.env.speculative_serving import ENV_ID, SpeculativeServingEnv
+from faser.env.vec_env import SemiMarkovBuffer, SimulatedVecEnv
 
 WEIGHTS = (0.02, 0.001, 0.01, 0.002)
 

@@ -1,0 +1,243 @@
+"""`faser bench`: FASER beside everything a user would pick instead, on real vLLM servers that take turns.
+
+Called by controller/cli/bench.py. It owns every process it starts and ends them whatever happens; what was measured
+until then is in the file and is printed. docs/bench.md has the definitions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from rich.console import Console
+
+from ...models.embedded.pair import EMBEDDED_K_MAX, TARGET_NAME
+from ...models.embedded.precision import DTYPES, DType
+from ..decision.session import check_policy
+from ..engine.launch import available_cores, default_threads, embedded_dtype
+from ..engine.machine import ROOT, commit, machine_facts, versions
+from ..engine.serve import ensure_embedded_pair
+from ..errors import FaserError, UsageError
+from ..link.endpoint import socket_folder
+from ..whole_file import require_folder, require_place
+from .arm import Bed, server_arguments
+from .course import Bench
+from .markdown import page
+from .plan import (
+    FULL_LOADS,
+    FULL_RIVALS,
+    POLICIES,
+    QUICK_LOADS,
+    QUICK_RIVALS,
+    Plan,
+    length_of,
+    parse_loads,
+    parse_rivals,
+)
+from .progress import BenchProgress
+from .result import Results, Settings, read_results, summary
+from .view import envelope_table, write_picture
+from .workload import MIXED, Mix, Replay, seconds_of_work
+
+_QUICK_TABLE: Final = (0, 1, 3, 4)  # with the four rivals three pairs of servers to start
+_ALL_LENGTHS: Final = (0, 1, 2, 3, 4)
+_TINY_TOKENS: Final = 24
+_CORE_EXPONENT: Final = 0.6  # an estimate, for this model's size
+_TURN_S: Final = 6.0
+_QUICK_TURN_S: Final = 1.5
+# A quick run ends within twelve minutes, also on a restless machine whose cores read 300 prompt tokens a second: five
+# servers with 32 clients each have 160 prompts to read before anything is measured.
+_QUICK_REPEAT_S: Final = 480.0
+_QUICK_PROMPT_TOKENS, _PROMPT_TOKENS = 150, 300
+_QUICK_PER_CLIENT, _PER_CLIENT = 12, 16
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What `faser bench` was asked for; None means the default of a full or a quick run."""
+
+    quick: bool = False
+    json: bool = False
+    loads: str | None = None
+    rivals: str | None = None
+    pairs: int | None = None
+    traces: tuple[str, ...] = ()
+    kinds: str = MIXED
+    out: Path | None = None
+    picture: Path | None = None
+    policy: str = "price"
+    seed: int = 0
+    minutes: float | None = None
+    turn_s: float | None = None
+    trace_s: float = 60.0
+    peak_rps: float | None = None
+    warp: float = 60.0
+    swell: bool = False
+    threads: int | None = None
+    max_tokens: int = 96
+    note: str = ""
+    resume: Path | None = None
+    dtype: str | None = None
+    held: int = 0
+    starts: int = 1
+
+    def number_type(self) -> DType:
+        """Return in which numbers all servers compute."""
+        if self.dtype is None:
+            return embedded_dtype()
+        for known in DTYPES:
+            if known == self.dtype:
+                return known
+        raise UsageError(f"--dtype {self.dtype}", " or ".join(DTYPES))
+
+    def plan(self) -> Plan:
+        """Return what is to be measured; raise UsageError for what cannot be."""
+        default_loads = QUICK_LOADS if self.quick else FULL_LOADS
+        loads = default_loads if self.loads is None and not self.traces else parse_loads(self.loads or "")
+        rivals = (QUICK_RIVALS if self.quick else FULL_RIVALS) if self.rivals is None else parse_rivals(self.rivals)
+        lengths = {length for arm in rivals if (length := length_of(arm)) is not None}
+        turn_s = self.turn_s if self.turn_s is not None else (_QUICK_TURN_S if self.quick else _TURN_S)
+        if not 0.1 <= turn_s <= 60.0:
+            raise UsageError(f"--turn-seconds {turn_s:g}", "0.1 to 60")
+        if not 8 <= self.max_tokens <= 512:
+            raise UsageError(f"--max-tokens {self.max_tokens}", "8 to 512")
+        return Plan(
+            loads=loads,
+            replays=tuple(self._replay(name) for name in self.traces),
+            mixes=tuple(Mix.parse(text.strip()) for text in dict.fromkeys(self.kinds.split(","))),
+            rivals=rivals,
+            pairs=self.pairs if self.pairs is not None else (3 if self.quick else 6),
+            table_lengths=tuple(sorted({*(_QUICK_TABLE if self.quick else _ALL_LENGTHS), *lengths})),
+            minutes=self.minutes if self.minutes is not None else (0.0 if self.quick or self.starts > 1 else 6.0),
+            turn_s=turn_s,
+            max_tokens=self.max_tokens,
+            max_prompt_tokens=_QUICK_PROMPT_TOKENS if self.quick else _PROMPT_TOKENS,
+            least_per_client=_QUICK_PER_CLIENT if self.quick else _PER_CLIENT,
+            least_tokens=_TINY_TOKENS if turn_s < 1.0 else (128 if self.quick else 192),
+            repeat_s=_QUICK_REPEAT_S if self.quick else math.inf,
+            seed=self.seed,
+            held=self.held,
+            starts=self.starts,
+        )
+
+    def _replay(self, trace: str) -> Replay:
+        peak = self.peak_rps if self.peak_rps is not None else round(speed_of_cores() / seconds_of_work(trace), 2)
+        return Replay(trace, self.trace_s, peak, self.warp, peak / 6.0 if self.swell else None)
+
+
+def speed_of_cores() -> float:
+    """Return how much faster than with one thread an engine is by default: more cores help less and less; a guess."""
+    return math.pow(default_threads(available_cores()), _CORE_EXPONENT)
+
+
+def run_bench(options: BenchOptions) -> int:
+    """Measure, write, print; return 0, or 130 after Ctrl-C. A rival that failed is named, and no failure of ours."""
+    plan, dtype = options.plan(), options.number_type()
+    for policy in (options.policy, *(rival for rival in plan.rivals if rival in POLICIES)):
+        check_policy(policy)
+    console = Console(stderr=True, highlight=False)
+    folder = (Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S")).absolute()
+    path = options.resume or options.out or folder / "result.json"
+    machine = msgspec.structs.replace(machine_facts(), dtype=dtype)
+    results = Results(machine, versions(), commit(), _settings(options, plan, dtype), note=options.note)
+    if options.resume is not None:
+        results = _resumed(options.resume, options.out, results, plan.rivals)
+    elif path.exists():
+        raise UsageError(f"--out {path} exists", "a new file, or --resume to go on with it")
+    for place, option in ((path, "--out"), (options.picture, "--picture")):
+        if place is not None:
+            require_folder(place.absolute().parent, option)
+            require_place(place, option)
+    with socket_folder("bench") as sockets:
+        is_held, threads = bool(plan.held), results.settings.threads
+        bed = Bed(ensure_embedded_pair(), sockets, folder, options.policy, threads, dtype, is_held)
+        code, failure = _measure(plan, results, path, bed, console)
+    show(options, results, path, console)
+    if failure is not None:
+        raise failure
+    return code
+
+
+def print_tables(path: Path) -> None:
+    """Print the Markdown tables of a results file."""
+    sys.stdout.write(page(_read(path, "--table")) + "\n")
+
+
+def _read(path: Path, option: str) -> Results:
+    """Return what a file holds; raise UsageError if it holds no results."""
+    try:
+        return read_results(path)
+    except OSError as error:
+        raise UsageError(f"{option} {path}: {error.strerror}", "the results of an earlier run") from None
+    except msgspec.DecodeError as error:
+        raise UsageError(f"{option} {path}: {error}", "the results of an earlier run") from None
+
+
+def _resumed(path: Path, out: Path | None, fresh: Results, rivals: Sequence[str]) -> Results:
+    """Return what a file holds, to go on with; raise UsageError where what comes could not be compared with it."""
+    if out is not None:
+        raise UsageError(f"--out {out} beside --resume", "one of them: a resumed run goes on in its own file")
+    found = _read(path, "--resume")
+    if difference := found.unlike(fresh):
+        raise UsageError(f"--resume {path}: {difference}", "a run on the same machine with the same settings")
+    return found.continued(fresh, rivals)
+
+
+def _measure(plan: Plan, results: Results, path: Path, bed: Bed, console: Console) -> tuple[int, FaserError | None]:
+    """Run the benchmark; return the exit code, and what ended it early."""
+    with BenchProgress.shown(console) as progress:
+        try:
+            asyncio.run(_stopping(Bench(plan, results, path, bed, progress.tell, progress.advance), progress))
+        except asyncio.CancelledError:
+            return 130, None
+        except FaserError as error:
+            return error.exit_code, error
+    return 0, None
+
+
+async def _stopping(bench: Bench, progress: BenchProgress) -> None:
+    """Run until done; Ctrl-C and SIGTERM cancel, and the servers are ended in order."""
+    this = asyncio.current_task()
+    assert this is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, this.cancel)
+    telling = asyncio.create_task(progress.keep_telling())
+    try:
+        await bench.run()
+    finally:
+        telling.cancel()
+        with suppress(asyncio.CancelledError):
+            await telling
+
+
+def show(options: BenchOptions, results: Results, path: Path, console: Console) -> None:
+    """Print tables and the JSON line, draw the picture."""
+    if results.load_points():  # nothing but a sweep has no points to show
+        picture = options.picture or path.with_suffix(".svg")
+        write_picture(results, picture)
+        wide = Console(stderr=options.json, highlight=False, width=None if sys.stdout.isatty() else 220)
+        wide.print(envelope_table(results))
+        console.print(f"faser: results {path}, picture {picture}", soft_wrap=True)
+    if options.json:
+        sys.stdout.write(json.dumps(summary(results)) + "\n")
+        sys.stdout.flush()
+
+
+def _settings(options: BenchOptions, plan: Plan, dtype: DType) -> Settings:
+    card = json.loads((ROOT / "models" / "weights" / "drafter.card.json").read_text())
+    return Settings(
+        target=TARGET_NAME, drafter_sha256=card["sha256"], policy=options.policy, k_max=EMBEDDED_K_MAX,
+        threads=options.threads or default_threads(available_cores()), turn_s=plan.turn_s, slice_s=plan.slice_s,
+        max_tokens=plan.max_tokens, max_prompt_tokens=plan.max_prompt_tokens, seed=plan.seed, pairs=plan.pairs,
+        arguments=server_arguments(dtype, bool(plan.held)), held=plan.held, has_huge_pages=True,
+    )  # fmt: skip

@@ -1,0 +1,95 @@
+"""`faser bench`, for controller/cli/main.py. Only parses; heavy imports are inside the command."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import UsageError
+
+
+def bench(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Three loads, four rivals, three pairs: minutes instead of hours.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="End with one JSON object; tables go to stderr.")] = False,
+    loads: Annotated[
+        str | None, typer.Option(help="Concurrent requests, with commas; default 1,2,4,8,16,32,64, quick 1,8,32.")
+    ] = None,
+    rivals: Annotated[
+        str | None,
+        typer.Option(
+            help="Some of none, k1 to k8, table (vLLM's Dynamic SD, tuned), ngram, suffix, or policies by name."
+        ),
+    ] = None,
+    pairs: Annotated[int | None, typer.Option(help="Rounds in which every arm has a turn; default 6, quick 3.")] = None,
+    trace: Annotated[
+        list[str] | None, typer.Option(help="Also replay azure-conv, azure-code, mooncake or servegen; repeatable.")
+    ] = None,
+    kinds: Annotated[
+        str, typer.Option(help="Prompts: all, chat, code, maths, summarisation, tools; a+b mixes, a,b measures each.")
+    ] = "all",
+    out: Annotated[Path | None, typer.Option(help="The new results file; default: a folder in runs.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the results file of an earlier run: more rounds, loads or rivals.")
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="The picture, .svg or .png; default: beside it.")] = None,
+    policy: Annotated[str, typer.Option(help="FASER's policy.")] = "price",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and arrivals.")] = 0,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.0, help="For each load point, until its ratio is sharp; default 6, quick 0.")
+    ] = None,
+    turn_seconds: Annotated[
+        float | None, typer.Option(help="About what a turn takes without speculation; default 6, quick 1.5.")
+    ] = None,
+    trace_seconds: Annotated[float, typer.Option(help="Length of a replay.")] = 60.0,
+    peak_rps: Annotated[
+        float | None, typer.Option(help="A replay's peak, requests/s; default: past this machine's knee.")
+    ] = None,
+    warp: Annotated[float, typer.Option(help="How many times as fast a trace's clock runs.")] = 60.0,
+    swell: Annotated[
+        bool, typer.Option("--swell", help="Bend the trace's rate to rise from a sixth of the peak to it and back.")
+    ] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of each engine; default: all cores but one.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Length of each answer in a closed loop.")] = 96,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="bfloat16 or float32, in which all arms give the same texts; default: as `faser serve`."),
+    ] = None,
+    held: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Record answers to so many prompts first and hold every arm to them; 0: it writes its own."
+        ),
+    ] = 0,
+    starts: Annotated[
+        int, typer.Option(min=1, help="Start all servers anew up to so many times; intervals are then over starts.")
+    ] = 1,
+    table: Annotated[
+        Path | None, typer.Option(help="Measure nothing: print the Markdown tables of a results file.")
+    ] = None,
+    note: Annotated[str, typer.Option(help="A remark kept in the results.")] = "",
+) -> None:
+    """Measure FASER beside what you would use instead: real servers in turns, with intervals."""
+    if find_spec("scipy") is None:
+        raise UsageError("no scipy here", "the extra train", "pip install 'faser-vllm[train]'")
+    from ..bench.bench import BenchOptions, print_tables, run_bench
+
+    if table is not None:
+        print_tables(table)
+        return
+    options = BenchOptions(
+        quick=quick, json=json, loads=loads, rivals=rivals, pairs=pairs, traces=tuple(trace or ()), kinds=kinds,
+        out=out, picture=picture, policy=policy, seed=seed, minutes=minutes, turn_s=turn_seconds,
+        trace_s=trace_seconds, peak_rps=peak_rps, warp=warp, swell=swell, threads=threads, max_tokens=max_tokens,
+        note=note, resume=resume, dtype=dtype, held=held, starts=starts,
+    )  # fmt: skip
+    raise typer.Exit(run_bench(options))
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(bench)

@@ -1,0 +1,200 @@
+"""`faser drafter ...`: train, evaluate and export a drafter of one's own target. A typer sub-app for
+controller/cli/main.py.
+
+Only parses, shows progress and turns refusals into one line; the work is done in models/drafter. The only heavy imports
+are inside the commands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json as encoder
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from ..errors import ModelError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from ...models.drafter.evaluate import Acceptance
+    from ...models.drafter.recipe import Recipe
+    from ...models.drafter.train import Trainer, TrainingReport
+
+app = typer.Typer(
+    help="Distil a drafter from a target, score it, export it.", no_args_is_help=True, rich_markup_mode=None
+)
+
+RecipeFile = Annotated[Path | None, typer.Option("--config", help="The recipe, a TOML file.")]
+Work = Annotated[str | None, typer.Option(help="Folder of cache and checkpoints; wins over the recipe.")]
+_SMOKE: Final[dict[str, object]] = {
+    "draft_vocabulary": 2048,
+    "intermediate_size": 256,
+    "teacher_top": 32,
+    "cache_tokens": 6000,
+    "minimum_response_tokens": 1000,
+    "evaluation_conversations": 4,
+    "tokens": 12_000,
+    "batch_tokens": 1200,
+    "warmup_steps": 3,
+}
+
+
+@app.command()
+def train(
+    config: RecipeFile = None,
+    work: Work = None,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="A tiny run in a temporary folder, under two minutes.")
+    ] = False,
+) -> None:
+    """Prepare the data, train, export; goes on where an earlier call was interrupted."""
+    with _refusals(), tempfile.TemporaryDirectory(prefix="faser-smoke-") as scratch:
+        recipe = _smoke_recipe(Path(scratch)) if smoke else _recipe(config, work)
+        _train(recipe)
+
+
+@app.command()
+def evaluate(
+    weights: Annotated[Path, typer.Argument(help="Own weights of a head (drafter.safetensors).")],
+    config: RecipeFile = None,
+    work: Work = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Score a head on the held-out conversations: acceptance by position, greedy and sampled, without vLLM."""
+    from ...models.drafter.pipeline import acceptance_fields, evaluate_drafter, open_workshop
+
+    with _refusals(), _bars() as bars:
+        # As start weights the head is read, and refused, before the features are computed.
+        recipe = dataclasses.replace(_recipe(config, work), initial=str(weights))
+        found = evaluate_drafter(open_workshop(recipe, bars.stage), weights)
+    if json:
+        typer.echo(encoder.dumps([acceptance_fields(figure) for figure in found], indent=1))
+    else:
+        typer.echo(_lines(found))
+
+
+@app.command()
+def export(config: RecipeFile = None, work: Work = None) -> None:
+    """Export the head of the last checkpoint without training on."""
+    from ...models.drafter.pipeline import export_trained, open_workshop
+    from ...models.drafter.refusal import DrafterRefusal
+
+    with _refusals(), _bars() as bars:
+        workshop = open_workshop(_recipe(config, work), bars.stage)
+        if not workshop.checkpoint.exists():
+            raise DrafterRefusal(f"{workshop.checkpoint} does not exist; run: faser drafter train")
+        folder = export_trained(workshop, workshop.trainer(), _command_line())
+    typer.echo(str(folder))
+
+
+def _train(recipe: Recipe) -> None:
+    from ...models.drafter.pipeline import open_workshop, train_drafter
+
+    with _bars() as bars:
+        workshop = open_workshop(recipe, bars.stage)
+        trainer = workshop.trainer()
+        if trainer.position.step:
+            typer.echo(f"resumed at step {trainer.position.step}", err=True)
+        with stops(trainer):
+            folder = train_drafter(workshop, trainer, bars.training, _command_line())
+        scores = trainer.score()
+    if trainer.stop_asked:
+        typer.echo(f"stopped at step {trainer.position.step}; the same command goes on from there", err=True)
+    typer.echo(_lines(scores))
+    typer.echo(str(folder))
+
+
+def _recipe(config: Path | None, work: str | None) -> Recipe:
+    from ...models.drafter.recipe import make_recipe, read_recipe
+
+    overrides: dict[str, object] = {} if work is None else {"work": work}
+    return read_recipe(config, overrides) if config else make_recipe(overrides, "flags")
+
+
+def _smoke_recipe(scratch: Path) -> Recipe:
+    from ...models.drafter.recipe import make_recipe
+
+    corpus = Path(__file__).parents[2] / "models" / "weights" / "drafter.smoke.jsonl.gz"
+    return make_recipe({**_SMOKE, "work": str(scratch), "corpus": str(corpus)}, "--smoke")
+
+
+def _command_line() -> str:
+    return shlex.join(["faser", *sys.argv[1:]])
+
+
+def _lines(figures: list[Acceptance] | tuple[Acceptance, ...]) -> str:
+    return "\n".join(figure.line() for figure in figures)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    from ...models.drafter.refusal import DrafterRefusal
+    from ...models.embedded.cache import CacheError
+
+    try:
+        yield
+    except (DrafterRefusal, CacheError) as error:
+        raise ModelError(" ".join(str(error).split())) from error  # one line, whatever a library said
+
+
+@contextmanager
+def stops(trainer: Trainer) -> Iterator[None]:
+    """Let SIGTERM and Ctrl-C end the run at the next step, with a checkpoint."""
+
+    def ask(_signal: int, _frame: object) -> None:
+        trainer.stop_asked = True
+
+    before = [(number, signal.signal(number, ask)) for number in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+class _Bars:
+    """Progress bars on stderr: one per stage, one for training."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._tasks: dict[str, TaskID] = {}
+
+    def stage(self, what: str, done: int, total: int) -> None:
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(what, total=total)
+        self._progress.update(self._tasks[what], completed=done, total=total)
+
+    def training(self, report: TrainingReport) -> None:
+        self.stage("training", int(1000 * report.share_done), 1000)
+        self._progress.update(self._tasks["training"], description=f"training, loss {report.loss:.3f}")
+        if report.acceptance:
+            position = report.position
+            self._progress.console.print(
+                f"step {position.step}, {position.answer_tokens / 1e6:.2f} M answer tokens, loss {report.loss:.3f}\n"
+                + _lines(report.acceptance)
+            )
+
+
+@contextmanager
+def _bars() -> Iterator[_Bars]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        yield _Bars(progress)

@@ -1,0 +1,348 @@
+"""The `faser` command: parses flags, calls one function per command, prints errors as one line.
+
+The only place that prints. Bodies are imported inside the commands, so that `faser --help` stays fast and works
+where vLLM, torch or a command's own dependencies are missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from ... import __version__
+from ..config import Effective, Value, as_json, as_toml, load
+from ..errors import FaserError, UsageError
+from .bench import register as register_bench
+from .drafter import app as drafter_app
+from .evaluate import register as register_evaluate
+from .exits import app as exits_app
+from .policy import app as policy_app
+from .simulation import register as register_simulation
+from .sweep import register as register_sweep
+from .train import register as register_train
+
+app = typer.Typer(
+    name="faser",
+    help="Chooses the speculation length of every request of a vLLM engine, every step.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+store_app = typer.Typer(help="Read telemetry files.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(store_app, name="store")
+keys_app = typer.Typer(
+    help="Keys for a link that leaves the host; a running sidecar takes changes with SIGHUP.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(keys_app, name="keys")
+app.add_typer(drafter_app, name="drafter")
+app.add_typer(exits_app, name="exits")
+app.add_typer(policy_app, name="policy")
+register_simulation(app)
+register_evaluate(app)
+register_bench(app)
+register_train(app)
+register_sweep(app)
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file; see `faser config`.")]
+Endpoint = Annotated[
+    str | None, typer.Option(help="Where engines and sidecar meet: ipc://PATH or tcp://127.0.0.1:PORT.")
+]
+Policy = Annotated[str | None, typer.Option(help="price, price:history, off, fixed:K or table:FIRST-LAST=K,...")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+KeyFolder = Annotated[Path, typer.Argument(help="The folder, as in link.keys.")]
+
+
+class EngineMode(StrEnum):
+    """What the sidecar may do to an engine."""
+
+    active = "active"
+    advisory = "advisory"
+    canary = "canary"
+    off = "off"
+
+
+class ExportFormat(StrEnum):
+    """What `faser store export` writes."""
+
+    csv = "csv"
+    jsonl = "jsonl"
+    parquet = "parquet"
+
+
+class ExportTable(StrEnum):
+    """Which rows `faser store export` writes."""
+
+    requests = "requests"
+    steps = "steps"
+    events = "events"
+
+
+def main() -> NoReturn:
+    """Run the command line; exit with the error's code after one line on stderr."""
+    try:
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:  # it was closed by who started us
+                sys.stdout.flush()
+    except FaserError as error:
+        typer.echo(f"faser: {error}", err=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except OSError as error:
+        sys.exit(_failed(error))
+    sys.exit(0)
+
+
+def _failed(error: OSError) -> int:
+    """Tell what the system refused, such as a full disk; return the exit code. What stdout still holds is dropped."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if error.errno != errno.EPIPE:  # else the reader, such as `head`, has seen enough
+        place = f"{error.filename}: " if error.filename else ""
+        typer.echo(f"faser: {place}{error.strerror or error}", err=True)
+    return FaserError.exit_code
+
+
+def _load(config: Path | None, flags: dict[str, Value | None]) -> Effective:
+    return load(config, os.environ, flags)
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"faser {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Hold the options of the bare command."""
+
+
+@app.command()
+def demo(
+    duration: Annotated[float, typer.Option(help="Seconds of load.")] = 60.0,
+    policy: Policy = None,
+    seed: Annotated[int, typer.Option(help="Seed of arrivals, prompts and sampling.")] = 0,
+    peak_rps: Annotated[
+        float | None,
+        typer.Option(help="Requests/s at the load's peak; half as many again as the machine serves, unless given."),
+    ] = None,
+    json: Json = False,
+    method: Annotated[str | None, typer.Option(help="Drafting method: draft_model, ngram, eagle, eagle3.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="The drafter: a path, or the embedded one.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for report and telemetry.")] = None,
+    config: ConfigFile = None,
+) -> None:
+    """Serve the embedded model to a replayed production load and steer it, for real."""
+    from ..demo.demo import DemoOptions, run_demo
+
+    options = DemoOptions(
+        duration_s=duration,
+        policy=policy,
+        seed=seed,
+        peak_rps=peak_rps,
+        json=json,
+        method=method,
+        drafter=drafter,
+        output=output,
+        config=config,
+    )
+    raise typer.Exit(run_demo(options))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="The model, as vLLM takes it.")],
+    endpoint: Endpoint = None,
+    config: ConfigFile = None,
+) -> None:
+    """Start vLLM's API server with FASER switched on; unknown options go to vLLM."""
+    from ..engine.serve import run_serve
+
+    effective = _load(config, {"link.endpoint": endpoint})
+    raise typer.Exit(run_serve(model, context.args, effective.config))
+
+
+@app.command()
+def sidecar(
+    endpoint: Endpoint = None,
+    policy: Policy = None,
+    store: Annotated[Path | None, typer.Option(help="The telemetry file.")] = None,
+    record: Annotated[bool | None, typer.Option("--record/--no-record", help="Write telemetry.")] = None,
+    trace: Annotated[
+        bool | None, typer.Option("--trace/--no-trace", help="Send a span per decision (OpenTelemetry).")
+    ] = None,
+    config: ConfigFile = None,
+) -> None:
+    """Run the daemon that answers the engines' step records with draft lengths."""
+    from ..daemon.sidecar import run_sidecar
+
+    flags: dict[str, Value | None] = {
+        "link.endpoint": endpoint, "policy.spec": policy, "store.path": store, "store.enabled": record,
+        "trace.enabled": trace,
+    }  # fmt: skip
+    raise typer.Exit(run_sidecar(_load(config, flags).config, lambda: _load(config, flags).config))
+
+
+@app.command()
+def status(endpoint: Endpoint = None, json: Json = False, config: ConfigFile = None) -> None:
+    """Print what the running sidecar sees and does."""
+    from ..link.ask import run_status
+
+    raise typer.Exit(run_status(_load(config, {"link.endpoint": endpoint}).config.link, json))
+
+
+@app.command()
+def mode(
+    mode: Annotated[EngineMode | None, typer.Argument(help="The mode; without one only print what holds.")] = None,
+    engine: Annotated[str, typer.Option(help="A boot id or name as printed; * for every engine.")] = "*",
+    forget: Annotated[bool, typer.Option("--forget", help="Go back to the default instead.")] = False,
+    endpoint: Endpoint = None,
+    config: ConfigFile = None,
+) -> None:
+    """Switch engines between active, advisory, canary and off; survives a restart of either side."""
+    from ..link.ask import run_mode
+
+    if mode is not None and forget:
+        raise UsageError("a mode and --forget", "one of them")
+    link = _load(config, {"link.endpoint": endpoint}).config.link
+    raise typer.Exit(run_mode(link, mode.value if mode else None, engine, forget))
+
+
+@app.command()
+def top(
+    endpoint: Endpoint = None,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 0.5,
+    config: ConfigFile = None,
+) -> None:
+    """Watch load, lengths, acceptance and the link, live."""
+    from .top import run_top
+
+    raise typer.Exit(run_top(_load(config, {"link.endpoint": endpoint}).config.link, interval))
+
+
+@app.command()
+def replay(
+    file: Annotated[Path, typer.Argument(help="A telemetry file, or forward-pass metrics (JSON lines, -: stdin).")],
+    policy: Annotated[str | None, typer.Option(help="Also ask this policy, and estimate what it would earn.")] = None,
+    counterfactual: Annotated[
+        bool,
+        typer.Option("--counterfactual", help="Simulate the policy's speed, with the simulator's error beside it."),
+    ] = False,
+    profile: Annotated[Path | None, typer.Option(help="The simulator's profile; default: the shipped one.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write it all to this HTML file, with pictures.")] = None,
+    floor: Annotated[float, typer.Option(min=10.0, help="Effective samples below which no estimate is given.")] = 100.0,
+    json: Json = False,
+) -> None:
+    """Make every recorded decision again and compare it byte for byte."""
+    from .replay import ReplayOptions, run_replay
+
+    raise typer.Exit(run_replay(ReplayOptions(file, policy, counterfactual, profile, report, floor, json)))
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """Name what is wrong with this installation and how to mend it."""
+    from ..doctor.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(json))
+
+
+@app.command(name="config")
+def show_config(json: Json = False, config: ConfigFile = None) -> None:
+    """Print the effective configuration and where each value came from."""
+    effective = _load(config, {})
+    typer.echo(as_json(effective) if json else as_toml(effective))
+
+
+@store_app.command()
+def export(
+    file: Annotated[Path, typer.Argument(help="A telemetry file.")],
+    format: Annotated[
+        ExportFormat, typer.Option(help="csv, jsonl, or parquet (needs the extra parquet).")
+    ] = ExportFormat.jsonl,
+    table: Annotated[
+        ExportTable, typer.Option(help="One line per request and step, per step, or per event.")
+    ] = ExportTable.requests,
+    output: Annotated[Path | None, typer.Option(help="Where to write; default: stdout (not for parquet).")] = None,
+) -> None:
+    """Unfold the packed columns of a telemetry file."""
+    from ..telemetry.export import run_export
+
+    raise typer.Exit(run_export(file, format.value, table.value, output))
+
+
+TelemetryFile = Annotated[Path, typer.Argument(help="A telemetry file.")]
+
+
+@store_app.command(name="check")
+def store_check(file: TelemetryFile, json: Json = False) -> None:
+    """Read everything in a telemetry file and say whether it is sound."""
+    from ..telemetry.maintenance import run_check
+
+    raise typer.Exit(run_check(file, json))
+
+
+@store_app.command(name="vacuum")
+def store_vacuum(file: TelemetryFile) -> None:
+    """Give the space of deleted steps back to the disk; the sidecar must be stopped."""
+    from ..telemetry.maintenance import run_vacuum
+
+    raise typer.Exit(run_vacuum(file))
+
+
+@keys_app.command(name="new")
+def keys_new(
+    folder: KeyFolder,
+    engine: Annotated[str | None, typer.Option(help="Make a pair for this engine and let it in.")] = None,
+) -> None:
+    """Make the sidecar's keys, and an engine's."""
+    from ..link.keys import new_keys
+
+    for path in new_keys(folder, engine):
+        typer.echo(path)
+
+
+@keys_app.command(name="list")
+def keys_list(folder: KeyFolder) -> None:
+    """Name the engines that are let in."""
+    from ..link.keys import engines
+
+    for name in engines(folder):
+        typer.echo(name)
+
+
+@keys_app.command(name="revoke")
+def keys_revoke(folder: KeyFolder, engine: Annotated[str, typer.Argument(help="The engine's name.")]) -> None:
+    """Let an engine in no longer."""
+    from ..link.keys import revoke
+
+    typer.echo(revoke(folder, engine))
+
+
+@keys_app.command(name="rotate")
+def keys_rotate(folder: KeyFolder) -> None:
+    """Replace the sidecar's own keys; the old ones stay beside them as .old."""
+    from ..link.keys import rotate_server
+
+    for path in rotate_server(folder):
+        typer.echo(path)

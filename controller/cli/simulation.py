@@ -1,0 +1,104 @@
+"""`faser profile`, `faser calibrate` and `faser fidelity`, for controller/cli/main.py.
+
+Only parses; heavy imports are inside the commands.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..calibrate.libraries import require_libraries
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Files = Annotated[list[Path], typer.Argument(help="Telemetry files, all of the same model and drafter.")]
+
+
+def profile(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="The model, as vLLM takes it.")] = "embedded",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The profile to write; default: MODEL.profile.json.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="How long to measure.")] = 8.0,
+    seed: Annotated[int, typer.Option(help="Seed of the order and of the prompts.")] = 0,
+    telemetry: Annotated[Path | None, typer.Option(help="Keep what was measured in this new file.")] = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="A tiny grid, to see that it works.")] = False,
+    json: Json = False,
+) -> None:
+    """Measure what an engine's steps cost, over a grid, and write its profile; unknown options go to vLLM."""
+    require_libraries()
+    from ..calibrate.profile import ProfileOptions, command_line, run_profile
+
+    options = ProfileOptions(
+        model=model,
+        arguments=tuple(context.args),
+        output=output,
+        telemetry=telemetry,
+        minutes=minutes,
+        seed=seed,
+        smoke=smoke,
+        json=json,
+        command=command_line(("faser", *map(shlex.quote, sys.argv[1:]))),
+    )
+    raise typer.Exit(run_profile(options))
+
+
+def calibrate(
+    telemetry: Files,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.")],
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep the shape of this profile's step costs; fit level and acceptance. A file, or embedded."
+        ),
+    ] = None,
+    keep_costs: Annotated[
+        bool, typer.Option("--keep-costs", help="Leave the base's step costs as they are; fit acceptance alone.")
+    ] = False,
+    acceptance: Annotated[
+        str, typer.Option(help="Fit acceptance to an accept trace instead: spec_bench__eagle, ..., or a file.")
+    ] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="Steps a kind must have been seen to be fitted.")] = 3,
+    name: Annotated[str, typer.Option(help="The profile's name; default: the model's.")] = "",
+    json: Json = False,
+) -> None:
+    """Fit a profile to telemetry of demo, serve or bench runs."""
+    require_libraries()
+    from rich.console import Console
+
+    from ..calibrate.calibrate import CalibrateOptions
+    from ..calibrate.calibrate import calibrate as run_calibration
+    from ..calibrate.profile import command_line
+
+    command = command_line(("faser", *map(shlex.quote, sys.argv[1:])))
+    options = CalibrateOptions(
+        tuple(telemetry), output, name=name, base=base, keeps_costs=keep_costs, acceptance=acceptance,
+        command=command, json=json, least_repeats=repeats,
+    )  # fmt: skip
+    raise typer.Exit(run_calibration(options, Console(stderr=True, highlight=False)))
+
+
+def fidelity(
+    telemetry: Annotated[Path, typer.Argument(help="A telemetry file that the profile was not fitted to.")],
+    profile: Annotated[Path | None, typer.Option(help="The profile; default: the shipped one.")] = None,
+    repeat: Annotated[Path | None, typer.Option(help="Another run of the same load: the engine's own spread.")] = None,
+    runs: Annotated[int, typer.Option(min=1, max=1000, help="Replays to average.")] = 8,
+    json: Json = False,
+) -> None:
+    """Replay a telemetry file through the simulator and print how far the two are apart."""
+    require_libraries()
+    from ..calibrate.fidelity import FidelityOptions, run_fidelity
+
+    raise typer.Exit(run_fidelity(FidelityOptions(telemetry, profile, repeat, runs, json)))
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(profile)
+    app.command()(calibrate)
+    app.command()(fidelity)

@@ -1,0 +1,117 @@
+"""Where the runs of a sweep are made: on processes of this machine, or as Ray tasks. Called by controller/cli/sweep.py.
+
+Either way each run has a process of its own with one thread for its arithmetic, outcomes come as runs end, and closing
+the iterator ends what still runs. Ray is imported here and nowhere else, and only when it is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from multiprocessing import active_children, get_context
+from typing import Any, Final
+
+from ...models.evaluation.evaluate import Decide
+from ...models.training.sweep import Outcome, Run, failed, make
+from ..errors import EndpointError, UsageError
+from .evaluate import end_with_parent, one_thread
+
+STORE_BYTES: Final = 80 << 20  # of a local instance, for objects: near the least Ray takes; outcomes are small
+
+
+def on_processes(runs: Sequence[Run], workers: int, decide: Decide, commit: str) -> Iterator[Outcome]:
+    """Make the runs on this machine, so many at a time."""
+    one_thread()
+    others = set(active_children())
+    with ThreadPoolExecutor(workers) as threads:
+        futures = [threads.submit(_alone, run, decide, commit) for run in runs]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+            while not all(future.done() for future in futures):  # a thread may be about to start one more
+                for child in set(active_children()) - others:
+                    child.terminate()
+                time.sleep(0.05)
+
+
+def _alone(run: Run, decide: Decide, commit: str) -> Outcome:
+    """Make a run in a process of its own: one that is killed takes no other with it."""
+    try:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_begin) as process:
+            return process.submit(make, run, decide, commit).result()
+    except Exception as error:
+        return failed(run, error)
+
+
+def _begin() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to every process; the parent sees to it
+    end_with_parent()
+
+
+def on_ray(runs: Sequence[Run], workers: int, address: str | None, decide: Decide, commit: str) -> Iterator[Outcome]:
+    """Make the runs as Ray tasks of one CPU each: on a local instance of so many, or on the cluster at an address."""
+    one_thread()
+    if address is None:  # whoever reaches Ray's ports may run code, unless a token is asked for
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    ray = _ray()
+    where = _where(workers, address)
+    try:
+        ray.init(**where, logging_level=logging.ERROR, log_to_driver=False)
+    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise EndpointError(f"Ray at {address or 'this machine'}: {reason}", "a running Ray of this version") from None
+    try:
+        task = ray.remote(num_cpus=1, max_calls=1, max_retries=0)(make)
+        waiting = {task.remote(run, decide, commit): run for run in runs}
+        while waiting:
+            for done in ray.wait(list(waiting))[0]:
+                yield _outcome(ray, done, waiting.pop(done))
+    finally:
+        ray.shutdown()  # ends this sweep's tasks; a local instance with them
+
+
+def _ray() -> Any:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    try:
+        import ray
+    except ImportError:
+        raise UsageError("no ray here", "the extra sweep", "pip install 'faser-vllm[train,sweep]'") from None
+    return ray
+
+
+def _where(workers: int, address: str | None) -> dict[str, Any]:
+    if address is not None:
+        _require_listener(address)
+        return {"address": address}
+    return {
+        "address": "local", "num_cpus": workers, "include_dashboard": False, "object_store_memory": STORE_BYTES
+    }  # fmt: skip
+
+
+def _require_listener(address: str) -> None:
+    """Raise EndpointError where nobody listens: Ray itself would try for two minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        raise UsageError(f"--address {address!r}", "HOST:PORT")
+    try:
+        socket.create_connection((host, int(port)), timeout=5.0).close()
+    except (OSError, OverflowError) as error:
+        raise EndpointError(f"nobody answers at {address} ({error})", "a running Ray") from None
+
+
+def _outcome(ray: Any, reference: Any, run: Run) -> Outcome:
+    try:
+        outcome: Outcome = ray.get(reference)
+    except Exception as error:  # a killed worker, a node that is gone, a package that is not there
+        return failed(run, error)
+    if outcome.trained is not None and not outcome.trained.manifest.exists():
+        return failed(run, FileNotFoundError(f"{run.folder} is not here; expected a folder that all nodes share"))
+    return outcome

@@ -1,0 +1,73 @@
+"""`faser train`: the learned policy from a configuration file. Registered by controller/cli/main.py."""
+
+from __future__ import annotations
+
+import json as json_module
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..engine.machine import commit
+from ..errors import PolicyError, UsageError
+from ..whole_file import require_folder
+
+
+def train(
+    config: Annotated[Path, typer.Option("--config", help="TOML file; models/weights/policy.recipe.toml is one.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the run.")] = Path("runs/policy"),
+    seed: Annotated[int | None, typer.Option(help="Instead of the file's.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="End with one JSON object.")] = False,
+) -> None:
+    """Train a policy in simulation with PPO; checkpoints and TensorBoard files lie in the run's folder."""
+    try:
+        from ...models.training.config import load_config
+        from ...models.training.train import train as run
+    except ImportError as error:
+        raise UsageError(f"no module {error.name}", "", "training needs pip install 'faser-vllm[train]'") from None
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from ...models.policies.policy import PolicyError as PolicyFault
+    from .evaluate import decided
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    try:
+        settings = load_config(config)
+        if seed is not None:
+            settings = replace(settings, seed=seed)
+        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+            tasks: dict[str, int] = {}
+
+            def tell(what: str, done: int, total: int) -> None:
+                if what not in tasks:
+                    tasks[what] = bar.add_task(what, total=total)
+                bar.update(tasks[what], completed=done, total=total)  # type: ignore[arg-type]
+
+            require_folder(output, "--output")
+            result = run(settings, output, decided, resume=resume, progress=tell, commit=commit())
+    except PolicyFault as error:
+        raise PolicyError(str(error)) from None
+    if json:
+        typer.echo(
+            json_module.dumps(
+                {
+                    "manifest": str(result.manifest), "first": result.first, "best": result.best,
+                    "steps": result.steps, "seconds": result.seconds,
+                }
+            )
+        )  # fmt: skip
+    else:
+        gain = result.best - result.first
+        typer.echo(
+            f"{result.manifest}: {result.steps} steps in {result.seconds:.0f} s, {gain:+.2%} tokens/s on unseen "
+            f"engines over where it began; try --policy learned:{result.manifest}"
+        )
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(train)

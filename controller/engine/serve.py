@@ -1,0 +1,327 @@
+"""`faser serve MODEL [vllm options]`: a sidecar and an unmodified vLLM server in the foreground, ended together.
+
+Called by the CLI; `faser demo` uses its parts. Everything the operator passes goes to vLLM; FASER adds its two classes
+and refuses what contradicts them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO, Final
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ...engine_adapter.settings import SettingError, ensure_private_folder, runtime_folder
+from ...models.embedded.pair import (
+    EMBEDDED_K_MAX,
+    TARGET_NAME,
+    CacheError,
+    ensure_embedded_drafter,
+    ensure_embedded_target,
+)
+from ...models.embedded.precision import is_bfloat16_slow
+from ..config import Config, settings
+from ..decision.session import check_policy
+from ..errors import EndpointError, EngineError, ModelError, StoreError, UsageError
+from ..link.endpoint import Endpoint
+from .launch import (
+    EngineLaunch,
+    embedded_dtype,
+    free_port,
+    is_cpu_build,
+    require_free_port,
+    require_supported_vllm,
+)
+from .processes import ProcessTree, deferred_interrupts
+from .running import RunningEngine
+
+EMBEDDED: Final = "embedded"
+BFLOAT16_SLOW: Final = (
+    "this processor has no AVX-512: it multiplies bfloat16 row by row, and no draft can pay; "
+    "a bfloat16 model is faster with --dtype float32"
+)
+_DEFAULT_PORT: Final = 8000
+_SPECULATIVE_FLAGS: Final = ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens")
+_OUR_FLAGS: Final = ("--scheduler-cls", "--worker-cls")
+_POLL_S: Final = 0.2
+
+ShowProgress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedPair:
+    """The embedded target and drafter as folders."""
+
+    target: Path
+    drafter: Path
+
+    def speculative(self, k_max: int = EMBEDDED_K_MAX) -> dict[str, object]:
+        """Return vLLM's --speculative-config for the drafter."""
+        return {"method": "eagle3", "model": str(self.drafter), "num_speculative_tokens": k_max}
+
+
+EMBEDDED_ARGUMENTS: Final = (
+    "--served-model-name", TARGET_NAME,
+    "--max-model-len", "2048",
+    "--max-num-seqs", "64",
+    "--enforce-eager",  # compiling wants a C++ compiler and a minute
+)  # fmt: skip
+
+
+def ensure_embedded_pair(progress: ShowProgress | None = None) -> EmbeddedPair:
+    """Return the embedded pair, converted on first use; raise ModelError if that is impossible."""
+    try:
+        return EmbeddedPair(ensure_embedded_target(progress), ensure_embedded_drafter(progress))
+    except CacheError as error:
+        raise ModelError(str(error)) from error
+
+
+def embedded_launch(
+    pair: EmbeddedPair, endpoint: str, port: int | None = None, arguments: Sequence[str] = ()
+) -> EngineLaunch:
+    """Return the launch of the embedded pair on loopback; `arguments` come after the defaults and win over them."""
+    return EngineLaunch(
+        model=str(pair.target),
+        port=port or free_port(),
+        host=flag_value(arguments, "--host") or "127.0.0.1",
+        speculative=None if _has_flag(arguments, _SPECULATIVE_FLAGS) else pair.speculative(),
+        arguments=(*EMBEDDED_ARGUMENTS, "--dtype", embedded_dtype(), *_without_flags(arguments, ("--host", "--port"))),
+        endpoint=endpoint,
+        is_cpu=is_cpu_build(),
+        kv_cache_gib=1,
+    )
+
+
+def model_launch(model: str, endpoint: str, arguments: Sequence[str]) -> EngineLaunch:
+    """Return the launch of the operator's own model with the operator's own drafter."""
+    if not _has_flag(arguments, _SPECULATIVE_FLAGS):
+        raise EngineError(
+            f"no drafter configured for {model}",
+            "vLLM's --speculative-config",
+            'add for example --speculative-config \'{"method": "ngram", "num_speculative_tokens": 4, '
+            '"prompt_lookup_max": 4}\', or serve "embedded"',
+        )
+    path = Path(model).expanduser()
+    if model.startswith(("/", "./", "../", "~")) and not path.exists():
+        raise ModelError(f"no model at {model}", "a folder with config.json and weights", "check the path")
+    return EngineLaunch(
+        model=str(path.absolute()) if path.is_dir() else model,
+        port=_port(arguments),
+        host=flag_value(arguments, "--host"),
+        arguments=tuple(_without_flags(arguments, ("--host", "--port"))),
+        endpoint=endpoint,
+        is_cpu=is_cpu_build(),
+    )
+
+
+def is_slow(launch: EngineLaunch) -> bool:
+    """Return whether this machine computes a bfloat16 model row by row and nobody has chosen another type."""
+    return launch.is_cpu and is_bfloat16_slow() and not _has_flag(launch.arguments, ("--dtype",))
+
+
+def run_serve(model: str, vllm_arguments: Sequence[str], config: Config) -> int:
+    """Serve until Ctrl-C or until the engine ends; return the exit code."""
+    console = Console(stderr=True)
+    for flag in _OUR_FLAGS:
+        if _has_flag(vllm_arguments, (flag,)):
+            raise UsageError(f"{flag} with faser serve", "FASER's own class there", "drop it, or run vLLM by hand")
+    check_policy(config.policy.spec)
+    require_supported_vllm()
+    endpoint = config.link.endpoint
+    if model == EMBEDDED:
+        with progress_bar(console) as show:
+            pair = ensure_embedded_pair(show)
+        launch = embedded_launch(pair, endpoint, _port(vllm_arguments), vllm_arguments)
+    else:
+        launch = model_launch(model, endpoint, vllm_arguments)
+        if is_slow(launch):
+            console.print(f"faser: {BFLOAT16_SLOW}", highlight=False, soft_wrap=True)
+    require_free_port(launch.port, launch.host)
+    log = log_folder() / f"engine-{launch.port}.log"
+    log.unlink(missing_ok=True)
+    with ExitStack() as stack, stopping_on_sigterm():
+        with deferred_interrupts():
+            sidecar = start_sidecar(config)
+            if sidecar is None:
+                console.print(f"faser: a sidecar already runs at {endpoint}; using it", highlight=False, soft_wrap=True)
+            else:
+                stack.enter_context(sidecar)
+            engine = stack.enter_context(RunningEngine(launch, log, cwd=Path.cwd()))
+        try:
+            return _follow(engine, sidecar, console)
+        except KeyboardInterrupt as interrupt:
+            console.print("faser: stopping", highlight=False, soft_wrap=True)
+            return 143 if isinstance(interrupt, Terminated) else 130
+
+
+def _follow(engine: RunningEngine, sidecar: ProcessTree | None, console: Console) -> int:
+    """Copy both logs to the terminal until the engine ends; a lost sidecar is reported, the engine serves on."""
+    is_ready, is_sidecar_lost = False, False
+    with ExitStack() as stack:
+        logs = [stack.enter_context(path.open("rb")) for path in (engine.log, *([sidecar.log] if sidecar else []))]
+        while True:
+            if sidecar is not None and not is_ready and (code := sidecar.poll()) is not None:
+                _require_no_complaint(sidecar, code)  # before its log is copied: its one line is said once
+            for log in logs:
+                _copy_new(log)
+            engine.require_running()
+            if not is_ready and engine.is_ready():
+                is_ready = True
+                console.print(
+                    f"faser: serving on {engine.launch.url}/v1; Ctrl-C stops", highlight=False, soft_wrap=True
+                )
+            if sidecar is not None and not is_sidecar_lost and (code := sidecar.poll()) is not None:
+                is_sidecar_lost = True
+                console.print(
+                    f"faser: the sidecar ended with code {code}; the engine goes on with its default lengths; "
+                    f"start one with: faser sidecar (log: {sidecar.log})",
+                    highlight=False,
+                    soft_wrap=True,
+                )
+            time.sleep(_POLL_S)
+
+
+def _require_no_complaint(sidecar: ProcessTree, code: int) -> None:
+    """Raise the sidecar's own error if it refused to start, such as for a store that cannot be written."""
+    refused = {error.exit_code: error for error in (UsageError, EndpointError, StoreError)}
+    if (error := refused.get(code)) is not None:
+        said = sidecar.log.read_text(errors="replace").strip().rpartition("\n")[2]
+        raise error(f"the sidecar did not start: {said.removeprefix('faser: ')}")
+
+
+def _copy_new(log: BinaryIO) -> None:
+    if text := log.read():
+        sys.stdout.write(text.decode(errors="replace"))
+        sys.stdout.flush()
+
+
+def start_sidecar(config: Config, log: Path | None = None) -> ProcessTree | None:
+    """Start `faser sidecar` with this configuration; None if one already owns the endpoint."""
+    try:
+        Endpoint(config.link.endpoint, is_encrypted=bool(config.link.keys)).close()
+    except EndpointError as error:
+        if "running sidecar" in error.seen:
+            return None
+        raise
+    command = [sys.executable, "-P", "-c", "from faser.controller.cli.main import main; main()", "sidecar"]
+    log = log or log_folder() / f"sidecar-{os.getpid()}.log"
+    log.unlink(missing_ok=True)
+    return ProcessTree(command, os.environ | sidecar_environment(config), log, cwd=Path.cwd(), grace_s=10.0)
+
+
+def sidecar_environment(config: Config) -> dict[str, str]:
+    """Return the configuration as FASER_* variables, which win over any file the sidecar might find."""
+    pairs = (
+        (setting, getattr(getattr(config, key.split(".")[0]), key.split(".")[1])) for key, setting in settings().items()
+    )
+    return {setting.variable: str(int(value) if isinstance(value, bool) else value) for setting, value in pairs}
+
+
+def log_folder() -> Path:
+    """Return the folder for the logs of engine and sidecar."""
+    folder = runtime_folder() / "logs"
+    try:
+        ensure_private_folder(folder.parent)
+        ensure_private_folder(folder)
+    except SettingError as error:
+        raise EndpointError(str(error)) from None
+    return folder
+
+
+@contextmanager
+def progress_bar(console: Console) -> Iterator[ShowProgress]:
+    """Give a callback that draws a bar; nothing is drawn until it is called."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        tasks: dict[str, object] = {}
+
+        def show(what: str, share: float) -> None:
+            if "id" not in tasks:
+                tasks["id"] = bars.add_task(what, total=1.0)
+            bars.update(tasks["id"], description=what, completed=share)  # type: ignore[arg-type]
+
+        yield show
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, to be treated as Ctrl-C is."""
+
+
+@contextmanager
+def stopping_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into an interrupt, so that an orderly end takes the same way as Ctrl-C."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def flag_value(arguments: Sequence[str], flag: str) -> str | None:
+    """Return the last value of a flag among vLLM's arguments, given as `--flag value` or `--flag=value`."""
+    value = None
+    for position, argument in enumerate(arguments):
+        name, equals, rest = argument.partition("=")
+        if _spelled(name) == flag:
+            value = rest if equals else next(iter(arguments[position + 1 : position + 2]), "")
+    return value
+
+
+def _has_flag(arguments: Sequence[str], flags: Sequence[str]) -> bool:
+    """Return whether a flag is given; vLLM also takes `--flag.key value` and underscores."""
+    return any(_spelled(argument.split("=")[0].split(".")[0]) in flags for argument in arguments)
+
+
+def _without_flags(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
+    kept, is_value = [], False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if is_value:
+            is_value = False
+        elif _spelled(name) in flags:
+            is_value = not equals
+        else:
+            kept.append(argument)
+    return kept
+
+
+def _spelled(name: str) -> str:
+    return name.replace("_", "-") if name.startswith("--") else name
+
+
+def _port(arguments: Sequence[str]) -> int:
+    text = flag_value(arguments, "--port")
+    if text is None:
+        return _DEFAULT_PORT
+    if not text.isdecimal():
+        raise UsageError(f"--port {text}", "a number", "pass --port N")
+    return int(text)
+
+
+__all__ = [
+    "EMBEDDED",
+    "EmbeddedPair",
+    "EngineLaunch",
+    "RunningEngine",
+    "embedded_launch",
+    "ensure_embedded_pair",
+    "free_port",
+    "model_launch",
+    "progress_bar",
+    "run_serve",
+    "sidecar_environment",
+    "start_sidecar",
+]

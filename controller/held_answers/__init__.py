@@ -1,0 +1,1 @@
+"""held_answers."""

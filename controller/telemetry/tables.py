@@ -1,0 +1,249 @@
+"""Reading telemetry files: step tables as arrays, request rows, engines, and the figures computed from them.
+
+Called by the demo, the report and the benchmarks; may read while a sidecar writes. Never writes. Every figure is
+defined here once, from what the engine reported, whatever a client saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ...engine_adapter.protocol import MAX_DRAFT_LENGTH, Hello, RequestRow
+from ..errors import StoreError
+from ..quantiles import Quantiles
+from .packing import unpack_rows
+from .schema import open_for_reading
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+_INT_COLUMNS: Final = (
+    "engine", "counter", "step", "running", "waiting", "prefill_tokens", "decode_tokens", "draft_tokens", "drafted",
+    "verified", "pruned", "accepted", "emitted", "lease_epoch", "dropped", "rejected", "caught_up", "wrongly_pruned",
+    "frontier_hits",
+)  # fmt: skip
+_FLOAT_COLUMNS: Final = (
+    "time_s", "step_s", "schedule_s", "verify_s", "sample_s", "draft_s", "overlap_s", "adapter_s", "kv_usage",
+    "prune_s", "saved_rows",
+)  # fmt: skip
+_TOLD_COLUMNS: Final = ("draft_rounds", "drawn_tokens", "prune_layer", "frontier")
+_DECISION_COLUMNS: Final = ("decision_sequence", "decision_is_sent", "decision_s", "decision_price")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTable:
+    """All steps of a file, by engine and then in the engine's order; arrays (n,). Units as in protocol.StepRecord.
+
+    `decision_*` is NaN where no decision was made on a record, `draft_rounds` and `drawn_tokens` where the engine did
+    not say, `prune_layer` where no exit heads looked, `frontier` where nothing was to be drafted ahead.
+    """
+
+    engine: Ints
+    counter: Ints
+    step: Ints
+    running: Ints
+    waiting: Ints
+    prefill_tokens: Ints
+    decode_tokens: Ints
+    draft_tokens: Ints
+    drafted: Ints
+    verified: Ints
+    pruned: Ints
+    accepted: Ints
+    emitted: Ints
+    lease_epoch: Ints
+    dropped: Ints
+    rejected: Ints
+    caught_up: Ints
+    wrongly_pruned: Ints
+    frontier_hits: Ints
+    time_s: Floats
+    step_s: Floats
+    schedule_s: Floats
+    verify_s: Floats
+    sample_s: Floats
+    draft_s: Floats
+    overlap_s: Floats
+    adapter_s: Floats
+    kv_usage: Floats
+    prune_s: Floats
+    saved_rows: Floats
+    draft_rounds: Floats
+    drawn_tokens: Floats
+    prune_layer: Floats
+    frontier: Floats
+    decision_sequence: Floats
+    decision_is_sent: Floats
+    decision_s: Floats
+    decision_price: Floats
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+@dataclass(frozen=True, slots=True)
+class LengthTable:
+    """What was asked for and drafted per request and step: one row for each request that emitted tokens.
+
+    Requests in the middle of their prompt draft nothing and are left out.
+    :param step_index: (m,) row of the StepTable
+    :param limit: (m,) draft length in force when the step drafted, tokens
+    :param drafted: (m,) tokens the drafter proposed in the step
+    """
+
+    step_index: Ints
+    limit: Ints
+    drafted: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetrySummary:
+    """The figures of a file. Shares and rates are NaN where there is nothing to divide by."""
+
+    steps: int
+    decisions: int  # records a decision was made on
+    decisions_sent: int
+    steps_under_lease: int
+    lease_share_after_first_second: float  # each engine's own first second left out
+    dropped_records: int  # the engine could not hand them to the link
+    gaps: int  # records missing between the first and the last
+    rejected_messages: int  # from a controller, refused by the engine
+    drafted_tokens: int
+    verified_tokens: int
+    accepted_tokens: int
+    emitted_tokens: int
+    acceptance_rate: float  # accepted / verified draft tokens
+    mean_draft_length: float  # tokens drafted per request and step
+    mean_emitted: float  # tokens emitted per request and step
+    draft_length_histogram: Mapping[int, int]  # request-steps by tokens drafted
+    # At least two requests of one step had different lengths: in force, or by where a stop rule ended their drafts.
+    steps_with_mixed_lengths: int
+    steps_with_mixed_drafts: int  # ... had different numbers of tokens drafted
+    adapter_us_per_step: Quantiles
+    adapter_share: float  # of the steps' time
+    step_ms: Quantiles
+    decision_us: Quantiles
+    peak_running: int
+    seconds_of_steps: float = field(default=0.0)
+
+
+def read_engines(path: Path) -> list[Hello]:
+    """Return the engines of a file as they introduced themselves, in order of their key."""
+    with closing(open_for_reading(path)) as database:
+        rows = database.execute("SELECT hello FROM engines ORDER BY id").fetchall()
+    engines = []
+    for (text,) in rows:
+        try:
+            named = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+            told = [named[name] for name in Hello.__struct_fields__ if name in named]  # what came later is missing
+            ordered = msgspec.json.encode(["hello", *told])
+            engines.append(msgspec.json.decode(ordered, type=Hello))
+        except (msgspec.MsgspecError, KeyError) as error:
+            raise StoreError(f"an engine's introduction in {path} cannot be read: {error}") from None
+    return engines
+
+
+def read_steps(path: Path) -> StepTable:
+    """Return every step of a file."""
+    names = (*_INT_COLUMNS, *_FLOAT_COLUMNS, *_TOLD_COLUMNS, *_DECISION_COLUMNS)
+    query = f"SELECT {', '.join(names)} FROM steps ORDER BY engine, counter, id"
+    with closing(open_for_reading(path)) as database:
+        columns = list(zip(*database.execute(query), strict=True)) or [()] * len(names)
+    arrays: dict[str, npt.NDArray[np.generic]] = {
+        name: np.asarray(column, np.int64 if name in _INT_COLUMNS else np.float64)
+        for name, column in zip(names, columns, strict=True)
+    }
+    return StepTable(**arrays)  # type: ignore[arg-type]
+
+
+def read_request_rows(path: Path) -> Iterator[list[RequestRow]]:
+    """Yield the request rows of each step, in the order of `read_steps`."""
+    with closing(open_for_reading(path)) as database:
+        for (blob,) in database.execute("SELECT rows FROM steps ORDER BY engine, counter, id"):
+            yield unpack_rows(blob)
+
+
+def read_lengths(path: Path) -> LengthTable:
+    """Return the draft lengths of every decoding request in every step."""
+    cells = [
+        (index, row.draft_limit, row.drafted)
+        for index, rows in enumerate(read_request_rows(path))
+        for row in rows
+        if row.emitted
+    ]
+    table = np.asarray(cells, np.int64).reshape(-1, 3)
+    return LengthTable(table[:, 0], table[:, 1], table[:, 2])
+
+
+def summarise(steps: StepTable, lengths: LengthTable) -> TelemetrySummary:
+    """Compute the figures of a file from its tables."""
+    verified, accepted = int(steps.verified.sum()), int(steps.accepted.sum())
+    has_decision = ~np.isnan(steps.decision_sequence)
+    return TelemetrySummary(
+        steps=len(steps),
+        decisions=int(has_decision.sum()),
+        decisions_sent=int(np.nansum(steps.decision_is_sent)),
+        steps_under_lease=int((steps.lease_epoch > 0).sum()),
+        lease_share_after_first_second=_share(steps.lease_epoch[_after_first_second(steps)] > 0),
+        dropped_records=_sum_of_last(steps, steps.dropped),
+        gaps=_missing(steps),
+        rejected_messages=_sum_of_last(steps, steps.rejected),
+        drafted_tokens=int(steps.drafted.sum()),
+        verified_tokens=verified,
+        accepted_tokens=accepted,
+        emitted_tokens=int(steps.emitted.sum()),
+        acceptance_rate=accepted / verified if verified else float("nan"),
+        mean_draft_length=float(lengths.drafted.mean()) if len(lengths.drafted) else float("nan"),
+        mean_emitted=int(steps.emitted.sum()) / len(lengths.drafted) if len(lengths.drafted) else float("nan"),
+        draft_length_histogram=_histogram(lengths.drafted),
+        steps_with_mixed_lengths=_mixed(lengths.step_index, lengths.limit * (MAX_DRAFT_LENGTH + 1) + lengths.drafted),
+        steps_with_mixed_drafts=_mixed(lengths.step_index, lengths.drafted),
+        adapter_us_per_step=Quantiles.of((steps.adapter_s * 1e6).tolist()),
+        adapter_share=float(steps.adapter_s.sum() / steps.step_s.sum()) if steps.step_s.sum() else float("nan"),
+        step_ms=Quantiles.of((steps.step_s * 1e3).tolist()),
+        decision_us=Quantiles.of((steps.decision_s[has_decision] * 1e6).tolist()),
+        peak_running=int(steps.running.max(initial=0)),
+        seconds_of_steps=float(steps.step_s.sum()),
+    )
+
+
+def _histogram(values: Ints) -> dict[int, int]:
+    distinct, counts = np.unique(values, return_counts=True)
+    return {int(value): int(count) for value, count in zip(distinct, counts, strict=True)}
+
+
+def _share(flags: npt.NDArray[np.bool_]) -> float:
+    return float(flags.mean()) if len(flags) else float("nan")
+
+
+def _after_first_second(steps: StepTable) -> npt.NDArray[np.bool_]:
+    start_s = np.full(len(steps), np.inf)
+    for engine in np.unique(steps.engine):
+        own = steps.engine == engine
+        start_s[own] = steps.time_s[own].min()
+    return steps.time_s >= start_s + 1.0
+
+
+def _sum_of_last(steps: StepTable, counted: Ints) -> int:
+    """Sum a counter that each engine only ever raises."""
+    return sum(int(counted[steps.engine == engine].max()) for engine in np.unique(steps.engine))
+
+
+def _missing(steps: StepTable) -> int:
+    is_same_engine = np.diff(steps.engine) == 0
+    return int((np.diff(steps.counter) - 1)[is_same_engine].clip(0).sum())
+
+
+def _mixed(step_index: Ints, length: Ints) -> int:
+    """Count the steps whose requests do not all have one length."""
+    pairs = np.unique(np.stack((step_index, length)), axis=1)
+    _, distinct = np.unique(pairs[0], return_counts=True)
+    return int((distinct > 1).sum())

@@ -1,0 +1,117 @@
+"""What this engine is and can do, read once from vLLM's configuration.
+
+Called by the scheduler mixin at engine start. Reads public configuration only and changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from typing import TYPE_CHECKING, Literal
+
+from .. import __version__
+from .drafter_process.choice import chosen_drafter
+from .graph_lengths import graph_lengths, has_graphs
+from .operator_log import operator_log
+from .patches.versions import vllm_version
+from .protocol import MAX_DRAFT_LENGTH, Hello
+from .pruning.exit_file import ExitFacts, usable_exits
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = operator_log(__name__)
+
+
+def refusal(config: VllmConfig) -> str | None:
+    """Return why this configuration cannot be steered, None if it can."""
+    if config.parallel_config.data_parallel_size > 1:
+        return (
+            f"data_parallel_size={config.parallel_config.data_parallel_size}: ranks that draft different lengths hang; "
+            "run one server per rank instead"
+        )
+    if getattr(config.speculative_config, "enable_adaptive_verification", False):
+        return (
+            "enable_adaptive_verification is on: vLLM would shorten FASER's lengths on the device, unseen; "
+            'set "enable_adaptive_verification": false in --speculative-config, or start without FASER'
+        )
+    if getattr(config, "diffusion_config", None) is not None:
+        return "diffusion models do not draft"
+    return None
+
+
+def describe_engine(config: VllmConfig, settings: Settings) -> Hello:
+    """Return the HELLO of this engine, without its live requests."""
+    from vllm.platforms import current_platform
+
+    scheduler, cache, parallel = config.scheduler_config, config.cache_config, config.parallel_config
+    drafting, exits = config.speculative_config, _exits(config, settings)
+    table = list(drafting.num_speculative_tokens_per_batch_size or ()) if drafting else []
+    return Hello(
+        boot_id=secrets.token_hex(8),
+        pid=os.getpid(),
+        host=socket.gethostname()[:128],
+        adapter_version=__version__,
+        vllm_version=(vllm_version() or "")[:128],
+        model=str(config.model_config.model)[:512],
+        device=current_platform.device_type,
+        runner=_runner(config),
+        is_async=bool(scheduler.async_scheduling),
+        method=str(drafting.method if drafting else "none"),
+        drafter=str((drafting.model if drafting else None) or "")[:512],
+        k_max=min(config.num_speculative_tokens, MAX_DRAFT_LENGTH),
+        default_length=min(settings.default_length, config.num_speculative_tokens),
+        default_table=[(int(first), int(last), int(length)) for first, last, length in table[:64]],
+        max_requests=scheduler.max_num_seqs,
+        max_batched_tokens=scheduler.max_num_batched_tokens,
+        kv_tokens=(cache.num_gpu_blocks or 0) * (cache.block_size or 0),
+        graph_sizes=_graph_sizes(config),
+        splits=["unsplit"],
+        exit_layers=list(exits.layers) if exits else [],
+        tensor_parallel=parallel.tensor_parallel_size,
+        pipeline_parallel=parallel.pipeline_parallel_size,
+        data_parallel=parallel.data_parallel_size,
+        data_parallel_rank=parallel.data_parallel_rank,
+        lease_steps=settings.lease_steps,
+        lease_ms=settings.lease_ms,
+        roster=[],
+        graph_lengths=graph_lengths(config),
+        released_prune=exits.released if exits else None,
+        frontier=_frontier(config, settings),
+    )
+
+
+def _exits(config: VllmConfig, settings: Settings) -> ExitFacts | None:
+    facts, reason = usable_exits(settings.exit_heads, config)
+    if reason is not None:
+        logger.warning("FASER does not prune: %s", reason)
+    return facts
+
+
+def _frontier(config: VllmConfig, settings: Settings) -> int:
+    command, _ = chosen_drafter(settings.drafter_cores, config)  # the runner says why there is none
+    return min(config.num_speculative_tokens, MAX_DRAFT_LENGTH) if command else 0
+
+
+def drafter_context(config: VllmConfig) -> int | None:
+    """Return the longest sequence beside which this engine drafts for anybody; None: its runner says for whom.
+
+    vLLM's V1 runner asks nobody for drafts while a sequence and k_max drafts are longer than that, and verifies zeros
+    in their place (0.32 gpu_model_runner.py:4288). Under async scheduling they are scheduled before that is seen.
+    """
+    speculative = config.speculative_config
+    if speculative is None or _runner(config) == "v2" or not config.scheduler_config.async_scheduling:
+        return None
+    drafter = speculative.draft_model_config
+    longest = config.model_config.max_model_len
+    return longest if drafter is None or drafter.max_model_len is None else min(longest, drafter.max_model_len)
+
+
+def _runner(config: VllmConfig) -> Literal["v1", "v2"]:
+    return "v2" if config.use_v2_model_runner else "v1"
+
+
+def _graph_sizes(config: VllmConfig) -> list[int]:
+    return sorted(config.compilation_config.cudagraph_capture_sizes or [])[:512] if has_graphs(config) else []

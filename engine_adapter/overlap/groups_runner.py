@@ -1,0 +1,85 @@
+"""Ping-pong groups on the V1 runner: drafts that come a step after they were asked for, for requests not in the batch.
+
+The scheduler's part (ping_pong.py) says whose drafts nobody waits for. Here they are asked for, met behind the next
+step's verification and handed to the scheduler by request id. vLLM evicts whoever is not in a step from its batch and
+adds it again: what belongs to a request is kept by its id alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..settings import NEVER, load_settings
+from .frontier_runner import FrontierRunner, kept_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm.v1.outputs import DraftTokenIds
+
+    from ..steering.orders import StepReport
+    from .remote_drafting import RemoteDrafting
+
+
+class GroupsRunner(FrontierRunner):
+    """Mixin in front of CPUModelRunner."""
+
+    _met: dict[str, tuple[int, ...]] | None = None  # drafts to hand over, of requests that are not in this step
+    _confidences_met: dict[str, tuple[float, ...]] | None = None  # of those, and of the tokens that a stop rule cut
+    _late: dict[str, int]  # tokens of each request's newest such draft, until its next step
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._late = {}
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Start the drafter's process."""
+        super().initialize_kv_cache(*args, **kwargs)
+        self.is_paired = self.remote is not None and load_settings().ping_pong != NEVER
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the target for one step; whoever is in it goes on without the drafts that were under way for it."""
+        self._met = None
+        self._remotely(lambda remote: remote.drop(scheduler_output.num_scheduled_tokens))
+        for name in scheduler_output.finished_req_ids:
+            self._late.pop(name, None)
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def draft_remotely(self, sampled: Tensor | list[list[int]], lengths: list[int] | None) -> None:
+        """Draft what the process can, and meet what it drafted meanwhile."""
+        super().draft_remotely(sampled, lengths)
+
+        def meet(remote: RemoteDrafting) -> None:
+            found, remote.met = remote.met, {}
+            self._met = {name: kept_of(drafted, remote.met_stop) for name, drafted in found.items()}
+            self._confidences_met = {name: drafted.confidences for name, drafted in found.items()}
+
+        self._remotely(meet)
+
+    def with_met(self, drafts: DraftTokenIds | None) -> DraftTokenIds | None:
+        """Return the drafts of this step's requests and behind them what was met."""
+        met, self._met = self._met, None
+        if not met:
+            return drafts
+        from vllm.v1.outputs import DraftTokenIds
+
+        names, tokens = ([], []) if drafts is None else (drafts.req_ids, drafts.draft_token_ids)
+        return DraftTokenIds([*names, *met], [*tokens, *map(list, met.values())])
+
+    def report_frontiers(self, report: StepReport) -> None:
+        """Add what the process did; drafts that were met count where their request has its next row."""
+        super().report_frontiers(report)
+        remote = self.remote
+        if remote is None or self._order is None:
+            return
+        report.is_drafter_ready = remote.is_ready
+        if remote.is_parted:
+            report.frontier = 0
+        self._count_met(report)
+
+    def _count_met(self, report: StepReport) -> None:
+        late, met, confidences = self._late, self._met or {}, self._confidences_met or {}
+        names = self.input_batch.req_ids  # type: ignore[attr-defined]
+        report.drafted = [count + late.pop(name, 0) for count, name in zip(report.drafted, names, strict=True)]
+        late.update((name, len(tokens)) for name, tokens in met.items())
+        if getattr(self.drafter, "has_book", False):  # type: ignore[attr-defined]
+            report.apart = {name: confidences[name][: len(tokens) + 1] for name, tokens in met.items()}

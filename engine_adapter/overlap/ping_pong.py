@@ -1,0 +1,115 @@
+"""Ping-pong groups on vLLM's requests: who is left out of the next step, and whether two groups pay.
+
+Owned by the scheduler mixin, on the engine thread only. Reads public attributes of vLLM's Request (0.32) and writes
+one: `next_decode_eligible_step`, which keeps a request out of a step, and which only vLLM's async scheduler, that
+never runs beside a drafter's process, writes otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..drafter_process.choice import chosen_drafter
+from ..gate import Gate
+from ..operator_log import operator_log
+from ..settings import ALWAYS, NEVER, Settings
+from ..steering.orders import StepReport
+from .groups import Groups, Pace, Turn
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = operator_log(__name__)
+
+
+def chosen_groups(settings: Settings, config: VllmConfig) -> PingPong | None:
+    """Return what deals groups, None where nobody asked for them or no drafter's process can be had."""
+    if settings.ping_pong == NEVER:
+        return None
+    command, reason = chosen_drafter(settings.drafter_cores, config)
+    if command:
+        return PingPong(settings.ping_pong)
+    seen = reason or "FASER_DRAFTER_CORES is not set; name the cores of the drafter's process"
+    logger.warning("FASER deals no ping-pong groups: %s", seen)
+    return None
+
+
+class PingPong:
+    """One engine's groups.
+
+    :param mode: "auto": two groups where they were measured to be faster; "always": wherever they can be
+    """
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self.pace = Pace()
+        self._groups = Groups()
+        self._gate = Gate()
+        self._is_ready = False  # the drafter's process takes jobs
+        self._turn = Turn()
+        self._latched: dict[str, int] = {}  # draft length of every request whose draft may still come
+        self._decoding: frozenset[str] = frozenset()
+        self._could_part = False
+        self._is_between = False  # the step that was dealt last begins or ends two groups
+
+    def deal(self, running: Iterable[Any], next_step: int) -> None:
+        """Keep those out of the next step whose turn it is not; requests in the middle of a prompt have none."""
+        decoding = {
+            request.request_id: request
+            for request in running
+            if request.num_output_tokens and not request.is_prefill_chunk
+        }
+        weights = {name: self._weight(name) for name in decoding}
+        self._decoding = frozenset(weights)
+        was_apart = self._turn.is_apart
+        self._turn = self._groups.turn(weights, self._is_wanted(weights))
+        # The first step of two groups verifies drafts for which the step before it waited; the one behind the last
+        # verifies a half, and waits for both halves' drafts. Neither tells what a step of its kind takes.
+        self._is_between = self._turn.is_apart != was_apart
+        for name in self._turn.held:
+            decoding[name].next_decode_eligible_step = next_step + 1
+
+    def _weight(self, name: str) -> float:
+        """Return a request's phase time by its draft length; a draft under way is not there yet, and weighs as much."""
+        length = self._latched.get(name, 0)
+        return self.pace.weight(1 + length, length)
+
+    def _is_wanted(self, weights: Mapping[str, float]) -> bool:
+        drafts = any(self._latched.get(name) for name in weights)
+        self._could_part = self._is_ready and drafts and len(weights) > 1
+        if not self._could_part or self.mode == ALWAYS:
+            return self._could_part
+        return self.pace.may_pay() and self._gate.ask(len(weights))
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether nobody waits for the drafts of the step that was dealt last."""
+        return self._turn.is_apart
+
+    def latch(self, lengths: dict[str, int]) -> dict[str, int]:
+        """Take in the draft lengths of a step; return those of all requests whose drafts may come in it."""
+        self._latched = {name: self._latched.get(name, 0) for name in self._turn.held} | lengths
+        return self._latched
+
+    def drop(self, name: str) -> None:
+        """Refuse the draft that is under way for a request that ended or lost its KV cache."""
+        self._latched.pop(name, None)
+
+    def note(self, scheduled: Mapping[str, int], emitted: int, time_s: float, report: StepReport | None) -> None:
+        """Take in what became of the step that was dealt last.
+
+        :param scheduled: rows of each request
+        :param emitted: tokens that the step emitted
+        """
+        self._is_ready = report is not None and report.is_drafter_ready
+        if self._turn.is_apart and not self._is_ready:
+            self._groups.land()
+        if report is None or not scheduled.keys() <= self._decoding:
+            return  # rows of prompts would count as decoding
+        tokens = sum(report.rounds or ())
+        self.pace.note(report.verify_s, sum(scheduled.values()), report.draft_s, tokens)
+        if not self._turn.is_apart and not self._turn.held:
+            self.pace.note_whole(report.verify_s, report.draft_s)
+        if self._could_part and not self._is_between:
+            self._gate.note(len(self._decoding), self._turn.is_apart, time_s, emitted)

@@ -1,0 +1,227 @@
+"""What a step left behind, and how its record is made of it.
+
+`StepTrace` is filled on the engine thread, with as little as can be; `RecordBuilder` unfolds it on the link's thread
+while the engine thread is in the next forward pass. Neither knows vLLM. What vLLM may change later is copied.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ..operator_log import operator_log
+from ..protocol import LARGEST_PRIORITY, MAX_DRAFT_LENGTH, MAX_REQUESTS, RequestEvent, RequestRow, StepRecord
+from .orders import StepOrder, StepReport
+from .sampled_tokens import SampledTokens
+
+logger = operator_log(__name__)
+
+
+class LiveRequest(Protocol):
+    """What is read of vLLM's Request (0.32, v1/request.py)."""
+
+    num_computed_tokens: int
+    max_tokens: int
+    priority: int
+    is_prefill_chunk: bool
+    num_prompt_tokens: int
+
+    @property
+    def num_output_tokens(self) -> int: ...
+
+
+@dataclass(slots=True)
+class Entry:
+    """One live request as the adapter sees it; `has_emitted` and `confidences` belong to the builder."""
+
+    handle: int
+    request_id: str
+    request: LiveRequest
+    arrived_s: float
+    most: int = MAX_DRAFT_LENGTH  # longest draft that its client allows
+    emitted: int = 0  # tokens handed out so far; only ever grows, where vLLM's own list is emptied between two turns
+    has_emitted: bool = False  # a record said so
+    confidences: tuple[float, ...] = ()  # of the draft tokens that wait for verification, and of a dropped one
+
+    def arrival(self) -> RequestEvent:
+        """Return the event that tells a controller which id the handle stands for."""
+        request = self.request
+        priority = min(max(request.priority, -LARGEST_PRIORITY), LARGEST_PRIORITY)  # clients may ask for any
+        return RequestEvent(
+            "arrival", self.handle, self.arrived_s, request.num_prompt_tokens, self.request_id, priority, self.most
+        )
+
+
+@dataclass(slots=True)
+class StepTrace:
+    """One step's traces on vLLM's objects. Lists of numbers are aligned with `scheduled`, which vLLM leaves alone."""
+
+    order: StepOrder
+    report: StepReport
+    scheduled: dict[str, int]  # rows given to the target, by request
+    entries: list[Entry]
+    batch_rows: list[int | None]
+    computed: list[int]  # tokens of each request after the step
+    delivered: list[int | None]  # tokens that vLLM handed out; None: none
+    drafts: dict[str, list[int]]
+    draft_lengths: list[int]  # aligned with `drafts`
+    invalid: dict[str, int]  # of these, how many a grammar forbade: they were rows, but no drafts
+    sampled: SampledTokens
+    events: list[RequestEvent]
+    preempted: list[Entry]
+    counter: int
+    time_s: float
+    step_s: float
+    adapter_s: float
+    running: int
+    waiting: int
+    kv_usage: float
+    apart: list[tuple[Entry, tuple[float, ...]]] = field(default_factory=list)  # drafts of requests not in the step
+    counted: tuple[int, int] | None = None  # vLLM's own (drafted, accepted); None: it keeps no statistics
+
+
+class Counters(Protocol):
+    """What a record says about the link."""
+
+    dropped: int
+    refused: Counter[str]
+
+
+@dataclass(slots=True)
+class RecordBuilder:
+    """Makes records of traces, in the order of the steps; owned by whichever thread sends them."""
+
+    boot_id: str
+    link: Counters
+    miscounted: int = 0  # verified and accepted tokens so far by which the records differ from vLLM's own counters
+    _last: int = 0  # counter of the last record
+
+    def build(self, trace: StepTrace) -> StepRecord:
+        """Return the record of a step."""
+        order, report = trace.order, trace.report
+        for entry in trace.preempted:
+            entry.confidences = ()
+        rows, prefill, decode, drafts = self._rows(trace)
+        self._last = trace.counter
+        wrongly_pruned = sum([ends_wrongly(row) for row in rows]) if report.pruned else 0
+        if trace.counted is not None:
+            self._compare(rows, wrongly_pruned, *trace.counted)
+        return StepRecord(
+            boot_id=self.boot_id,
+            counter=trace.counter,
+            step=order.step,
+            time_s=trace.time_s,
+            step_s=trace.step_s,
+            schedule_s=order.schedule_s,
+            verify_s=report.verify_s,
+            sample_s=report.sample_s,
+            draft_s=report.draft_s,
+            overlap_s=report.overlap_s,
+            adapter_s=trace.adapter_s,
+            running=trace.running,
+            waiting=trace.waiting,
+            prefill_tokens=prefill,
+            decode_tokens=decode,
+            draft_tokens=drafts,
+            kv_usage=trace.kv_usage,
+            split=None,
+            frontier=report.frontier or None,
+            lease_epoch=order.lease_epoch,
+            lease_sequence=order.lease_sequence,
+            dropped=self.link.dropped,
+            rejected=self.link.refused.total(),
+            events=trace.events,
+            rows=rows,
+            caught_up=report.caught_up,
+            draft_rounds=None if report.rounds is None else len(report.rounds),
+            drawn_tokens=None if report.rounds is None else sum(report.rounds),
+            frontier_hits=report.frontier_hits,
+            frontier_misses=report.frontier_misses,
+            prune_layer=report.prune_layer,
+            prune_s=report.prune_s,
+            saved_rows=report.saved_rows,
+            wrongly_pruned=wrongly_pruned,
+            sat_out=order.sat_out + report.sat_out,
+            miscounted=self.miscounted,
+        )
+
+    def _compare(self, rows: list[RequestRow], wrongly_pruned: int, drafted: int, accepted: int) -> None:
+        """Hold a step's rows against vLLM's own counters.
+
+        vLLM takes the last token of every step for the target's own; behind a draft that was cut at a token which then
+        was accepted, it is that token.
+        """
+        verified = sum([row.verified for row in rows])
+        apart = abs(verified - drafted) + abs(sum([row.accepted for row in rows]) - wrongly_pruned - accepted)
+        if apart and not self.miscounted:
+            logger.warning("FASER counts drafts otherwise than vLLM (verified in a step: %d and %d)", verified, drafted)
+        self.miscounted += apart
+
+    def _rows(self, trace: StepTrace) -> tuple[list[RequestRow], int, int, int]:
+        rows: list[RequestRow] = []
+        prefill = decode = drafts = 0
+        report, lengths, draft_of, counts = trace.report, trace.order.lengths, trace.drafts, trace.sampled.counts
+        drafted, confidences, pruned, invalid = report.drafted, report.confidences, report.pruned, trace.invalid
+        verified_of = dict(zip(draft_of, trace.draft_lengths, strict=True))
+        is_next = trace.counter == self._last + 1  # else what is known of the drafts is that of an earlier step
+        for (request_id, scheduled), entry, row, context, delivered in zip(
+            trace.scheduled.items(), trace.entries, trace.batch_rows, trace.computed, trace.delivered, strict=True
+        ):
+            if row is None:
+                continue
+            generated = counts[row] if counts else 0
+            verified = verified_of.get(request_id, 0)
+            left = pruned[row] if pruned else 0
+            accepted = 0
+            if verified and generated:
+                last = trace.sampled.lasts[row] if left else -1
+                accepted = _accepted(draft_of[request_id], generated, last, left)
+            # An emitting step with one row per token decodes; anything else computes prompt.
+            is_prefill = scheduled > verified + 1 or not generated
+            if is_prefill:
+                prefill += scheduled
+            else:
+                decode += 1
+                drafts += verified
+            if generated and not delivered:  # it ended while the step ran: vLLM threw its tokens away and counts none
+                continue
+            if delivered and not entry.has_emitted:
+                entry.has_emitted = True
+                if len(trace.events) < MAX_REQUESTS:
+                    trace.events.append(RequestEvent("first_token", entry.handle, trace.time_s, delivered))
+            known = entry.confidences if is_next else ()
+            rows.append(
+                RequestRow(
+                    entry.handle,
+                    scheduled,
+                    lengths.get(request_id, 0),
+                    drafted[row] if drafted else 0,
+                    verified - invalid.get(request_id, 0) if invalid else verified,
+                    left,
+                    accepted,
+                    delivered or 0,
+                    context,
+                    is_prefill,
+                    known[: verified + 1],  # scheduler and grammar only ever cut a draft's end
+                )
+            )
+            entry.confidences = confidences[row] if confidences else ()
+        for entry, told in trace.apart:
+            entry.confidences = told
+        return rows[:MAX_REQUESTS], prefill, decode, drafts
+
+
+def _accepted(draft: list[int], generated: int, last: int, pruned: int) -> int:
+    """Return how many draft tokens were accepted; a pruned draft ends without a token of the target's own.
+
+    A token that replaces a rejected one is never the rejected one, so the last token tells which it was.
+    """
+    tests = len(draft) + 1 - pruned
+    is_all = pruned > 0 and generated == tests and last == draft[tests - 1]
+    return tests if is_all else generated - 1
+
+
+def ends_wrongly(row: RequestRow) -> bool:
+    """Tell whether a draft was cut at a token that the target then accepted; it is the last one that was tested."""
+    return row.pruned > 0 and row.accepted == row.verified + 1 - row.pruned

@@ -1,0 +1,79 @@
+"""Names to policies: the parser of --policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..env.spaces import Capabilities
+from .policies.policy import Policy, PolicyError
+
+POLICIES = {
+    "off": "no speculation",
+    "fixed:K": "K draft tokens for every request, e.g. fixed:3",
+    "table:ROWS": "draft tokens by requests in the batch, e.g. table:1-4=3,5-16=1,17-=0",
+    "price": "each request drafts until its next token stops paying for its row, by history and drafter confidence",
+    "price:history": "the same without the drafter's confidence",
+    "price:pace=LIMITS": "price within milliseconds per token by vLLM's priority, e.g. price:pace=0:40,1:400",
+    "learned": "trained in simulation, see models/weights/policy.json; learned:PATH takes another manifest",
+    "goodput": "rival: as vLLM's adaptive verification, tokens ranked by survival over the cost of verifying",
+    "smartspec": "rival: one length by goodput under a moving acceptance rate (SmartSpec)",
+    "adaspec": "rival: rounds and threshold by goodput for the batch; adaspec:MS within a time per token (AdaSpec)",
+    "ema": "rival: a tier by the running mean of accepted tokens (SGLang's adaptive mode)",
+    "bandit": "rival: UCB over lengths, for each octave of batch sizes (BanditSpec, Nightjar)",
+    "gplcb": "rival: a Gaussian process' lower bound on seconds per token (the FASER paper); needs the extra train",
+}
+
+
+def handed_over(policy: Policy | None) -> int:
+    """Return how many observations a policy left to another one to decide on; most policies decide on all."""
+    return int(getattr(policy, "handed_over", 0))
+
+
+def make_policy(spec: str, capabilities: Capabilities) -> Policy:
+    """Return the policy that `spec` names; raise PolicyError with the possible names otherwise."""
+    from .policies.baselines import FixedLength, LengthTable, Off
+    from .policies.price import PricePolicy
+    from .policies.survey import Survey
+
+    name, _, argument = spec.strip().partition(":")
+    if name == "off" and not argument:
+        return Off()
+    if name == "fixed" and argument:
+        return FixedLength.parse(argument, capabilities)
+    if name == "table" and argument:
+        return LengthTable.parse(argument, capabilities)
+    if name == "price" and argument in ("", "history"):
+        return PricePolicy(capabilities, use_confidence=not argument)
+    if name == "price" and argument.startswith("pace="):
+        from .policies.pace import Pace, PacedPolicy
+
+        limits = argument.removeprefix("pace=")
+        return PacedPolicy(PricePolicy(capabilities), Pace.parse(limits), limits)
+    if name == "learned":
+        from .policies.learned import LearnedPolicy
+
+        return LearnedPolicy.parse(argument, capabilities)
+    if rival := _rival(name, argument, capabilities):
+        return rival
+    if name == "survey":  # not among POLICIES: it serves `faser profile`, no operator
+        return Survey.parse(argument or "0", capabilities)
+    raise PolicyError(f"unknown policy {spec!r}: possible are {', '.join(POLICIES)}")
+
+
+def _rival(name: str, argument: str, capabilities: Capabilities) -> Policy | None:
+    from .rivals.bandit import Bandit
+    from .rivals.ema import AcceptanceEma
+    from .rivals.goodput import AdaptiveVerification, AdaSpec, SmartSpec
+
+    if name == "adaspec":
+        return AdaSpec.parse(argument, capabilities)
+    if argument:
+        return None
+    if name == "gplcb":
+        from .rivals.gp_lcb import GaussianProcessBound
+
+        return GaussianProcessBound(capabilities)
+    makers: dict[str, Callable[[Capabilities], Policy]] = {
+        "goodput": AdaptiveVerification, "smartspec": SmartSpec, "ema": AcceptanceEma, "bandit": Bandit,
+    }  # fmt: skip
+    return makers[name](capabilities) if name in makers else None

@@ -1,0 +1,93 @@
+"""The Markdown of a benchmark's results: tables from the file alone, and those in the documents are their files'."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import faser
+from faser.controller.bench.bench import print_tables
+from faser.controller.bench.markdown import page
+from faser.controller.bench.result import Results, Settings, Turn, read_results
+from faser.controller.engine.machine import Machine
+from faser.controller.errors import UsageError
+
+ROOT = Path(faser.__file__).parent
+RESULTS = ROOT / "benchmarks" / "results"
+SETTINGS = Settings("target", "ab" * 32, "price", 4, 1, 1.5, 96, 300, 0, 3, ())
+
+
+def turn(load: int | str, round_: int, arm: str, rate: float, tokens_per_s: float, tpot_ms: float | None) -> Turn:
+    return Turn(
+        phase="main", load=load, kinds="all", round=round_, arm=arm, rate=rate, tokens_per_s=tokens_per_s,
+        seconds=60.0, tokens=4200, requests=60, failed=0, draft_tokens=0, accepted_tokens=0, cpu_s=10.0,
+        other_cpu=0.0, steal_share=0.0, load_average=1.0, disturbed="", at="", mean_tpot_ms=tpot_ms,
+        good_share=None if tpot_ms is None else 0.25,
+    )  # fmt: skip
+
+
+def results(turns: list[Turn]) -> Results:
+    machine = Machine("cpu", 2, 23.5, "Linux")
+    return Results(machine, {"vllm": "0.32"}, "abc", SETTINGS, table=((1, 64, 3),), turns=turns)
+
+
+def rows_of(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("| ")]
+
+
+def test_each_rival_of_a_replay_is_compared_alone_and_only_goodput_is_the_ratio() -> None:
+    turns = [turn("azure-conv", 0, arm, rate, 80.0, tpot_ms) for arm, rate, tpot_ms in (
+        ("none", 10.0, 100.0), ("table", 16.0, 50.0), ("faser", 20.0, 40.0),
+    )]  # fmt: skip
+    told = page(results(turns))
+    assert "| no speculation | 10.0 | 25% | 80.0 | 100.0 | 2.000 | 2.500 |" in told
+    assert "| best table (1-64=3) | 16.0 | 25% | 80.0 | 50.0 | 1.250 | 1.250 |" in told
+    assert "| FASER | 20.0 | 25% | 80.0 | 40.0 |  |  |" in told
+
+
+def test_a_ratio_of_several_rounds_has_its_interval() -> None:
+    turns = [turn("mooncake", at, arm, rate * (1 + at), 80.0, 50.0) for at in range(3) for arm, rate in (
+        ("none", 10.0), ("faser", 20.0),
+    )]  # fmt: skip
+    assert "| 2.000 (2.000 to 2.000) | 1.000 (1.000 to 1.000) |" in page(results(turns))
+
+
+def test_loads_have_every_rival_beside_the_best_of_them_and_what_each_cost() -> None:
+    rates = {"none": [100.0, 101.0, 99.0], "k2": [120.0, 121.0, 119.0], "faser": [126.0, 127.0, 125.0]}
+    turns = [turn(1, at, arm, rate, rate, None) for arm, values in rates.items() for at, rate in enumerate(values)]
+    told = page(results(turns))
+    (row,) = (line for line in rows_of(told) if "k = 2 | 3 | met |" in line)
+    assert row.startswith("| 1 | 1.260 (")
+    assert "| 1 | FASER | 126.0 | 0.00 |  | 0.00 | 2.4 |" in told
+    assert "started anew" not in told
+    assert "huge pages" not in told
+
+
+def test_how_it_was_measured_is_said() -> None:
+    settings = msgspec.structs.replace(SETTINGS, held=160, has_huge_pages=True)
+    told = msgspec.structs.replace(results([turn(1, 0, "none", 9.0, 9.0, None)]), settings=settings)
+    told.failed["suffix"] = "not available"
+    for said in ("same 160 recorded answers", "in huge pages", "Left out: suffix: not available.", "1-64=3"):
+        assert said in page(told)
+
+
+@pytest.mark.parametrize(("name", "document"), [("bench_full", "results.md"), ("bench_trace", "bench.md")])
+def test_tables_in_the_documents_are_their_files(name: str, document: str) -> None:
+    text = (ROOT / "docs" / document).read_text()
+    found = rows_of(page(read_results(RESULTS / f"{name}.json")).split("azure-conv swell, all:")[-1])
+    assert len(found) > 3
+    assert [row for row in found if row not in text] == []
+
+
+def test_a_file_that_holds_no_results_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path := tmp_path / "a.json").write_text(json.dumps({"machine": {}}))
+    for bad in (path, tmp_path / "none.json"):
+        with pytest.raises(UsageError, match=r"^--table [^\n]+; expected the results of an earlier run$"):
+            print_tables(bad)
+    print_tables(RESULTS / "bench_quick.json")
+    assert rows_of(capsys.readouterr().out)

@@ -1,0 +1,113 @@
+"""One engine's session counts what its policy should not have asked for, and what it left to another to decide on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from faser.controller.config import LeaseConfig
+from faser.controller.daemon.metrics import exposition
+from faser.controller.decision.session import Session
+from faser.controller.link.ask import engine_lines
+from faser.controller.snapshot import SNAPSHOT_VERSION, LinkStatus, Snapshot, StoreStatus
+from faser.engine_adapter.protocol import StepRecord
+from faser.env.estimate.engine_state import EngineState
+from faser.env.spaces import Action
+from faser.models.registry import make_policy
+
+Make = Callable[..., Any]
+
+
+class Greedy:
+    """Asks one request in two records for more than can be had."""
+
+    name = "greedy"
+    calls = 0
+
+    def act(self, state: EngineState) -> Action:
+        """Return a length that may be too long."""
+        self.calls += 1
+        return Action(np.full(state.requests.size, 99 if self.calls % 2 else 1, np.int64), 1, reason="greedy")
+
+
+@pytest.fixture
+def start(make_engine: Make, make_record: Callable[..., StepRecord]) -> Callable[[str], Callable[..., Session]]:
+    """Return a function that makes a session of a policy, and gives it a record each time that it is called."""
+
+    def make(policy: str) -> Callable[..., Session]:
+        session = Session(make_engine().hello(), policy, LeaseConfig(), 7, 0.0)
+
+        def hear(**changes: object) -> Session:
+            counter = session.state.counter + 1
+            record = msgspec.structs.replace(make_record("boot-1", max(counter, 1)), **changes)
+            assert session.admit(record, record.counter * 0.01)
+            assert session.decide(record) is not None
+            session.learn()
+            return session
+
+        return hear
+
+    return make
+
+
+def shown(session: Session) -> tuple[str, bytes]:
+    """Return the line of `faser status`, and what /metrics says."""
+    status = session.status(1.0)
+    link, store = LinkStatus("", 0, 0, {}, 0), StoreStatus("", 0, 0, 0, "")
+    snapshot = Snapshot(SNAPSHOT_VERSION, "", 1, 7, 1.0, "", link, store, [status])
+    return dict(engine_lines(status))["decisions"], exposition(snapshot)
+
+
+def test_what_had_to_be_clamped_is_counted_and_shown(start: Callable[[str], Callable[..., Session]]) -> None:
+    hear = start("fixed:2")
+    session = hear()
+    assert session.status(1.0).clamped == 0
+    session.policy = Greedy()
+    for _ in range(5):
+        hear()
+    line, metrics = shown(session)
+    assert ", 3 clamped, 0 handed to price;" in line
+    assert b'faser_engine_clamped_total{engine="boot-1"} 3.0' in metrics
+
+
+def test_what_a_learned_policy_left_to_price_is_counted_also_when_another_policy_follows(
+    start: Callable[[str], Callable[..., Session]],
+) -> None:
+    hear = start("learned")
+    for _ in range(3):
+        session = hear(kv_usage=math.nan)
+    line, metrics = shown(session)
+    assert ", 0 clamped, 3 handed to price;" in line
+    assert b'faser_engine_handed_over_total{engine="boot-1"} 3.0' in metrics
+    session.follow(session.policy)
+    assert session.status(1.0).handed_over == 3
+    session.follow(make_policy("learned", session.state.capabilities))
+    hear(kv_usage=math.nan)
+    assert session.status(1.0).handed_over == 4
+    session.follow(make_policy("off", session.state.capabilities))
+    hear(kv_usage=math.nan)
+    assert session.status(1.0).handed_over == 4
+
+
+def test_goodput_is_shown_beside_what_no_speculation_would_give(start: Callable[[str], Callable[..., Session]]) -> None:
+    hear = start("fixed:2")
+    session = hear()
+    status = session.status(1.0)
+    assert "times" not in dict(engine_lines(status))["goodput"]
+    known = msgspec.structs.replace(status.steering, envelope_ratio=1.234)
+    line = dict(engine_lines(msgspec.structs.replace(status, steering=known, tokens_per_s=98.76)))["goodput"]
+    assert line.startswith("98.8 tokens/s, 1.23 times those of no speculation; ")
+
+
+def test_tokens_that_were_drawn_and_not_handed_over_are_counted(start: Callable[[str], Callable[..., Session]]) -> None:
+    hear = start("fixed:2")
+    handed = sum(row.drafted for row in hear().newest.rows)  # type: ignore[union-attr]
+    hear(drawn_tokens=handed + 5)
+    session = hear(drawn_tokens=None)
+    assert session.status(1.0).unverified_tokens == 5
+    assert b'faser_engine_unverified_tokens_total{engine="boot-1"} 5.0' in shown(session)[1]

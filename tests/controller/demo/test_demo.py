@@ -1,0 +1,285 @@
+"""The demo: its load, its refusals, its figures; and, with a real engine, the whole of it and Ctrl-C."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from faser.controller.config import LinkConfig
+from faser.controller.demo.demo import DemoOptions, run_demo
+from faser.controller.demo.load import LENGTHS, make_requests, peak_rps, trial_requests
+from faser.controller.demo.result import DemoResult, collect, final_table
+from faser.controller.demo.view import View, bars
+from faser.controller.engine.load_generator import LoadGenerator, LoadOptions
+from faser.controller.engine.load_summary import RequestResult
+from faser.controller.engine.reaper import descendants
+from faser.controller.errors import EngineError, UsageError
+from faser.controller.telemetry.tables import read_lengths, read_steps
+from faser.env.workload.held_out import is_held_out_prompt
+from faser.env.workload.prompts import KINDS
+
+pytestmark = pytest.mark.alone
+
+FASER = [sys.executable, "-P", "-c", "from faser.controller.cli.main import main; main()"]
+PROMISED = {
+    "engine", "requests", "tokens_per_s", "ttft_ms", "tpot_ms", "e2e_ms", "steps", "decisions", "steps_under_lease",
+    "dropped_records", "gaps", "acceptance_rate", "mean_draft_length", "draft_length_histogram",
+    "steps_with_mixed_lengths", "adapter_us_per_step", "telemetry_path", "report_path", "policy", "seed", "duration_s",
+}  # fmt: skip
+
+
+def test_the_load_is_fixed_by_the_seed_and_mixes_kinds_of_held_out_prompts() -> None:
+    requests = make_requests(45.0, 0, 3.0)
+    assert requests == make_requests(45.0, 0, 3.0)
+    assert requests != make_requests(45.0, 1, 3.0)
+    assert {request.kind for request in requests} == set(KINDS)
+    assert all(is_held_out_prompt(request.prompt) for request in requests)
+
+
+def test_the_load_swings_from_one_request_to_beyond_the_knee() -> None:
+    arrivals_s = [request.arrival_s for request in make_requests(60.0, 0, 3.0)]
+    assert arrivals_s[0] == 0.0
+    assert sum(arrival_s < 6 for arrival_s in arrivals_s) / 6 < 1.5
+    assert sum(24 <= arrival_s < 36 for arrival_s in arrivals_s) / 12 > 0.7 * 3.0
+
+
+def answered(read_s: float, token_s: float) -> list[RequestResult]:
+    """Return the trial of an engine that reads prompts one by one and then says a token of each every `token_s`."""
+    found = []
+    for index, request in enumerate(trial := trial_requests()):
+        firsts_s, said = (index + 1) * read_s, request.max_tokens
+        ends_s = len(trial) * read_s + token_s * np.arange(1, said)
+        found.append(RequestResult(index, request.kind, "", 0.0, 0.0))
+        found[-1].token_times_s, found[-1].token_counts = [firsts_s, *ends_s.tolist()], list(range(1, said + 1))
+    return found
+
+
+def test_the_peak_is_half_as_much_again_as_the_machine_serves() -> None:
+    """A request costs its prompt's reading and its tokens' share of the steps in which eight are answered."""
+    load, trial = make_requests(60.0, 0, 1.0), trial_requests()
+    tokens = np.mean([request.max_tokens for request in load])
+    longer = np.mean([request.prompt_tokens for request in load]) / np.mean([each.prompt_tokens for each in trial])
+    assert 0.5 < longer < 2.0
+    assert peak_rps(answered(0.1, 0.04), 45.0) == pytest.approx(1.5 / (0.1 * longer + tokens * 0.04 / 8), abs=0.02)
+    assert peak_rps(answered(0.4, 0.04), 45.0) < 0.7 * peak_rps(answered(0.1, 0.04), 45.0)
+    assert peak_rps(answered(60.0, 1.0), 45.0) == 0.3  # a load worth the name all the same
+    with pytest.raises(EngineError, match="empty"):
+        peak_rps([RequestResult(0, "chat", "", 0.0)], 45.0)
+
+
+def test_a_fast_machine_gets_what_the_trace_has() -> None:
+    peak = peak_rps(answered(1e-3, 1e-4), 1200.0)
+    assert 5000 < len(make_requests(1200.0, 0, peak)) < 9739
+    with pytest.raises(UsageError, match="lower the rate or duration"):
+        run_demo(DemoOptions(duration_s=1200.0, peak_rps=100.0))
+
+
+def test_the_trial_is_a_few_short_answers_to_prompts_like_the_load_s_own() -> None:
+    trial = trial_requests()
+    assert {request.arrival_s for request in trial} == {0.0}
+    assert 4 <= len(trial) <= 16
+    assert max(request.max_tokens for request in trial) <= LENGTHS.min_output_tokens
+    assert {request.kind for request in trial} == set(KINDS)
+    assert not {request.prompt for request in trial} & {request.prompt for request in make_requests(1200.0, 0, 3.0)}
+    assert all(is_held_out_prompt(request.prompt) for request in trial)
+
+
+@pytest.mark.parametrize(
+    ("options", "seen"),
+    [
+        ({"duration_s": 0.5}, "--duration 0.5"),
+        ({"duration_s": float("nan")}, "--duration nan"),
+        ({"seed": -1}, "--seed -1"),
+        ({"peak_rps": 0.0}, "--peak-rps 0"),
+        ({"peak_rps": float("nan")}, "--peak-rps nan"),
+        ({"method": "medusa"}, "--method medusa"),
+        ({"method": "draft_model"}, "without a drafter"),
+        ({"method": "ngram", "drafter": "x"}, "--drafter with --method ngram"),
+        ({"drafter": "/no/such/folder"}, "--drafter /no/such/folder"),
+    ],
+)
+def test_bad_options_are_refused_with_one_line(options: dict[str, object], seen: str) -> None:
+    with pytest.raises(UsageError, match=seen):
+        DemoOptions(**options)  # type: ignore[arg-type]
+
+
+def test_an_unknown_policy_and_a_used_folder_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "telemetry.sqlite").touch()
+    for flags, seen in ((["--policy", "nosuch"], "nosuch"), ([], "telemetry.sqlite exists")):
+        output = tmp_path if not flags else tmp_path / "new"
+        done = subprocess.run([*FASER, "demo", "--output", str(output), *flags], capture_output=True, text=True)
+        assert done.returncode != 0
+        assert seen in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["telemetry.sqlite"]
+
+
+def test_the_result_has_every_promised_field_also_when_nothing_was_measured(tmp_path: Path) -> None:
+    result, steps = collect(
+        telemetry=tmp_path / "none.sqlite", report=tmp_path / "r.html", load=None, policy="price", seed=0,
+        duration_s=45.0, trace="t", peak_rps=6.0, is_interrupted=True,
+    )  # fmt: skip
+    assert set(DemoResult.__struct_fields__) >= PROMISED
+    assert steps is None
+    assert (result.requests.finished, result.telemetry_path, result.tpot_ms.p50) == (0, None, None)
+    console = Console(file=StringIO())
+    console.print(final_table(result, None, None))
+
+
+def test_without_a_sidecar_the_view_still_shows_the_load() -> None:
+    generator = LoadGenerator(make_requests(5.0, 0, 3.0), LoadOptions("http://127.0.0.1:1", "m"))
+    view = View(generator, LinkConfig(endpoint="ipc:///nowhere"), Console(file=StringIO()), is_live=False)
+    assert "0 ended, 0 in flight" in view.line(None)
+    assert view.table(None).row_count == 4
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+def test_the_view_goes_on_when_no_sidecar_answers(is_live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_LOOK_S", "_LINE_S"):
+        monkeypatch.setattr(f"faser.controller.demo.view.{name}", 0.005)
+    screen = StringIO()
+    console = Console(file=screen, force_terminal=is_live, width=100)
+    generator = LoadGenerator(make_requests(5.0, 0, 3.0), LoadOptions("http://127.0.0.1:1", "m"))
+
+    async def follow() -> None:
+        with contextlib.suppress(TimeoutError):
+            view = View(generator, LinkConfig(endpoint="ipc:///nowhere/s"), console, is_live)
+            await asyncio.wait_for(view.follow(), 0.3)
+
+    asyncio.run(follow())
+    assert screen.getvalue().count("tokens/s") > 2
+    assert ("does not answer" in screen.getvalue()) == is_live
+
+
+def test_bars_show_the_highest_full_and_every_count_above_zero() -> None:
+    assert bars([0, 1, 100]) == " ▁█"
+    assert bars([0, 0]) == "  "
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> list[str]:
+    return [*FASER, "demo", "--output", str(tmp_path / "run"), "--json"]
+
+
+@pytest.mark.engine
+def test_a_short_demo_serves_steers_and_reports(demo: list[str], tmp_path: Path) -> None:
+    done = subprocess.run([*demo, "--duration", "10"], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert set(result) >= PROMISED
+    assert result["requests"]["failed"] == 0
+    assert result["requests"]["finished"] == len(make_requests(10.0, 0, result["peak_rps"]))
+    assert result["engine"]["version"].startswith("0.32")
+    assert result["gaps"] == result["dropped_records"] == 0
+    assert result["lease_share_after_first_second"] > 0.95
+    assert result["steps_with_mixed_lengths"] > 0
+    assert result["steps"] == len(read_steps(Path(result["telemetry_path"])))
+    assert Path(result["report_path"]).read_text().count("<svg") == 3
+
+
+@pytest.mark.engine
+@pytest.mark.slow  # `make proof`; the short one above has all but the numbers
+def test_a_demo_of_45_seconds_steers_every_step_and_mixes_lengths(demo: list[str]) -> None:
+    done = subprocess.run([*demo, "--duration", "45"], capture_output=True, text=True, timeout=290)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["requests"]["failed"] == 0
+    assert result["requests"]["finished"] == len(make_requests(45.0, 0, result["peak_rps"]))
+    assert result["lease_share_after_first_second"] > 0.95
+    assert result["steps_under_lease"] <= result["steps"]
+    assert result["steps_with_mixed_lengths"] > 100
+    assert result["gaps"] == result["dropped_records"] == 0
+
+
+@pytest.mark.engine
+@pytest.mark.slow  # `make proof`; Ctrl-C while vLLM starts is tried in CI
+def test_ctrl_c_under_load_leaves_no_process_a_readable_file_and_the_figures(demo: list[str], tmp_path: Path) -> None:
+    with (tmp_path / "stderr").open("w+") as log:
+        running = subprocess.Popen([*demo, "--duration", "600"], stdout=subprocess.PIPE, stderr=log, text=True)
+        _await_text(tmp_path / "stderr", "requests in 600 s", running)
+        _await_text(tmp_path / "stderr", "in flight", running)
+        tree = descendants(running.pid)
+        assert len(tree) >= 4
+        running.send_signal(signal.SIGINT)
+        output, _ = running.communicate(timeout=120)
+    assert running.returncode == 130
+    assert not [pid for pid in tree if Path(f"/proc/{pid}").exists()]
+    result = json.loads(output.splitlines()[-1])
+    assert result["is_interrupted"] is True
+    assert result["requests"]["failed"] == 0
+    assert result["steps"] == len(read_steps(Path(result["telemetry_path"]))) > 0
+    assert len(read_lengths(Path(result["telemetry_path"])).drafted) > 0
+
+
+@pytest.mark.engine
+@pytest.mark.slow  # `make proof`
+@pytest.mark.parametrize(
+    ("victim", "line"),
+    [
+        ("EngineCore", "vLLM ended with code 0: vllm.v1.engine.exceptions.Engine"),
+        ("server", "vLLM was killed"),
+    ],
+)
+def test_an_engine_that_is_killed_under_load_is_one_line_behind_the_figures(
+    demo: list[str], tmp_path: Path, victim: str, line: str
+) -> None:
+    with (tmp_path / "stderr").open("w+") as log:
+        running = subprocess.Popen([*demo, "--duration", "60"], stdout=subprocess.PIPE, stderr=log, text=True)
+        _await_text(tmp_path / "stderr", "requests in 60 s", running)
+        _await_text(tmp_path / "stderr", "in flight", running)
+        tree = descendants(running.pid)
+        os.kill(_process_of_the_engine(tree, victim), signal.SIGKILL)
+        output, _ = running.communicate(timeout=120)
+    assert running.returncode == EngineError.exit_code
+    assert not [pid for pid in tree if Path(f"/proc/{pid}").exists()]
+    said = (tmp_path / "stderr").read_text()
+    assert "Traceback" not in said
+    assert said.count(line) == 1
+    assert said.splitlines()[-1].startswith(f"faser: {line}")
+    result = json.loads(output.splitlines()[-1])
+    assert result == json.loads((tmp_path / "run/result.json").read_text())
+    assert result["is_interrupted"] is False
+    assert result["requests"]["failed"] + result["requests"]["cancelled"] > 0
+    assert result["steps"] == len(read_steps(Path(result["telemetry_path"]))) > 0
+    assert "<svg" in Path(result["report_path"]).read_text()
+
+
+def _process_of_the_engine(tree: list[int], victim: str) -> int:
+    """Return the engine core's process, or that of the server, its parent."""
+    for pid in tree:
+        with contextlib.suppress(OSError):
+            if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text():
+                parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+                return pid if victim == "EngineCore" else parent
+    raise AssertionError(f"no engine core among {tree}")
+
+
+@pytest.mark.engine
+def test_ctrl_c_while_vllm_starts_leaves_no_process(demo: list[str], tmp_path: Path) -> None:
+    with (tmp_path / "stderr").open("w+") as log:
+        running = subprocess.Popen(demo, stdout=subprocess.PIPE, stderr=log, text=True)
+        _await_text(tmp_path / "stderr", "starting vLLM", running)
+        tree = descendants(running.pid)
+        os.kill(running.pid, signal.SIGINT)
+        output, _ = running.communicate(timeout=120)
+    assert running.returncode == 130
+    assert not [pid for pid in tree if Path(f"/proc/{pid}").exists()]
+    assert json.loads(output.splitlines()[-1])["requests"]["finished"] == 0
+
+
+def _await_text(path: Path, text: str, process: subprocess.Popen[str]) -> None:
+    end_s = time.monotonic() + 200
+    while text not in path.read_text():
+        assert process.poll() is None, path.read_text()[-2000:]
+        assert time.monotonic() < end_s, path.read_text()[-2000:]
+        time.sleep(0.1)

@@ -1,0 +1,35 @@
+"""The table of V2's limits names what holds for a configuration."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from faser.engine_adapter.runner.v2_limits import LIMITS_V2, DraftingFacts, limits_for
+
+
+def configuration(method: str = "eagle3", is_adaptive: bool = False) -> Any:
+    return SimpleNamespace(
+        method=method,
+        num_speculative_tokens_per_batch_size=None,
+        enable_adaptive_verification=is_adaptive,
+    )
+
+
+def names(method: str, is_adaptive: bool = False) -> set[str]:
+    return {limit.name for limit in limits_for(DraftingFacts.of(configuration(method, is_adaptive=is_adaptive)))}
+
+
+def test_every_limit_says_what_it_costs_and_what_to_do() -> None:
+    assert len({limit.name for limit in LIMITS_V2}) == len(LIMITS_V2)
+    for limit in LIMITS_V2:
+        assert limit.what
+        assert f"cost: {limit.cost}; remedy: {limit.remedy}" in limit.line()
+
+
+def test_limits_follow_the_method() -> None:
+    assert "draft rounds of draft_model" in names("draft_model")
+    assert "draft rounds of draft_model" not in names("eagle3")
+    assert "draft graphs per length" in names("eagle3")
+    assert "draft graphs per length" not in names("draft_model")
+    assert "ragged drafting" not in names("ngram_gpu")
+    assert "adaptive verification" in names("eagle", is_adaptive=True)
+    assert "adaptive verification" not in names("eagle")

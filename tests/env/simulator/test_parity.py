@@ -1,0 +1,112 @@
+"""A policy sees the same, whether the simulator's kernel shows it or the state makes it of step records."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from faser.engine_adapter.protocol import Prune, StepRecord, decode_from_engine, encode
+from faser.env.estimate.engine_state import EngineState, learn, look
+from faser.env.layout.action_vector import ACTION, DEPTH, THRESHOLD, decode, lengths_for, meant, outside
+from faser.env.layout.observation import GLOBAL_FEATURES, REQUEST_FEATURES, observe_vector
+from faser.env.profile.engine_profile import synthetic_profile
+from faser.env.simulator.scenario import Scenario, with_mechanisms
+from faser.env.simulator.simulated_record import Recorder, hello
+from faser.env.simulator.simulator import Simulator
+from faser.env.simulator.state import HANDLE, PHASE, RUNNING
+from faser.env.spaces import Capabilities
+
+SLOTS = 24
+STEPS = 500
+
+
+def scenario() -> Scenario:
+    profile = synthetic_profile(max_requests=SLOTS, kv_blocks=650, k_max=5, token_budget=1024)
+    return Scenario(profiles=(with_mechanisms(profile),), slots=SLOTS, load=(1.3, 1.3), max_output_tokens=400)
+
+
+@pytest.mark.parametrize("rule", [-1.0, None], ids=["without stop rules", "with random stop rules"])
+def test_state_vectors_from_records_and_from_the_kernel_agree(rule: float | None) -> None:
+    simulator = Simulator(scenario(), 1, seed=3)
+    simulator.reset()
+    state = EngineState(Capabilities.from_hello(hello(simulator)))
+    recorder, random = Recorder(simulator), np.random.default_rng(0)
+    preempted = prefilling = 0
+    for step in range(STEPS):
+        vector = random.uniform(-1.0, 1.0, len(ACTION)).astype(np.float32)
+        if rule is not None:
+            vector[2] = rule
+        live = decode(vector, state)  # what the live side would make of the same action: it learns after it answers
+        learn(state)
+        simulator.step(vector)
+        if step > 0:
+            assert_same_lengths(simulator, state, live.lengths)
+        is_ruled = bool(simulator.state.engines[0]["is_ruled"])
+        if is_ruled:  # the action set in force; its numbers do not matter to what is counted
+            state.ask(step + 1, state.confidence.rule(0.5, np.full(5, 0.5)))
+        record = decode_from_engine(bytes(encode(recorder.record(step + 1))))
+        assert isinstance(record, StepRecord)
+        look(state, record)
+        preempted += sum(event.kind == "preempt" for event in record.events)
+        prefilling += record.prefill_tokens > 0
+        assert_same_vector(simulator, state)
+    assert preempted > 1  # or the test says little
+    assert prefilling > 25
+    assert state.link.gaps == state.link.regressions == 0
+
+
+def assert_same_vector(simulator: Simulator, state: EngineState) -> None:
+    seen = observe_vector(state, SLOTS)
+    ints = simulator.state.ints[0]
+    slot_of = {int(ints[HANDLE, i]): i for i in range(SLOTS) if ints[PHASE, i] == RUNNING}
+    assert sorted(slot_of) == sorted(seen.handles.tolist())
+    shown = simulator.requests()[0]
+    for row, handle in enumerate(seen.handles.tolist()):
+        for name, live, kernel in zip(REQUEST_FEATURES, seen.requests[row], shown[slot_of[handle]], strict=True):
+            assert live == pytest.approx(kernel, abs=2e-4), f"{name.name} of request {handle}"
+    for name, live, kernel in zip(GLOBAL_FEATURES, seen.globals, simulator.state.globals[0], strict=True):
+        assert live == pytest.approx(kernel, abs=2e-4), name.name
+    idle = [i for i in range(SLOTS) if ints[PHASE, i] != RUNNING]
+    assert not shown[idle].any()
+
+
+def assert_same_lengths(
+    simulator: Simulator, state: EngineState, lengths: np.ndarray[tuple[int], np.dtype[np.int64]]
+) -> None:
+    """Requests that ran before the step were given the lengths that `decode` gives them."""
+    named = simulator.state.lengths[0, 0]
+    ints = simulator.state.ints[0]
+    length_of = dict(zip(state.handles().tolist(), lengths.tolist(), strict=True))
+    pairs = [(int(named[i]), length_of[int(ints[HANDLE, i])]) for i in range(SLOTS) if named[i] >= 0]
+    # A survival at the very threshold may fall on either side in single precision.
+    assert sum(kernel != live for kernel, live in pairs) <= len(pairs) // 10
+
+
+def test_lengths_follow_survival_and_depth() -> None:
+    chances = np.array([[0.9, 0.9, 0.9], [0.5, 0.9, 0.9], [0.1, 0.9, 0.9]])
+    assert lengths_for(chances, 0.42, 1.0).tolist() == [3, 2, 0]
+    assert lengths_for(chances, 0.42, 0.34).tolist() == [1, 1, 0]
+    assert lengths_for(chances, 0.0, 0.0).tolist() == [0, 0, 0]
+
+
+def test_actions_are_clipped_and_nan_is_the_lowest() -> None:
+    means = meant(np.array([np.nan, 7.0, -7.0, 0.0, np.inf, -np.inf, np.nan]))
+    assert means[[THRESHOLD, DEPTH]].tolist() == [0.0, 1.0]
+    assert means[2:].tolist() == [0.0, 0.5, 1.0, 0.0, -1.0]
+
+
+def test_pruning_is_on_or_off_with_the_rule_that_the_heads_were_released_with() -> None:
+    released = Prune(5, 0.25)
+    state = EngineState(Capabilities(k_max=4, exit_layers=(5, 25), released_prune=released))
+    asked = [decode(outside(prune=sign), state).prune for sign in (-1.0, 0.0, 0.01, 1.0)]
+    assert asked == [None, None, released, released]
+    assert decode(outside(prune=1.0), EngineState(Capabilities(k_max=4, exit_layers=(5, 25)))).prune is None
+
+
+def test_the_kernel_is_deaf_to_nan_and_infinity() -> None:
+    simulator = Simulator(scenario(), 2, seed=0)
+    simulator.reset()
+    for value in (np.nan, np.inf, -np.inf):
+        simulator.step(np.full((2, len(ACTION)), value))
+    assert np.isfinite(simulator.state.globals).all()
+    assert np.isfinite(simulator.state.shown).all()

@@ -1,0 +1,191 @@
+"""Advice to the price policy: neutral advice changes nothing, leanings lean, what is earned is earned over a twin."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("stable_baselines3")
+
+import gymnasium
+from gymnasium.utils.env_checker import check_env
+from stable_baselines3.common.env_checker import check_env as check_env_for_sb3
+
+from faser.controller.cli.evaluate import decided
+from faser.engine_adapter.protocol import ActionSet
+from faser.env.estimate.engine_state import EngineState
+from faser.env.layout.observation import GLOBAL_FEATURES
+from faser.env.simulator.simulated_engine import SimulatedEngine
+from faser.env.spaces import Capabilities
+from faser.models.evaluation.evaluate import DRIFT
+from faser.models.evaluation.worlds import WorldSpec, held_out, side_by_side
+from faser.models.policies.advice import NEUTRAL, SPAN_DECISIONS, Advice
+from faser.models.policies.learned import LearnedPolicy
+from faser.models.policies.network import Manifest, Network, load_network, shapes
+from faser.models.policies.policy import Policy
+from faser.models.policies.price import PricePolicy
+from faser.models.registry import make_policy
+from faser.models.training.advised import ENV_ID, AdvisedServing
+from faser.models.training.config import TrainConfig
+from faser.models.training.train import train
+from faser.models.training.twin import Course, Task, Twin
+
+TINY = TrainConfig(
+    worlds=3, slots=8, engines=2, rollout_steps=4, total_steps=16, minibatch=8, judge_every=1, hidden=8, spans=4,
+)  # fmt: skip
+EAGLE = held_out()[0]
+
+
+def make_network(bias: Sequence[float] = (0.0, 0.0, 0.0)) -> Network:
+    """Return a network that gives the same advice whatever it sees."""
+    tensors = {}
+    for name, (inputs, outputs) in shapes(8).items():
+        tensors[f"{name}.weight"] = np.zeros((inputs, outputs), np.float32)
+        tensors[f"{name}.bias"] = np.zeros(outputs, np.float32)
+    tensors["head.bias"] = np.array(bias, np.float32)
+    size = len(GLOBAL_FEATURES)
+    return Network(Manifest(8, 6, "", {}, {}, (-9.0,) * size, (9.0,) * size), tensors)
+
+
+def served(policy: Policy, world: WorldSpec = EAGLE, requests: int = 8, steps: int = 300) -> list[ActionSet]:
+    engine = SimulatedEngine(world.closed(requests), 5, has_confidence=world.has_confidence)
+    state, found = EngineState(engine.capabilities), list[ActionSet]()
+    for sequence in range(1, steps):
+        found.append(decided(state, engine.step(found[-1] if found else None), policy, sequence))
+    return found
+
+
+def drafted(actions: Sequence[ActionSet]) -> float:
+    return float(np.mean([np.mean([each.default_length, *each.lengths]) for each in actions]))
+
+
+def test_a_silent_network_does_what_price_does_and_a_loud_one_does_not() -> None:
+    capabilities = SimulatedEngine(EAGLE.closed(8), 5).capabilities
+    price = served(PricePolicy(capabilities))
+    assert served(LearnedPolicy(make_network(), capabilities)) == price
+    assert served(LearnedPolicy(make_network((1.0, 0.0, 0.0)), capabilities)) != price
+
+
+def test_splits_are_chosen_as_price_chooses_them() -> None:
+    world = side_by_side()[0]
+    capabilities = SimulatedEngine(world.closed(32), 5).capabilities
+    found = served(LearnedPolicy(make_network(), capabilities), world, 32, 400)
+    assert {each.split for each in found[-100:]} == {1}
+
+
+def test_eagerness_lengthens_drafts() -> None:
+    world = dataclasses.replace(EAGLE, has_confidence=False)  # under stop rules a length is only what is allowed
+    capabilities = SimulatedEngine(world.closed(32), 5).capabilities
+    lengths = [
+        drafted(served(LearnedPolicy(make_network((eagerness, 0.0, 0.0)), capabilities), world, 32)[150:])
+        for eagerness in (-1.0, 0.0, 1.0)
+    ]
+    assert lengths[0] < lengths[1] < lengths[2]
+
+
+def test_stopping_has_more_drafts_end_by_confidence() -> None:
+    world = held_out()[1]
+    capabilities = SimulatedEngine(world.closed(8), 5).capabilities
+    ruled = [
+        sum(
+            each.stop is not None for each in served(LearnedPolicy(make_network((0.0, 0.0, lead)), capabilities), world)
+        )
+        for lead in (-1.0, 1.0)
+    ]
+    assert ruled[0] < ruled[1]
+
+
+def test_probing_and_stopping_lean_as_told() -> None:
+    policy = PricePolicy(Capabilities(k_max=6))
+    policy.follow(Advice(probing=1.0))
+    plenty = policy._probes.budget_share
+    policy.follow(NEUTRAL)
+    assert plenty == pytest.approx(8.0 * policy._probes.budget_share)
+    assert Advice(stopping=1.0).stop_lead > 0.0 > Advice(stopping=-1.0).stop_lead
+    assert Advice.of(np.array([5.0, -5.0, 0.25], np.float32)) == Advice(1.0, -1.0, 0.25)
+
+
+def test_an_engine_unlike_training_is_left_to_price_and_every_decision_counted() -> None:
+    engine = SimulatedEngine(EAGLE.closed(8), 5)
+    network = make_network((1.0, 1.0, 1.0))
+    network.manifest = replace(network.manifest, low=(0.98,) * len(GLOBAL_FEATURES))
+    policy, state = LearnedPolicy(network, engine.capabilities), EngineState(engine.capabilities)
+    decided(state, engine.step(None), policy, 1)
+    before = policy.handed_over
+    for _ in range(2 * SPAN_DECISIONS):
+        assert "unlike training: price decides; " in policy.act(state).reason
+    assert policy.handed_over == before + 2 * SPAN_DECISIONS
+    assert policy._price._advice == NEUTRAL
+
+
+def test_the_reason_names_the_advice() -> None:
+    engine = SimulatedEngine(EAGLE.closed(2), 5)
+    state = EngineState(engine.capabilities)
+    policy = LearnedPolicy(make_network((0.5, -0.25, 0.0)), engine.capabilities)
+    decided(state, engine.step(None), policy, 1)
+    assert policy.act(state).reason.startswith("learned: eagerness +0.50, probing -0.25, stopping +0.00; ")
+
+
+# --- what is earned ---
+
+
+@pytest.mark.parametrize("load", [4, DRIFT])
+def test_a_twin_knows_what_was_emitted_by_when(load: int) -> None:
+    task = Task(EAGLE, load, 7)
+    twin = Twin.of(task, TINY, decided)
+    course = Course(task, TINY.slots, decided)
+    policy = PricePolicy(course.engine.capabilities)
+    course.begin(policy)
+    for _ in range(TINY.spans * SPAN_DECISIONS):
+        course.step(policy)
+        assert twin.by(course.engine.clock_s) == pytest.approx(course.amount)
+    last_s = float(twin.seconds[-1])
+    assert twin.by(last_s + 2.0) == pytest.approx(float(twin.amounts[-1]) + 2.0 * twin.rate)
+
+
+def test_gymnasium_and_sb3_accept_the_environment() -> None:
+    environment = gymnasium.make(ENV_ID, config=replace(TINY, spans=2), decide=decided).unwrapped
+    check_env(environment)
+    with warnings.catch_warnings():
+        # Advice to use a policy made for rows per request, which is what these are for.
+        warnings.filterwarnings("ignore", "Your observation requests has an unconventional shape")
+        check_env_for_sb3(environment)
+
+
+def test_no_advice_earns_nothing_and_bad_advice_costs() -> None:
+    def earned(action: Sequence[float]) -> list[float]:
+        course = AdvisedServing(replace(TINY, spans=12), decided)
+        seen, _ = course.reset()
+        rewards, is_over = [], False
+        while not is_over:
+            assert course.observation_space.contains(seen)
+            seen, reward, _, is_over, _ = course.step(np.array(action, np.float32))
+            rewards.append(reward)
+        return rewards
+
+    assert earned((0.0, 0.0, 0.0)) == pytest.approx([0.0] * 12)
+    assert sum(map(abs, earned((1.0, 1.0, 1.0)))) > 0.01
+
+
+def test_a_silent_network_is_judged_as_level_with_price() -> None:
+    course = AdvisedServing(TINY, decided)
+    assert course.judged(make_network()) == pytest.approx([0.0])
+    loud = [course.judged(make_network(advice)) for advice in ((1.0, 1.0, -1.0), (-1.0, 1.0, -1.0))]
+    assert any(found != pytest.approx([0.0], abs=1e-6) for found in loud)  # one of them at least asks for other lengths
+
+
+def test_a_run_begins_level_with_price_and_leaves_a_policy_that_the_daemon_can_load(tmp_path: Path) -> None:
+    found = train(TINY, tmp_path, decided)
+    assert found.first == pytest.approx(0.0)
+    assert found.best >= found.first
+    network = load_network(found.manifest)
+    assert network.tensors["head.bias"].shape == (len(Advice._fields),)
+    assert make_policy(f"learned:{found.manifest}", Capabilities(k_max=3)).act(EngineState(Capabilities(k_max=3)))
+    again = train(replace(TINY, total_steps=32), tmp_path, decided, resume=True)
+    assert again.steps == 32
