@@ -200,7 +200,7 @@ class Config:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ConfigSetting:
     """One setting's description: `key` is PART.FIELD as in the file."""
 
     key: str
@@ -227,20 +227,20 @@ class Effective:
 
 
 @functools.cache
-def settings() -> Mapping[str, Setting]:
+def settings() -> Mapping[str, ConfigSetting]:
     """Return the description of every setting by key, in the order of the dataclasses."""
     parts = get_type_hints(Config)
     described = (_describe(part, parts[part], entry) for part in parts for entry in dataclasses.fields(parts[part]))
     return {setting.key: setting for setting in described}
 
 
-def _describe(part: str, owner: type, entry: dataclasses.Field[Value]) -> Setting:
+def _describe(part: str, owner: type, entry: dataclasses.Field[Value]) -> ConfigSetting:
     if not isinstance(entry.default, (str, int, float, Path)):
         raise AssertionError(f"{part}.{entry.name} has no default")
     variable = entry.metadata["variable"] or f"FASER_{part}_{entry.name}".upper()
     low, high = entry.metadata["low"], entry.metadata["high"]
     kind = get_type_hints(owner)[entry.name]
-    return Setting(f"{part}.{entry.name}", kind, entry.default, entry.metadata["help"], variable, low, high)
+    return ConfigSetting(f"{part}.{entry.name}", kind, entry.default, entry.metadata["help"], variable, low, high)
 
 
 def load(
@@ -314,7 +314,7 @@ def _flag_layer(flags: Mapping[str, Value | None]) -> Layer:
     return "flag", {key: (_check(key, value, "flag"), "") for key, value in flags.items() if value is not None}
 
 
-def _parse(setting: Setting, text: str) -> object:
+def _parse(setting: ConfigSetting, text: str) -> object:
     """Read an environment variable as the setting's type; what cannot be read stays text and fails the check."""
     if setting.type is bool:
         return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}.get(text.lower(), text)

@@ -42,7 +42,7 @@ class ConfigError(UsageError):
     """A configuration key or value cannot be used."""
 
 
-class PolicyError(UsageError):
+class UnknownPolicyError(UsageError):
     """A policy specification names no policy."""
 
 

@@ -57,7 +57,7 @@ class Pairs:
 
 
 @dataclass(slots=True)
-class _Shape:
+class _BatchShape:
     """One batch size: what was compared, and the steps that are to be."""
 
     asked: int = 0
@@ -107,11 +107,11 @@ class Gate:
     """One engine's evidence."""
 
     def __init__(self) -> None:
-        self._shapes: dict[int, _Shape] = {}
+        self._shapes: dict[int, _BatchShape] = {}
 
     def ask(self, requests: int) -> bool:
         """Tell whether the next step may use it."""
-        shape = self._shapes.setdefault(_octave(requests), _Shape())
+        shape = self._shapes.setdefault(_octave(requests), _BatchShape())
         shape.asked += 1
         faster = shape.is_faster()
         if faster is None:
@@ -120,7 +120,7 @@ class Gate:
 
     def note(self, requests: int, has_used: bool, time_s: float, tokens: int) -> None:
         """Take in a step that could have used it."""
-        shape = self._shapes.setdefault(_octave(requests), _Shape())
+        shape = self._shapes.setdefault(_octave(requests), _BatchShape())
         if has_used != shape.is_on:
             shape.turn()
             shape.is_on = has_used

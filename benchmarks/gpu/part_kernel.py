@@ -11,10 +11,10 @@ import torch
 from machines import Machine, told
 
 from faser.engine_adapter.pruning import exit_kernel
-from faser.engine_adapter.pruning.cut import Batch, Cut
+from faser.engine_adapter.pruning.cut import Cut, CutBatch
 from faser.engine_adapter.pruning.exit_heads import FEATURES, ExitHeads
 from faser.engine_adapter.pruning.head_math import Head
-from faser.engine_adapter.pruning.verdict import Decision, TokenHeads
+from faser.engine_adapter.pruning.verdict import TokenHeads, Verdict
 
 LAYER = 0
 RANK = 16
@@ -58,7 +58,7 @@ class Case:
             states=normal(tokens, hidden), tokens=drawn.int(), candidates=ids, confidences=confidences,
             positions=positions,
         )  # fmt: skip
-        self.batch = Batch(np.array(drafts), np.array(drafts) + 1, np.zeros(tokens, np.bool_))
+        self.batch = CutBatch(np.array(drafts), np.array(drafts) + 1, np.zeros(tokens, np.bool_))
         self.heads = ExitHeads({LAYER: self.head}, self.lm_head, size.candidates)
 
     def threshold(self, share: float) -> float:
@@ -69,10 +69,10 @@ class Case:
         at = gaps[int(share * (len(gaps) - 1))]
         return float(edges[at] + edges[at + 1]) / 2
 
-    def by_kernel(self, threshold: float) -> Decision:
+    def by_kernel(self, threshold: float) -> Verdict:
         return exit_kernel.decide(self.head, self.lm_head, threshold, self.checks, self.batch)
 
-    def by_reference(self, threshold: float) -> Decision:
+    def by_reference(self, threshold: float) -> Verdict:
         return TokenHeads.decide(self.heads, LAYER, threshold, self.checks, self.batch)
 
 

@@ -39,13 +39,13 @@ from .plan import (
     POLICIES,
     QUICK_LOADS,
     QUICK_RIVALS,
-    Plan,
+    BenchPlan,
     length_of,
     parse_loads,
     parse_rivals,
 )
 from .progress import BenchProgress
-from .result import Results, Settings, read_results, summary
+from .result import BenchSettings, Results, read_results, summary
 from .view import envelope_table, write_picture
 from .workload import MIXED, Mix, Replay, seconds_of_work
 
@@ -100,7 +100,7 @@ class BenchOptions:
                 return known
         raise UsageError(f"--dtype {self.dtype}", " or ".join(DTYPES))
 
-    def plan(self) -> Plan:
+    def plan(self) -> BenchPlan:
         """Return what is to be measured; raise UsageError for what cannot be."""
         default_loads = QUICK_LOADS if self.quick else FULL_LOADS
         loads = default_loads if self.loads is None and not self.traces else parse_loads(self.loads or "")
@@ -111,7 +111,7 @@ class BenchOptions:
             raise UsageError(f"--turn-seconds {turn_s:g}", "0.1 to 60")
         if not 8 <= self.max_tokens <= 512:
             raise UsageError(f"--max-tokens {self.max_tokens}", "8 to 512")
-        return Plan(
+        return BenchPlan(
             loads=loads,
             replays=tuple(self._replay(name) for name in self.traces),
             mixes=tuple(Mix.parse(text.strip()) for text in dict.fromkeys(self.kinds.split(","))),
@@ -193,7 +193,9 @@ def _resumed(path: Path, out: Path | None, fresh: Results, rivals: Sequence[str]
     return found.continued(fresh, rivals)
 
 
-def _measure(plan: Plan, results: Results, path: Path, bed: Bed, console: Console) -> tuple[int, FaserError | None]:
+def _measure(
+    plan: BenchPlan, results: Results, path: Path, bed: Bed, console: Console
+) -> tuple[int, FaserError | None]:
     """Run the benchmark; return the exit code, and what ended it early."""
     with BenchProgress.shown(console) as progress:
         try:
@@ -233,9 +235,9 @@ def show(options: BenchOptions, results: Results, path: Path, console: Console) 
         sys.stdout.flush()
 
 
-def _settings(options: BenchOptions, plan: Plan, dtype: DType) -> Settings:
+def _settings(options: BenchOptions, plan: BenchPlan, dtype: DType) -> BenchSettings:
     card = json.loads((ROOT / "models" / "weights" / "drafter.card.json").read_text())
-    return Settings(
+    return BenchSettings(
         target=TARGET_NAME, drafter_sha256=card["sha256"], policy=options.policy, k_max=EMBEDDED_K_MAX,
         threads=options.threads or default_threads(available_cores()), turn_s=plan.turn_s, slice_s=plan.slice_s,
         max_tokens=plan.max_tokens, max_prompt_tokens=plan.max_prompt_tokens, seed=plan.seed, pairs=plan.pairs,

@@ -25,7 +25,7 @@ from .arm import Arm, Bed
 from .arms import Arms, Tell
 from .best_table import best_table, described, worth_sweeping
 from .clients import Clients, Served, Times, one_by_one, replay
-from .plan import NONE, REPEATS, TABLE, Plan, Progress, arm_of, contenders, groups, turn_order
+from .plan import NONE, REPEATS, TABLE, BenchPlan, Progress, arm_of, contenders, groups, turn_order
 from .ratio import OURS, Goodput, Objective
 from .result import MAIN, SWEEP, Latency, Results, Spans, Turn, envelope_at, levels_at, name_of, write_results
 from .start import arms_at, first_start
@@ -44,7 +44,7 @@ Advance = Callable[[str, float], None]  # what is measured, share done 0..1
 class Bench:
     """One run."""
 
-    plan: Plan
+    plan: BenchPlan
     results: Results
     path: Path
     bed: Bed
@@ -342,7 +342,7 @@ class Bench:
         self.advance(what, self._done / expected_steps(self.plan))
 
 
-def expected_steps(plan: Plan) -> float:
+def expected_steps(plan: BenchPlan) -> float:
     """Return about how many turns a run takes, for the progress bar."""
     arms, mixes = len(plan.arms), len(plan.mixes)
     closed = plan.starts * len(plan.loads) * mixes * arms * (SETTLE_TURNS[MAIN] + plan.pairs)

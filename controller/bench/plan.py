@@ -39,7 +39,7 @@ REPEATS: Final = 2  # rounds at most that replace disturbed ones, at each load p
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchPlan:
     """What to measure. A load point is a number of clients or a replayed trace, with a mix of prompts."""
 
     loads: tuple[int, ...]

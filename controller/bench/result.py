@@ -32,7 +32,7 @@ NAMES: Final = {NONE: "no speculation", "table": "best table", OURS: "FASER"} | 
 }  # fmt: skip
 
 
-class Settings(msgspec.Struct, frozen=True):
+class BenchSettings(msgspec.Struct, frozen=True):
     """What must be the same for turns to be compared."""
 
     target: str
@@ -113,7 +113,7 @@ class Results(msgspec.Struct):
     machine: Machine
     versions: dict[str, str]
     commit: str
-    settings: Settings
+    settings: BenchSettings
     format: int = FORMAT
     note: str = ""
     table: tuple[tuple[int, int, int], ...] = ()  # the best one, as vLLM takes it

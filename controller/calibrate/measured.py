@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ...engine_adapter.protocol import Hello, RequestRow
 from ...env.calibration.acceptance_fit import DraftTrial
 from ...env.calibration.ahead_fit import AheadSteps, Chains
-from ...env.calibration.exit_fit import Look
+from ...env.calibration.exit_fit import PruneObservation
 from ...env.calibration.step_samples import StepSamples
 from ..errors import StoreError
 from ..telemetry.schema import open_for_reading
@@ -190,14 +190,14 @@ def _chains(measured: Measured) -> Chains:
     return Chains(np.array(where, np.int64), np.array(found, np.float64))
 
 
-def looks(measured: Measured) -> Iterator[Look]:
+def looks(measured: Measured) -> Iterator[PruneObservation]:
     """Yield every step in which exit heads looked at drafts."""
     steps = measured.steps
     for index in np.flatnonzero(~np.isnan(steps.prune_layer)).tolist():
         drafts = [(row.verified, row.pruned, row.accepted) for row in measured.rows[index] if row.verified]
         if drafts:
             saved_rows, spent_s = float(steps.saved_rows[index]), float(steps.prune_s[index])
-            yield Look(int(steps.prune_layer[index]), spent_s, saved_rows, tuple(drafts))
+            yield PruneObservation(int(steps.prune_layer[index]), spent_s, saved_rows, tuple(drafts))
 
 
 def trials(measured: Measured) -> Iterator[DraftTrial]:

@@ -13,7 +13,7 @@ import numpy as np
 from rich.table import Table
 
 from ...env.calibration.acceptance_fit import Description, DraftTrial, describe
-from ...env.calibration.exit_fit import Look
+from ...env.calibration.exit_fit import PruneObservation
 from ...env.calibration.step_fit import COUNTED_REPEATS, Fit
 from ...env.calibration.step_samples import Floats
 from ...env.profile.engine_profile import Ahead, EngineProfile, Exit
@@ -62,7 +62,7 @@ def acceptance_table(description: Description) -> Table:
     return table
 
 
-def exit_table(exits: tuple[Exit, ...], seen: list[Look]) -> Table:
+def exit_table(exits: tuple[Exit, ...], seen: list[PruneObservation]) -> Table:
     """Return what exit heads found, what they spared and what looking took."""
     table = Table(title="exit heads")
     for name in ("layer", "steps", "layers spared", "rejections found", "accepted, cut", "a look", "and per token"):

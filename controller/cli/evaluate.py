@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import PolicyError, UsageError
+from ..errors import UnknownPolicyError, UsageError
 from ..whole_file import replacing, require_place
 
 if TYPE_CHECKING:  # numpy comes with them: `faser --help` must not wait for it
@@ -132,7 +132,7 @@ def evaluate(
     from rich.progress import Progress
 
     from ...env.spaces import Capabilities
-    from ...models.evaluation.evaluate import ORACLES, Plan
+    from ...models.evaluation.evaluate import ORACLES, Comparison
     from ...models.evaluation.evaluate import evaluate as run
     from ...models.evaluation.standing import summary
     from ...models.evaluation.worlds import held_out
@@ -148,7 +148,7 @@ def evaluate(
         raise UsageError(f"world {', '.join(unknown)}", f"some of {', '.join(known)}")
     if beyond := [name for name in bounds.split() if name not in ORACLES]:
         raise UsageError(f"bounds {' '.join(beyond)}", f"some of {' '.join(ORACLES)}")
-    plan = Plan(
+    plan = Comparison(
         policies=tuple(dict.fromkeys(policies.split())),
         worlds=tuple(known[name] for name in named),
         loads=loads_of(loads),
@@ -161,7 +161,7 @@ def evaluate(
         try:
             make_policy(spec, Capabilities(k_max=min(world.profile.k_max for world in plan.worlds)))
         except PolicyNameError as error:
-            raise PolicyError(str(error)) from None
+            raise UnknownPolicyError(str(error)) from None
     if both := set(plan.policies) & set(plan.rivals):
         raise UsageError(f"{', '.join(sorted(both))} as policy and as rival", "one of them")
     console = Console(stderr=True)

@@ -18,7 +18,7 @@ from ..whole_file import require_place
 
 if TYPE_CHECKING:
     from ...models.exits.pipeline import Figures
-    from ...models.exits.record import Recipe
+    from ...models.exits.record import ExitRecipe
 
 app = typer.Typer(
     help="Train exit heads from recorded states of a target and its drafter.",
@@ -55,9 +55,9 @@ def train(
     typer.echo(str(output))
 
 
-def _recipe(target: str | None, drafter: str | None, method: str, layers: str, tokens: int, longest: int) -> Recipe:
+def _recipe(target: str | None, drafter: str | None, method: str, layers: str, tokens: int, longest: int) -> ExitRecipe:
     from ...models.embedded.pair import ensure_embedded_drafter, ensure_embedded_target
-    from ...models.exits.record import ExitRefusal, Recipe
+    from ...models.exits.record import ExitRecipe, ExitRefusal
 
     if (target is None) != (drafter is None):
         raise ExitRefusal("target and drafter belong together; name both or none")
@@ -69,7 +69,7 @@ def _recipe(target: str | None, drafter: str | None, method: str, layers: str, t
         chosen = tuple(int(layer) for layer in layers.split(",") if layer)
     except ValueError:
         raise ExitRefusal(f"layers {layers!r}: expected numbers such as 10,15,20") from None
-    return Recipe(
+    return ExitRecipe(
         Path(target).expanduser() if target else ensure_embedded_target(),
         Path(drafter).expanduser() if drafter else ensure_embedded_drafter(),
         method,

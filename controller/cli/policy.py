@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import PolicyError, UsageError
+from ..errors import UnknownPolicyError, UsageError
 from ..whole_file import replacing, require_folder, require_place
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def show(
     try:
         make_policy(spec, Capabilities(k_max=chosen.profile.k_max))
     except PolicyNameError as error:
-        raise PolicyError(str(error)) from None
+        raise UnknownPolicyError(str(error)) from None
     console = Console(stderr=True)
     strokes = list(
         track(
@@ -113,7 +113,7 @@ def release(
     try:
         path = put_in_place(manifest, found, folder)
     except PolicyNameError as error:
-        raise PolicyError(str(error)) from None
+        raise UnknownPolicyError(str(error)) from None
     typer.echo(f"{path}: {json_module.loads(path.read_text())['results']}")
 
 

@@ -15,12 +15,12 @@ import typer
 
 from ..engine.launch import available_cores
 from ..engine.machine import commit
-from ..errors import PolicyError, UsageError
+from ..errors import UnknownPolicyError, UsageError
 from ..whole_file import require_folder
 from .evaluate import decided, whole_numbers
 
 if TYPE_CHECKING:  # torch comes with them: `faser --help` must not wait for it
-    from ...models.training.sweep import Outcome, Run, Value
+    from ...models.training.sweep import Outcome, TrainingRun, Value
 
 MOST_RUNS = 10_000
 MOST_SEED = 2**31 - 1
@@ -60,7 +60,7 @@ def sweep(
         raise typer.Exit(130 if interrupted else 1)
 
 
-def _planned(config: Path, seeds: str, settings: Sequence[str], output: Path) -> list[Run]:
+def _planned(config: Path, seeds: str, settings: Sequence[str], output: Path) -> list[TrainingRun]:
     """Return the runs; whatever is wrong with one of them is said before the first begins."""
     try:
         from ...models.training.config import load_config
@@ -79,7 +79,7 @@ def _planned(config: Path, seeds: str, settings: Sequence[str], output: Path) ->
         chosen = whole_numbers(seeds, "seeds", MOST_SEED) if seeds else (recipe.seed,)
         runs = grid(recipe, chosen, values, output.resolve())
     except PolicyFault as error:
-        raise PolicyError(str(error)) from None
+        raise UnknownPolicyError(str(error)) from None
     if len(runs) > MOST_RUNS:
         raise UsageError(f"{len(runs)} runs", f"at most {MOST_RUNS}")
     return runs
@@ -93,7 +93,7 @@ def split(setting: str) -> tuple[str, list[str]]:
     return name.strip(), [text.strip() for text in values.split(",")]
 
 
-def _outcomes(runs: Sequence[Run], ray: bool, address: str | None, workers: int) -> Generator[Outcome]:
+def _outcomes(runs: Sequence[TrainingRun], ray: bool, address: str | None, workers: int) -> Generator[Outcome]:
     """Yield what came of each run: first of those that were there, then of the others as they end."""
     from ...models.policies.policy import PolicyError as PolicyFault
     from ...models.training.sweep import Outcome, finished
@@ -102,7 +102,7 @@ def _outcomes(runs: Sequence[Run], ray: bool, address: str | None, workers: int)
     try:
         found = [(run, finished(run)) for run in runs]
     except PolicyFault as error:
-        raise PolicyError(str(error)) from None
+        raise UnknownPolicyError(str(error)) from None
     left = [run for run, trained in found if trained is None]
     yield from (Outcome(run, trained) for run, trained in found if trained is not None)
     if left and ray:

@@ -18,14 +18,14 @@ from multiprocessing import active_children, get_context
 from typing import Any, Final
 
 from ...models.evaluation.evaluate import Decide
-from ...models.training.sweep import Outcome, Run, failed, make
+from ...models.training.sweep import Outcome, TrainingRun, failed, make
 from ..errors import EndpointError, UsageError
 from .evaluate import end_with_parent, one_thread
 
 STORE_BYTES: Final = 80 << 20  # of a local instance, for objects: near the least Ray takes; outcomes are small
 
 
-def on_processes(runs: Sequence[Run], workers: int, decide: Decide, commit: str) -> Iterator[Outcome]:
+def on_processes(runs: Sequence[TrainingRun], workers: int, decide: Decide, commit: str) -> Iterator[Outcome]:
     """Make the runs on this machine, so many at a time."""
     one_thread()
     others = set(active_children())
@@ -42,7 +42,7 @@ def on_processes(runs: Sequence[Run], workers: int, decide: Decide, commit: str)
                 time.sleep(0.05)
 
 
-def _alone(run: Run, decide: Decide, commit: str) -> Outcome:
+def _alone(run: TrainingRun, decide: Decide, commit: str) -> Outcome:
     """Make a run in a process of its own: one that is killed takes no other with it."""
     try:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_begin) as process:
@@ -56,7 +56,9 @@ def _begin() -> None:
     end_with_parent()
 
 
-def on_ray(runs: Sequence[Run], workers: int, address: str | None, decide: Decide, commit: str) -> Iterator[Outcome]:
+def on_ray(
+    runs: Sequence[TrainingRun], workers: int, address: str | None, decide: Decide, commit: str
+) -> Iterator[Outcome]:
     """Make the runs as Ray tasks of one CPU each: on a local instance of so many, or on the cluster at an address."""
     one_thread()
     if address is None:  # whoever reaches Ray's ports may run code, unless a token is asked for
@@ -107,7 +109,7 @@ def _require_listener(address: str) -> None:
         raise EndpointError(f"nobody answers at {address} ({error})", "a running Ray") from None
 
 
-def _outcome(ray: Any, reference: Any, run: Run) -> Outcome:
+def _outcome(ray: Any, reference: Any, run: TrainingRun) -> Outcome:
     try:
         outcome: Outcome = ray.get(reference)
     except Exception as error:  # a killed worker, a node that is gone, a package that is not there

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ..engine.machine import commit
-from ..errors import PolicyError, UsageError
+from ..errors import UnknownPolicyError, UsageError
 from ..whole_file import require_folder
 
 
@@ -50,7 +50,7 @@ def train(
             require_folder(output, "--output")
             result = run(settings, output, decided, resume=resume, progress=tell, commit=commit())
     except PolicyFault as error:
-        raise PolicyError(str(error)) from None
+        raise UnknownPolicyError(str(error)) from None
     if json:
         typer.echo(
             json_module.dumps(

@@ -50,7 +50,7 @@ from ..telemetry.store import EngineEntry, Entry, NoticeEntry, RunEntry, StepEnt
 from .open_traces import open_traces
 from .reload import Prepared, prepare
 from .rising_clock import RisingClock
-from .span_notes import Stopwatch, TraceNote
+from .span_notes import StageClock, TraceNote
 from .systemd import Notifier
 from .warm_up import warm_up
 
@@ -260,7 +260,7 @@ class Daemon:
     def _answer(self, identity: bytes, batch: _Batch) -> None:
         """Decide on the newest record and send; figures and telemetry come after, off the engine's critical path."""
         session, newest = batch.session, batch.records[-1]
-        watch = Stopwatch()
+        watch = StageClock()
         received_ns = self._clock.now_ns()
         for record in batch.records[:-1]:
             session.observe(record)
@@ -295,7 +295,7 @@ class Daemon:
         if decision is not None and self._traces is not None:
             self._traces.put(self._trace(batch, decision, is_sent, watch))
 
-    def _trace(self, batch: _Batch, decision: Decision, is_sent: bool, watch: Stopwatch) -> TraceNote:
+    def _trace(self, batch: _Batch, decision: Decision, is_sent: bool, watch: StageClock) -> TraceNote:
         governor, lengths = batch.session.governor, decision.action.lengths
         return TraceNote(
             engine_name(batch.session.hello), batch.records[-1], decision.action_set, self._config.policy.spec,

@@ -16,7 +16,7 @@ from ...models.registry import make_policy
 from ..config import Config, settings
 from ..decision.session import Session, check_policy
 from ..errors import ConfigError
-from ..errors import PolicyError as UnknownPolicy
+from ..errors import UnknownPolicyError as UnknownPolicy
 from ..link.keys import Keyring, load_keyring
 
 # What is opened once, at start.

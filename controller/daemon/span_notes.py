@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ...engine_adapter.protocol import ActionSet, StepRecord
 
 
-class Stopwatch:
+class StageClock:
     """How long the stages of one answer took: two clocks are read at the start, one at the end of each stage."""
 
     __slots__ = ("_last_ns", "stages_ns", "started_ns")
@@ -43,4 +43,4 @@ class TraceNote:
     backlog: int  # older records that came with this one and were only learnt from
     lag_s: float
     is_sent: bool
-    watch: Stopwatch
+    watch: StageClock

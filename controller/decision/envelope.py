@@ -20,7 +20,7 @@ MIN_CONFIDENCE: Final = 0.5  # of the cost table in a batch of that size without
 MAX_STEP_S: Final = 60.0
 
 
-class Envelope:
+class EnvelopeSums:
     """Fading sums of tokens and seconds, as they were and as they would be without drafts."""
 
     def __init__(self, memory_steps: int) -> None:

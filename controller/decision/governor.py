@@ -21,7 +21,7 @@ from ..snapshot import SteeringStatus
 from .audit import audit_event
 from .canary import Canary, Draws
 from .decide import LeaseTerms
-from .envelope import Envelope
+from .envelope import EnvelopeSums
 from .guard import Breaker, Dwell, GuardState, Sight, judge
 from .modes import ModeBoard, engine_name
 
@@ -79,7 +79,7 @@ class Governor:
         self._counter = 0
         self._breaker = Breaker()
         self._dwell = Dwell()
-        self._envelope = Envelope(self.limits.envelope_records)
+        self._envelope = EnvelopeSums(self.limits.envelope_records)
         self._trip = ""
         self._has_lease = False
 
@@ -105,7 +105,7 @@ class Governor:
         self.terms = replace(terms, mode=self.mode)
         self.canary.share, self.canary.epsilon = modes.canary_share, modes.canary_epsilon
         self.limits = limits
-        self._envelope = Envelope(limits.envelope_records)
+        self._envelope = EnvelopeSums(limits.envelope_records)
 
     def refresh(self) -> None:
         """Follow the board; a switched engine starts with a clean slate."""

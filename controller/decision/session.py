@@ -20,7 +20,7 @@ from ...env.spaces import Capabilities
 from ...models import registry
 from ...models.policies import policy as policies
 from ..config import LeaseConfig
-from ..errors import PolicyError
+from ..errors import UnknownPolicyError
 from ..snapshot import MAX_SHOWN, EngineStatus, LastStep, Presence
 from .decide import Decision, LeaseTerms, decide
 from .epoch import epoch_above
@@ -267,4 +267,4 @@ def check_policy(spec: str) -> None:
     try:
         registry.make_policy(spec, Capabilities(k_max=MAX_DRAFT_LENGTH))
     except policies.PolicyError as error:
-        raise PolicyError(str(error)) from None
+        raise UnknownPolicyError(str(error)) from None

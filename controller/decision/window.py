@@ -24,7 +24,7 @@ MANY: Final = 1 << 32  # tokens: more of one request in a step is nonsense, and 
 EMITTED, REQUESTS, DRAFTED, VERIFIED, ACCEPTED, BY_LENGTH = range(6)  # requests and drafted: of those that emitted
 
 
-class _Step(NamedTuple):
+class _WindowStep(NamedTuple):
     time_s: float
     step_s: float
     is_under_lease: bool
@@ -37,14 +37,14 @@ class Window:
     def __init__(self, k_max: int, span_s: float = WINDOW_S) -> None:
         self._k_max = k_max
         self._span_s = span_s
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[_WindowStep] = deque()
         self._sums = np.zeros(BY_LENGTH + 1 + 3 * k_max, np.int64)
         self._leased = 0
         self._busy_s = 0.0
 
     def add(self, record: StepRecord, rows: StepRows, is_under_lease: bool) -> None:
         """Take a step in, with its rows unfolded, and let those go that are too old by now."""
-        step = _Step(record.time_s, record.step_s, is_under_lease, np.zeros(self._sums.shape, self._sums.dtype))
+        step = _WindowStep(record.time_s, record.step_s, is_under_lease, np.zeros(self._sums.shape, self._sums.dtype))
         if self._steps and step.time_s < self._steps[-1].time_s:  # no clock to go by: nothing before would ever go
             self._clear()
         self._steps.append(step)
@@ -61,7 +61,7 @@ class Window:
         self._leased = 0
         self._busy_s = 0.0
 
-    def _forget(self, step: _Step) -> None:
+    def _forget(self, step: _WindowStep) -> None:
         self._sums -= step.sums
         self._leased -= step.is_under_lease
         self._busy_s -= step.step_s

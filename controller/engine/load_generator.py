@@ -53,7 +53,7 @@ class _Delta(msgspec.Struct):
     content: str | None = None
 
 
-class _Choice(msgspec.Struct):
+class _StreamChoice(msgspec.Struct):
     delta: _Delta = msgspec.field(default_factory=_Delta)
     finish_reason: str | None = None
 
@@ -64,7 +64,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_StreamChoice] = []
     usage: _Usage | None = None
     error: msgspec.Raw = msgspec.Raw()
 

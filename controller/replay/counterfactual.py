@@ -22,8 +22,8 @@ from ...env.spaces import Capabilities
 from ...models.policies.policy import Policy, PolicyError
 from ...models.registry import make_policy
 from ..decision.decide import LeaseTerms, decide
-from ..errors import PolicyError as UnknownPolicy
 from ..errors import StoreError
+from ..errors import UnknownPolicyError as UnknownPolicy
 from ..telemetry.schema import open_for_reading
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from ...env.spaces import Capabilities, clamp
 from ...models.policies.policy import Policy, PolicyError
 from ...models.registry import make_policy
 from ..decision.decide import guard
-from ..errors import PolicyError as UnknownPolicy
+from ..errors import UnknownPolicyError as UnknownPolicy
 from .forward_pass_metrics import ForwardPass, ForwardPasses
 
 K_MAX: Final = 8  # the drafter's longest draft, which the metrics do not tell
@@ -40,7 +40,7 @@ POLICY_NOTE: Final = (
 
 
 @dataclass(slots=True)
-class Load:
+class PassLoad:
     """Passes without prompts, by the number of decoding requests; times in ms."""
 
     first: int
@@ -70,7 +70,7 @@ class Passes:
     peak_queued: int = 0
     policy: str = ""
     lengths: dict[int, int] = field(default_factory=dict)  # request-passes by the length asked for
-    loads: list[Load] = field(default_factory=list)
+    loads: list[PassLoad] = field(default_factory=list)
     running: list[int] = field(default_factory=list)  # per pass that did something
     queued: list[int] = field(default_factory=list)
     wall_ms: list[float] = field(default_factory=list)
@@ -179,11 +179,11 @@ def _add(result: Passes, one: ForwardPass, lengths: list[int] | None) -> None:
             result.lengths[length] = result.lengths.get(length, 0) + 1
 
 
-def _load(octave: int, members: list[tuple[ForwardPass, list[int] | None]]) -> Load:
+def _load(octave: int, members: list[tuple[ForwardPass, list[int] | None]]) -> PassLoad:
     wall_ms = [1e3 * one.wall_time for one, _ in members]
     requests = sum(one.scheduled_requests.num_decode_requests for one, _ in members)
     asked = [length for _, lengths in members for length in lengths or ()]
-    return Load(
+    return PassLoad(
         first=1 << (octave - 1),
         last=(1 << octave) - 1,
         passes=len(members),

@@ -23,7 +23,7 @@ from ..config import GuardConfig, ModeConfig
 from ..decision.audit import digest
 from ..decision.decide import Decision, LeaseTerms, decide, guard
 from ..decision.governor import Governor
-from ..errors import PolicyError as UnknownPolicy
+from ..errors import UnknownPolicyError as UnknownPolicy
 from ..telemetry.schema import open_for_reading
 from ..telemetry.sessions import Recorded, RecordedSession, RunSettings, read_sessions
 from .counterfactual import Counterfactual

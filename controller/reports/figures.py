@@ -19,7 +19,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure as Canvas
 
-from ..telemetry.tables import Floats, LengthTable, StepTable
+from ..telemetry.tables import DraftedLengths, Floats, StepTable
 
 _SIZE_INCHES: Final = (9.0, 2.8)
 _BINS: Final = 60
@@ -28,7 +28,7 @@ _POINTS: Final = 2000  # of a line; more only make the page heavier
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class Picture:
     """One picture with what it shows."""
 
     heading: str
@@ -65,7 +65,7 @@ class _Timeline:
         return result
 
 
-def draw_figures(steps: StepTable, lengths: LengthTable) -> list[Figure]:
+def draw_figures(steps: StepTable, lengths: DraftedLengths) -> list[Picture]:
     """Draw every picture of a file; none if it holds no step."""
     if not len(steps):
         return []
@@ -108,7 +108,7 @@ def svg(draw: Callable[[Axes], None], x_label: str) -> str:
     return whole[whole.index("<svg") :]  # without the XML prologue, which HTML does not take
 
 
-def _draw_load(steps: StepTable, timeline: _Timeline) -> Figure:
+def _draw_load(steps: StepTable, timeline: _Timeline) -> Picture:
     tokens_per_s = timeline.sums(steps.emitted) / np.diff(timeline.edges_s)
     shown = np.argsort(timeline.time_s, kind="stable")[:: 1 + len(steps) // _POINTS]
     time_s = timeline.time_s[shown]
@@ -124,12 +124,12 @@ def _draw_load(steps: StepTable, timeline: _Timeline) -> Figure:
         other.set_ylim(bottom=0)
         axes.legend(loc="upper left", frameon=False)
 
-    return Figure(
+    return Picture(
         "Load", "Requests running and waiting in each step, and tokens emitted per second.", _svg(timeline, draw)
     )
 
 
-def _draw_lengths(lengths: LengthTable, timeline: _Timeline) -> Figure:
+def _draw_lengths(lengths: DraftedLengths, timeline: _Timeline) -> Picture:
     longest = int(lengths.drafted.max(initial=1))
     counts = np.zeros((longest + 1, timeline.count))
     np.add.at(counts, (lengths.drafted, timeline.of_step[lengths.step_index]), 1.0)
@@ -149,10 +149,10 @@ def _draw_lengths(lengths: LengthTable, timeline: _Timeline) -> Figure:
         axes.figure.colorbar(mesh, ax=axes, label="share of requests")
 
     caption = "Tokens drafted per request and step: share of the requests of a bin, and their mean (red)."
-    return Figure("Draft lengths", caption, _svg(timeline, draw))
+    return Picture("Draft lengths", caption, _svg(timeline, draw))
 
 
-def _draw_acceptance(steps: StepTable, timeline: _Timeline) -> Figure:
+def _draw_acceptance(steps: StepTable, timeline: _Timeline) -> Picture:
     acceptance = timeline.ratio(steps.accepted, steps.verified)
     lease = timeline.ratio((steps.lease_epoch > 0).astype(np.int64), np.ones(len(steps), np.int64))
     has_drafts, has_steps = np.isfinite(acceptance), np.isfinite(lease)
@@ -167,4 +167,4 @@ def _draw_acceptance(steps: StepTable, timeline: _Timeline) -> Figure:
         "Accepted share of the verified draft tokens (green), and share of the steps in which a decision of the "
         "sidecar was in force (dashed)."
     )
-    return Figure("Acceptance", caption, _svg(timeline, draw))
+    return Picture("Acceptance", caption, _svg(timeline, draw))

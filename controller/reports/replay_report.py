@@ -21,7 +21,7 @@ from ..replay.forward_pass_replay import CANNOT, POLICY_NOTE, Passes
 from ..replay.offpolicy import OffPolicy
 from ..replay.replay import Report, Trail, mean_length
 from ..whole_file import replacing
-from .figures import Figure, svg
+from .figures import Picture, svg
 from .replay_rows import (
     counterfactual_line,
     counterfactual_rows,
@@ -45,7 +45,7 @@ class Part:
     head: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     points: Sequence[str] = ()
-    figures: Sequence[Figure] = ()
+    figures: Sequence[Picture] = ()
 
 
 def write_replay_report(report: Report, trail: Trail, source: str, path: Path, floor: float) -> None:
@@ -200,14 +200,14 @@ def _counterfactual(report: Report) -> Part:
     )
 
 
-def _length_figures(report: Report, trail: Trail) -> list[Figure]:
+def _length_figures(report: Report, trail: Trail) -> list[Picture]:
     if not trail.running:
         return []
     figures = [_histogram(report), _over_decisions(report, trail)]
     return [figure for figure in figures if figure]
 
 
-def _histogram(report: Report) -> Figure:
+def _histogram(report: Report) -> Picture:
     lengths = np.arange(max([0, *report.lengths, *report.alternative_lengths]) + 1)
     series = [("recorded", report.lengths, RECORDED)]
     if report.policy:
@@ -223,10 +223,12 @@ def _histogram(report: Report) -> Figure:
         axes.set_ylabel("% of request-decisions")
         axes.legend(frameon=False)
 
-    return Figure("Lengths", "Draft lengths asked for, share of request-decisions.", svg(draw, "draft length (tokens)"))
+    return Picture(
+        "Lengths", "Draft lengths asked for, share of request-decisions.", svg(draw, "draft length (tokens)")
+    )
 
 
-def _over_decisions(report: Report, trail: Trail) -> Figure:
+def _over_decisions(report: Report, trail: Trail) -> Picture:
     x, running = _binned(trail.running)
     lines = [("recorded", _binned(trail.recorded)[1], RECORDED)]
     if trail.alternative:
@@ -243,7 +245,7 @@ def _over_decisions(report: Report, trail: Trail) -> Figure:
         other.set_ylim(bottom=0)
         axes.legend(frameon=False, loc="upper right")
 
-    return Figure(
+    return Picture(
         "Over the file", "Mean draft length over the decisions of the file, and the requests that ran.",
         svg(draw, "decision, in the file's order"),
     )  # fmt: skip
@@ -256,7 +258,7 @@ def _binned(values: Sequence[float]) -> tuple[list[float], list[float]]:
     return ((edges[1:] + edges[:-1]) / 2).tolist(), (sums / np.diff(edges)).tolist()
 
 
-def _speed_figure(found: Counterfactual) -> Figure:
+def _speed_figure(found: Counterfactual) -> Picture:
     names = [row[0] for row in counterfactual_rows(found)]
     changes = np.array([100 * speed.change for speed in found.speeds])
     doubts = np.array([100 * (speed.error + speed.spread) for speed in found.speeds])
@@ -270,10 +272,10 @@ def _speed_figure(found: Counterfactual) -> Figure:
         axes.legend(frameon=False)
 
     caption = "Change under the policy; a point within its grey bar says nothing."
-    return Figure("Speed", caption, svg(draw, "change over the recorded lengths, both simulated (%)"))
+    return Picture("Speed", caption, svg(draw, "change over the recorded lengths, both simulated (%)"))
 
 
-def _passes_figure(passes: Passes) -> Figure:
+def _passes_figure(passes: Passes) -> Picture:
     x, running = _binned(passes.running)
     _, queued = _binned(passes.queued)
     _, wall_ms = _binned(passes.wall_ms)
@@ -289,4 +291,4 @@ def _passes_figure(passes: Passes) -> Figure:
         other.set_ylim(bottom=0)
         axes.legend(frameon=False, loc="upper left")
 
-    return Figure("Load", "Requests in each pass and waiting, and its time.", svg(draw, "pass, in the file's order"))
+    return Picture("Load", "Requests in each pass and waiting, and its time.", svg(draw, "pass, in the file's order"))

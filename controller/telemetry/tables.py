@@ -90,7 +90,7 @@ class StepTable:
 
 
 @dataclass(frozen=True, slots=True)
-class LengthTable:
+class DraftedLengths:
     """What was asked for and drafted per request and step: one row for each request that emitted tokens.
 
     Requests in the middle of their prompt draft nothing and are left out.
@@ -171,7 +171,7 @@ def read_request_rows(path: Path) -> Iterator[list[RequestRow]]:
             yield unpack_rows(blob)
 
 
-def read_lengths(path: Path) -> LengthTable:
+def read_lengths(path: Path) -> DraftedLengths:
     """Return the draft lengths of every decoding request in every step."""
     cells = [
         (index, row.draft_limit, row.drafted)
@@ -180,10 +180,10 @@ def read_lengths(path: Path) -> LengthTable:
         if row.emitted
     ]
     table = np.asarray(cells, np.int64).reshape(-1, 3)
-    return LengthTable(table[:, 0], table[:, 1], table[:, 2])
+    return DraftedLengths(table[:, 0], table[:, 1], table[:, 2])
 
 
-def summarise(steps: StepTable, lengths: LengthTable) -> TelemetrySummary:
+def summarise(steps: StepTable, lengths: DraftedLengths) -> TelemetrySummary:
     """Compute the figures of a file from its tables."""
     verified, accepted = int(steps.verified.sum()), int(steps.accepted.sum())
     has_decision = ~np.isnan(steps.decision_sequence)

@@ -21,7 +21,7 @@ from ..drafting.draft_notes import top_probability
 from .attention import PLAIN, Attention, Sequences, Span, common, joined, load_weights, shape_refusal
 from .drafted import Drafted
 from .mailbox import StateRows, Tokens
-from .server import Task, serve
+from .server import DraftTask, serve
 from .target_states import TargetStates
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _target_embedding(folder: Path, dtype: str) -> Tensor:
     raise FileNotFoundError(f"{folder}: no {name}")
 
 
-class Head:
+class EagleHead:
     """The head's forward pass over rows of several requests at once (vLLM 0.32 llama_eagle3.py)."""
 
     def __init__(self, folder: Path, target: Path, dtype: str) -> None:
@@ -151,7 +151,7 @@ class Head:
 
 
 @dataclass(slots=True)
-class Sequence:
+class EagleSequence:
     """One request. Rows are computed from true states, then from the head's own; some true ones may be waiting."""
 
     cache: Tensor
@@ -183,10 +183,10 @@ class Sequence:
 class EagleDrafter:
     """Draws tokens for the server; see `drafter_server.Drafter`."""
 
-    def __init__(self, head: Head, target_states: TargetStates) -> None:
+    def __init__(self, head: EagleHead, target_states: TargetStates) -> None:
         self.head = head
         self._target = target_states
-        self._sequences = Sequences(head.attention, Sequence)
+        self._sequences = Sequences(head.attention, EagleSequence)
 
     def learn(self, key: int, sequence: Tokens, states: StateRows) -> bool:
         """Copy the target's states of the rows that are new; False if they are not there, or were written over."""
@@ -218,7 +218,7 @@ class EagleDrafter:
         self._sequences.make_room({key})
         self._read({key: count})
 
-    def draft(self, tasks: list[Task], is_cancelled: Callable[[], bool]) -> dict[int, Drafted]:
+    def draft(self, tasks: list[DraftTask], is_cancelled: Callable[[], bool]) -> dict[int, Drafted]:
         """Go on from every task's sequence, all of them in one pass per token."""
         self._sequences.make_room({task.key for task in tasks})
         behind = {task.key: self.behind(task.key, task.sequence) for task in tasks}
@@ -233,13 +233,13 @@ class EagleDrafter:
             self._step(chains_left)
         return {chain.key: chain.drafted() for chain in chains if chain.tokens}
 
-    def _chain(self, task: Task) -> _Chain:
+    def _chain(self, task: DraftTask) -> _EagleChain:
         """Return what is to be run for a task; own rows of other tokens than its are dropped."""
         known = self._sequences.opened(task.key, len(task.sequence) + task.count)
         tail = task.sequence[known.rows + 1 :]
         same = common(np.array(known.own, dtype=np.int32), tail)
         del known.own[same:], known.states[same + 1 :]
-        return _Chain(task.key, known, tail.tolist(), task.count)
+        return _EagleChain(task.key, known, tail.tolist(), task.count)
 
     def _read(self, counts: dict[int, int]) -> None:
         """Compute rows of true states, so many of each request."""
@@ -259,7 +259,7 @@ class EagleDrafter:
         for each, end in zip(known, ends.tolist(), strict=True):
             each.own, each.states = [], [own[end].clone()]
 
-    def _draw(self, chains: list[_Chain]) -> None:
+    def _draw(self, chains: list[_EagleChain]) -> None:
         """Draw the next token of each."""
         import torch
 
@@ -273,7 +273,7 @@ class EagleDrafter:
             chain.confidences.append(confidence)
             chain.left -= 1
 
-    def _step(self, chains: list[_Chain]) -> None:
+    def _step(self, chains: list[_EagleChain]) -> None:
         """Compute one more row of each, from the own state of the row before it."""
         import torch
 
@@ -288,11 +288,11 @@ class EagleDrafter:
 
 
 @dataclass(slots=True)
-class _Chain:
+class _EagleChain:
     """A task under way: the tokens behind the rows of true states, assumed and drawn."""
 
     key: int
-    known: Sequence
+    known: EagleSequence
     tail: list[int]
     left: int
     tokens: list[int] = field(default_factory=list)
@@ -312,7 +312,7 @@ def main() -> None:
     folder, target, dtype, states_dtype, states, memory, bell = sys.argv[1:8]
 
     def make() -> EagleDrafter:
-        return EagleDrafter(Head(Path(folder), Path(target), dtype), TargetStates(int(states), states_dtype))
+        return EagleDrafter(EagleHead(Path(folder), Path(target), dtype), TargetStates(int(states), states_dtype))
 
     serve(int(memory), int(bell), make)
 

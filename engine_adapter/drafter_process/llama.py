@@ -20,14 +20,14 @@ from ..drafting.draft_notes import top_probability
 from .attention import Attention, Sequences, Span, common, joined, load_weights
 from .drafted import Drafted
 from .mailbox import StateRows, Tokens
-from .server import Task, serve
+from .server import DraftTask, serve
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(slots=True)
-class Sequence:
+class LlamaSequence:
     """One request: the tokens whose keys and values are computed, and these."""
 
     cache: Tensor
@@ -101,7 +101,7 @@ class LlamaDrafter:
 
     def __init__(self, model: Llama) -> None:
         self.model = model
-        self._sequences = Sequences(model.attention, Sequence)
+        self._sequences = Sequences(model.attention, LlamaSequence)
 
     def learn(self, key: int, sequence: Tokens, states: StateRows) -> bool:
         """Tokens are all that it needs."""
@@ -121,7 +121,7 @@ class LlamaDrafter:
         done = len(sequence) - self.behind(key, sequence)
         self._run({key: sequence[: done + count]})
 
-    def draft(self, tasks: list[Task], is_cancelled: Callable[[], bool]) -> dict[int, Drafted]:
+    def draft(self, tasks: list[DraftTask], is_cancelled: Callable[[], bool]) -> dict[int, Drafted]:
         """Go on from every task's sequence, all of them in one pass per token."""
         sequences = {task.key: task.sequence for task in tasks}
         found: dict[int, tuple[list[int], list[float]]] = {task.key: ([], []) for task in tasks}

@@ -23,7 +23,7 @@ PORTION_TOKENS: Final = 64  # read between two looks at the bell
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class DraftTask:
     """Go on from `sequence` by `count` tokens; only the first `certain` tokens are sure to stay."""
 
     key: int
@@ -41,7 +41,7 @@ class Drafter(Protocol):
     def behind(self, key: int, sequence: Tokens) -> int:
         """Return how many tokens of the sequence it has not computed."""
 
-    def draft(self, tasks: list[Task], is_cancelled: Callable[[], bool]) -> dict[int, Drafted]:
+    def draft(self, tasks: list[DraftTask], is_cancelled: Callable[[], bool]) -> dict[int, Drafted]:
         """Go on from every task's sequence; what is cancelled is answered as far as it is."""
 
     def read(self, key: int, sequence: Tokens, count: int) -> None:
@@ -51,7 +51,7 @@ class Drafter(Protocol):
         """Give a request's memory back; unknown keys are none."""
 
 
-class Server:
+class JobServer:
     """Keeps every request's tokens and answers one job after the other."""
 
     def __init__(self, mailbox: Mailbox, drafter: Drafter) -> None:
@@ -83,7 +83,7 @@ class Server:
         drafted = self._drafter.draft(tasks, lambda: self._mailbox.is_cancelled(job.number)) if tasks else {}
         return Reply(job.number, began_s, time.monotonic(), drafted)
 
-    def _task(self, ask: Ask) -> Task | None:
+    def _task(self, ask: Ask) -> DraftTask | None:
         known = self._known.get(ask.key, ask.tokens[:0])
         if ask.start > len(known):
             return None  # it came before this process did; the engine starts over when it asks again
@@ -96,7 +96,7 @@ class Server:
             if ask.key not in self._unread:
                 self._unread.append(ask.key)
             return None
-        return Task(ask.key, sequence, len(certain), ask.count)
+        return DraftTask(ask.key, sequence, len(certain), ask.count)
 
     def _read_on(self) -> None:
         key = self._unread[0]
@@ -118,4 +118,4 @@ def serve(memory_fd: int, bell_fd: int, make: Callable[[], Drafter]) -> None:
         return  # it died before we could look
     drafter = make()
     if os.getppid() == engine:
-        Server(mailbox, drafter).run()
+        JobServer(mailbox, drafter).run()

@@ -56,7 +56,7 @@ class FirstRows:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _StepRows:
     """Where the rows of one step are; arrays have one entry per request of the batch."""
 
     offsets: Numbers  # row of its first token in the step's inputs
@@ -116,7 +116,7 @@ class CatchUp:
                 self._hidden = hidden.new_empty((len(self._held), hidden.shape[-1]))
             self._hidden[slots] = hidden
 
-    def _takes_whole(self, step: _Step, lengths: Sequence[int]) -> bool:
+    def _takes_whole(self, step: _StepRows, lengths: Sequence[int]) -> bool:
         """Tell whether everybody drafts, nobody has missed a token, and little would be cut off."""
         rows = len(step.inputs["target_token_ids"])
         rejected = rows - int((step.ends - step.firsts).sum())
@@ -129,7 +129,7 @@ class CatchUp:
         needed = len(self._held) * hidden.shape[-1] * hidden.element_size()
         return not self.is_shifted or needed <= MEMORY_LIMIT_BYTES
 
-    def _choose(self, step: _Step, lengths: Sequence[int], follows: Sequence[bool]) -> tuple[Numbers, Numbers]:
+    def _choose(self, step: _StepRows, lengths: Sequence[int], follows: Sequence[bool]) -> tuple[Numbers, Numbers]:
         """Return the positions [start, stop) that each request's rows cover in the pass; none: start == stop."""
         starts, stops = step.firsts.copy(), step.firsts.copy()
         chosen = np.array([row for row, length in enumerate(lengths) if length > 0 or follows[row]], dtype=np.int64)
@@ -148,7 +148,7 @@ class CatchUp:
             room -= min(room, int(lags[row]))
         return starts, stops
 
-    def _held_until(self, step: _Step, rows: Numbers) -> Numbers:
+    def _held_until(self, step: _StepRows, rows: Numbers) -> Numbers:
         """Return the position of each request's first token that the drafter has not computed, at most `firsts`."""
         firsts = step.firsts[rows]
         blocks = step.block_table[rows, : int(firsts.max()) // self._block_tokens + 1]
@@ -157,12 +157,12 @@ class CatchUp:
         until: Numbers = held.argmin(axis=1)  # every row has a False, at `firsts` at the latest
         return until
 
-    def _slots(self, step: _Step, rows: Numbers, positions: Numbers) -> Numbers:
+    def _slots(self, step: _StepRows, rows: Numbers, positions: Numbers) -> Numbers:
         blocks, within = np.divmod(positions, self._block_tokens)
         slots: Numbers = step.block_table[rows, blocks] * self._block_tokens + within
         return slots
 
-    def _keep(self, step: _Step, rows: Numbers, positions: Numbers) -> None:
+    def _keep(self, step: _StepRows, rows: Numbers, positions: Numbers) -> None:
         """Remember these positions of this step."""
         import torch
 
@@ -172,7 +172,7 @@ class CatchUp:
         slots = torch.from_numpy(self._slots(step, rows, positions))
         self.keep(slots, step.inputs["target_token_ids"][at], step.inputs["target_hidden_states"][at])
 
-    def _narrow(self, step: _Step, rows: Numbers, starts: Numbers, stops: Numbers) -> dict[str, Any]:
+    def _narrow(self, step: _StepRows, rows: Numbers, starts: Numbers, stops: Numbers) -> dict[str, Any]:
         """Return vLLM's inputs for a pass over positions [start, stop) of these requests."""
         import torch
 
@@ -198,7 +198,7 @@ class CatchUp:
             "num_rejected_tokens_gpu": None,
         }
 
-    def _next_tokens(self, step: _Step, rows: Numbers, stops: Numbers) -> NDArray[np.int32]:
+    def _next_tokens(self, step: _StepRows, rows: Numbers, stops: Numbers) -> NDArray[np.int32]:
         """Return the token behind each request's last row: just sampled, of this step, or kept."""
         sampled = step.inputs["next_token_ids"].numpy()[rows]
         is_old, is_sampled = stops < step.firsts[rows], stops == step.ends[rows]
@@ -216,7 +216,7 @@ def spans(starts: Numbers, stops: Numbers) -> tuple[Numbers, Numbers]:
     return which, np.arange(counts.sum()) - before[which] + starts[which]
 
 
-def _read_step(inputs: dict[str, Any]) -> _Step:
+def _read_step(inputs: dict[str, Any]) -> _StepRows:
     metadata = inputs["common_attn_metadata"]
     bounds = metadata.query_start_loc_cpu.numpy().astype(np.int64)
     firsts = inputs["target_positions"].numpy()[bounds[:-1]].astype(np.int64)
@@ -224,10 +224,10 @@ def _read_step(inputs: dict[str, Any]) -> _Step:
     rejected = inputs["num_rejected_tokens_gpu"]
     if rejected is not None:
         ends -= rejected.numpy()
-    return _Step(bounds[:-1], firsts, ends, metadata.block_table_tensor.numpy(), inputs)
+    return _StepRows(bounds[:-1], firsts, ends, metadata.block_table_tensor.numpy(), inputs)
 
 
-def _metadata(step: _Step, rows: Numbers, bounds: NDArray[np.int32], stops: Numbers, slots: Numbers) -> Any:
+def _metadata(step: _StepRows, rows: Numbers, bounds: NDArray[np.int32], stops: Numbers, slots: Numbers) -> Any:
     import torch
     from vllm.v1.attention.backend import CommonAttentionMetadata
 

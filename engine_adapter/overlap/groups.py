@@ -16,7 +16,7 @@ LEAST_GAIN: Final = 1.05  # what two groups must promise at the very best before
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class GroupTurn:
     """One step: who is left out of it, and whether its drafts are made while the next one runs."""
 
     held: frozenset[str] = frozenset()
@@ -32,7 +32,7 @@ class Groups:
         self._is_apart = False  # its drafts are under way
         self._moved: frozenset[str] = frozenset()  # in that step, and not verified since
 
-    def turn(self, weights: Mapping[str, float], is_wanted: bool) -> Turn:
+    def turn(self, weights: Mapping[str, float], is_wanted: bool) -> GroupTurn:
         """Return the next step's turn.
 
         :param weights: predicted phase time of each request that could decode, in any unit
@@ -44,7 +44,7 @@ class Groups:
         self._is_apart = is_wanted and len(weights) > 1
         if not self._is_apart:
             self._group, self._moved = {}, frozenset()
-            return Turn(frozenset(flying))
+            return GroupTurn(frozenset(flying))
         self._up = 1 - self._up if flying else self._up
         ready = [name for name in weights if name not in flying]
         moved = self._even([name for name in ready if name not in self._moved], self._excess(weights, flying), weights)
@@ -52,7 +52,7 @@ class Groups:
             name: self._up for name in ready if name not in moved
         }
         self._moved = frozenset(moved)
-        return Turn(frozenset(flying | moved), is_apart=True)
+        return GroupTurn(frozenset(flying | moved), is_apart=True)
 
     def land(self) -> None:
         """Note that the newest step's drafts are there already: somebody else made them, or nobody does."""
@@ -82,7 +82,7 @@ class Groups:
 
 
 @dataclass(slots=True)
-class Pace:
+class PhasePace:
     """What a row of verification and a drafted token take, and both phases of a whole step; measured, fading."""
 
     row_s: float = 0.0

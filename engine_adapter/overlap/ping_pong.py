@@ -15,7 +15,7 @@ from ..gate import Gate
 from ..operator_log import operator_log
 from ..settings import ALWAYS, NEVER, Settings
 from ..steering.orders import StepReport
-from .groups import Groups, Pace, Turn
+from .groups import Groups, GroupTurn, PhasePace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,11 +43,11 @@ class PingPong:
 
     def __init__(self, mode: str) -> None:
         self.mode = mode
-        self.pace = Pace()
+        self.pace = PhasePace()
         self._groups = Groups()
         self._gate = Gate()
         self._is_ready = False  # the drafter's process takes jobs
-        self._turn = Turn()
+        self._turn = GroupTurn()
         self._latched: dict[str, int] = {}  # draft length of every request whose draft may still come
         self._decoding: frozenset[str] = frozenset()
         self._could_part = False

@@ -51,14 +51,14 @@ class Grain:
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
+class PartitionRatio:
     """The drafter's parts to the target's."""
 
     draft: int
     verify: int
 
     @classmethod
-    def parse(cls, name: str) -> Ratio:
+    def parse(cls, name: str) -> PartitionRatio:
         """Return the ratio of a name such as 1:3."""
         parts = name.split(":")
         if len(parts) == 2 and all(part.isascii() and part.isdigit() and len(part) <= 2 for part in parts):
@@ -168,7 +168,7 @@ def make_ready(device: Device, names: Sequence[str] = READY_MADE) -> Partitions:
         if name == UNSPLIT:
             continue
         try:
-            partition = device.open(name, whole if name == STREAMS else Ratio.parse(name).sizes(device.grain))
+            partition = device.open(name, whole if name == STREAMS else PartitionRatio.parse(name).sizes(device.grain))
         except PartitionError as error:
             refused.append(f"partition {name!r}: {error}; {UNSPLIT} instead")
             continue

@@ -53,7 +53,7 @@ class Name:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class NameFinding:
     """What a tree has under a name; `problem` is empty if FASER can use it as it is."""
 
     name: Name
@@ -126,23 +126,23 @@ class Tree:
                 yield from self.lineage(home, base.id)
 
 
-def check(tree: Tree, names: Iterable[Name]) -> list[Finding]:
+def check(tree: Tree, names: Iterable[Name]) -> list[NameFinding]:
     """Look every name up in the tree."""
     return [_look_up(tree, name) for name in names]
 
 
-def _look_up(tree: Tree, name: Name) -> Finding:
+def _look_up(tree: Tree, name: Name) -> NameFinding:
     body = tree.module(name.module)
     if body is None:
-        return Finding(name, "module is gone")
+        return NameFinding(name, "module is gone")
     if not name.owner:
         scopes: Sequence[ast.AST] = [body]
     elif not (scopes := list(tree.lineage(name.module, name.owner))):
-        return Finding(name, f"class {name.owner} is gone")
+        return NameFinding(name, f"class {name.owner} is gone")
     for scope in scopes:
         for node in _definitions(scope, name.attribute):
             return _compare(name, node, is_method=bool(name.owner))
-    return Finding(name, "gone")
+    return NameFinding(name, "gone")
 
 
 def _definitions(scope: ast.AST, attribute: str) -> Iterator[ast.AST]:
@@ -169,21 +169,21 @@ def _parts(target: ast.expr) -> list[ast.expr]:
     return list(target.elts) if isinstance(target, (ast.Tuple, ast.List)) else [target]
 
 
-def _compare(name: Name, node: ast.AST, is_method: bool) -> Finding:
+def _compare(name: Name, node: ast.AST, is_method: bool) -> NameFinding:
     if name.parameters is None:
-        return Finding(name)
+        return NameFinding(name)
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-        return Finding(name, "no longer a function")
+        return NameFinding(name, "no longer a function")
     seen, optional = _parameters(node)
     if is_method and seen[:1] in (["self"], ["cls"]):
         seen = seen[1:]
     expected = list(name.parameters)
     if seen == expected:
-        return Finding(name)
+        return NameFinding(name)
     added = [parameter for parameter in seen if parameter not in expected]
     if [parameter for parameter in seen if parameter in expected] == expected and set(added) <= optional:
-        return Finding(name, remark="also takes " + ", ".join(added))
-    return Finding(name, f"takes ({', '.join(seen)}), expected ({', '.join(expected)})")
+        return NameFinding(name, remark="also takes " + ", ".join(added))
+    return NameFinding(name, f"takes ({', '.join(seen)}), expected ({', '.join(expected)})")
 
 
 def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[list[str], set[str]]:
@@ -197,7 +197,7 @@ def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[list[str]
     return positional + keyword + collected, optional | set(collected)
 
 
-def report(findings: Sequence[Finding]) -> str:
+def report(findings: Sequence[NameFinding]) -> str:
     """Return the findings as a table, problems last, with a line of totals."""
     width = max(len(str(finding.name)) for finding in findings)
     ordered = sorted(findings, key=lambda finding: bool(finding.problem))

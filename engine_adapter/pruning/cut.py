@@ -17,7 +17,7 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 
-class Batch:
+class CutBatch:
     """One step's shape: what is known of it before any verdict, so that behind layer L little is left to do.
 
     :param drafts: (requests,) draft tokens under verification.
@@ -57,7 +57,7 @@ class Cut:
 
     __slots__ = ("drafts", "ends", "kept", "most", "removed", "rows", "starts", "targets", "tested", "tests")
 
-    def __init__(self, batch: Batch, kept: Ints) -> None:
+    def __init__(self, batch: CutBatch, kept: Ints) -> None:
         self.drafts, self.kept = batch.drafts, kept
         self.removed, self.tests, rows, tested, self.starts, self.ends, targets = batch.memory
         stay, tests, self.most = batch.kernel.cut(
@@ -90,7 +90,7 @@ class Cut:
 
 def after_first_failure(drafts: Ints, passes: Bools) -> Cut:
     """Return the cut of requests that have no rows but those of their drafts."""
-    batch = Batch(drafts, drafts + 1, np.zeros(len(passes), np.bool_))
+    batch = CutBatch(drafts, drafts + 1, np.zeros(len(passes), np.bool_))
     return Cut(batch, batch.kept(passes))
 
 

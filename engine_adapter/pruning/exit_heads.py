@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from .exit_file import ExitError, check_model, read_facts
 from .head_math import LEAST, NOWHERE, Head, moved, normed
-from .verdict import Decision, TokenHeads
+from .verdict import TokenHeads, Verdict
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .cut import Batch, Bools
+    from .cut import Bools, CutBatch
     from .verdict import Checks
 
 FEATURES: Final = ("log_share", "margin", "rank", "entropy", "confidence_logit", "position", "probe")
@@ -65,7 +65,7 @@ class ExitHeads(TokenHeads):
         passing: Bools = (self.accepts(layer, checks) >= threshold).cpu().numpy()
         return passing
 
-    def decide(self, layer: int, threshold: float, checks: Checks, batch: Batch) -> Decision:
+    def decide(self, layer: int, threshold: float, checks: Checks, batch: CutBatch) -> Verdict:
         """Cut each request behind its first token that does not pass; on CUDA in one launch."""
         if checks.states.is_cuda:
             try:

@@ -16,12 +16,12 @@ import triton.language as tl
 
 from .cut import places
 from .head_math import LEAST, NOWHERE, moved, normed
-from .verdict import Decision
+from .verdict import Verdict
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .cut import Batch, Ints
+    from .cut import CutBatch, Ints
     from .head_math import Head
     from .verdict import Checks
 
@@ -29,7 +29,7 @@ HIDDEN_BLOCK: Final = 256  # of the hidden size, summed at a time
 ROW_BLOCK: Final = 1024  # rows of the batch, compacted at a time
 
 
-def decide(head: Head, lm_head: Tensor, threshold: float, checks: Checks, batch: Batch) -> Decision:
+def decide(head: Head, lm_head: Tensor, threshold: float, checks: Checks, batch: CutBatch) -> Verdict:
     """Return the decision, computed by the kernel; one copy to the host."""
     import torch
 
@@ -50,7 +50,7 @@ def decide(head: Head, lm_head: Tensor, threshold: float, checks: Checks, batch:
         LEAST=LEAST, NOWHERE=NOWHERE,
     )  # fmt: skip
     kept: Ints = told[:-1].cpu().numpy().astype(np.int64)
-    return Decision(kept[:-1], rows[: int(kept[-1])])
+    return Verdict(kept[:-1], rows[: int(kept[-1])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class _Shape:
     spared: Tensor  # (draft tokens,)
 
 
-def _on_device(batch: Batch, device: Any) -> _Shape:
+def _on_device(batch: CutBatch, device: Any) -> _Shape:
     """Return the batch's shape as tensors, in one copy."""
     import torch
 

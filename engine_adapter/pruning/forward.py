@@ -30,7 +30,7 @@ from ..patches.pruning import (
     spread_logits,
     tracks_thinking,
 )
-from .cut import Batch, Cut, Ints, warm_up
+from .cut import Cut, CutBatch, Ints, warm_up
 from .row_buffer import RowBuffer
 from .verdict import Checks
 
@@ -71,7 +71,7 @@ class Pruning:
         self._decoder_layers = layers
         self._behind = {layer: frozenset(names[layer:]) for layer in heads.layers}  # attention layers from there on
         self._states, self._hidden, self._residual = RowBuffer(), RowBuffer(), RowBuffer()
-        self._step: _Step | None = None
+        self._step: _VerifiedStep | None = None
 
     def open(self, prune: Prune | None, metadata: Any, common: Any, notes: Notes | None) -> bool:
         """Take in what the step will verify; False if it is not pruned.
@@ -83,7 +83,7 @@ class Pruning:
         if not self.could_open(prune, metadata, common) or (self.heads.candidates and notes is None):
             return False
         assert prune is not None
-        self._step = _Step(prune, metadata, common, notes, list(self._runner.input_batch.req_ids))
+        self._step = _VerifiedStep(prune, metadata, common, notes, list(self._runner.input_batch.req_ids))
         return True
 
     def could_open(self, prune: Prune | None, metadata: Any, common: Any) -> bool:
@@ -147,7 +147,7 @@ class Pruning:
         step.index, step.positions, step.short, self.cut = index, kept[0], short, cut
         return (*kept, *rest)
 
-    def _checks(self, step: _Step, hidden: Tensor, residual: Tensor) -> Checks:
+    def _checks(self, step: _VerifiedStep, hidden: Tensor, residual: Tensor) -> Checks:
         """Return what the heads may look at."""
         states = self._states.picked(hidden, step.tested)
         states += self._residual.picked(residual, step.tested)
@@ -213,7 +213,7 @@ class Pruning:
         return float(self.cut.removed.sum()) * (depth - self.layer) / depth
 
 
-class _Step:
+class _VerifiedStep:
     """What one forward pass verifies: everything about it that is known before it begins."""
 
     def __init__(self, prune: Prune, metadata: Any, common: Any, notes: Notes | None, request_ids: list[str]) -> None:
@@ -226,7 +226,7 @@ class _Step:
         rows = np.asarray([-1 if notes is None else notes.row_of.get(name, -1) for name in request_ids], np.int64)
         note_rows: Ints = np.repeat(rows, drafts)
         # What the drafter's notes lack is left alone; without notes the heads judge by the states only.
-        self.batch = Batch(drafts, starts[1:] - starts[:-1], (note_rows < 0) & (notes is not None))
+        self.batch = CutBatch(drafts, starts[1:] - starts[:-1], (note_rows < 0) & (notes is not None))
         self.tested = metadata.logits_indices[metadata.target_logits_indices]  # rows that test a draft token
         self._columns = _index(self.batch.place, self.tested)
         self._note_rows = _index(np.maximum(note_rows, 0), self.tested)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .cut import Batch, Bools, Ints
+    from .cut import Bools, CutBatch, Ints
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Checks:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class Verdict:
     """What stays."""
 
     kept: Ints  # (requests,) of the drafts + 1 rows of each, how many stay
@@ -45,6 +45,6 @@ class TokenHeads(ABC):
     def passes(self, layer: int, threshold: float, checks: Checks) -> Bools:
         """Return (draft tokens,) which of them pass; must not look at later rows."""
 
-    def decide(self, layer: int, threshold: float, checks: Checks, batch: Batch) -> Decision:
+    def decide(self, layer: int, threshold: float, checks: Checks, batch: CutBatch) -> Verdict:
         """Cut each request behind its first token that does not pass."""
-        return Decision(batch.kept(self.passes(layer, threshold, checks)))
+        return Verdict(batch.kept(self.passes(layer, threshold, checks)))

@@ -17,7 +17,7 @@ from .step_fit import solve
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class PruneObservation:
     """One step in which heads looked. `drafts`: (verified, pruned, accepted) tokens of each request that had any."""
 
     layer: int
@@ -26,7 +26,7 @@ class Look:
     drafts: tuple[tuple[int, int, int], ...]
 
 
-def fit_exits(looks: Sequence[Look], released: Prune | None = None) -> tuple[Exit, ...]:
+def fit_exits(looks: Sequence[PruneObservation], released: Prune | None = None) -> tuple[Exit, ...]:
     """Return an exit for each layer, the released one first, else the one that was used most."""
     layers = {look.layer for look in looks}
     exits = {layer: _fit([look for look in looks if look.layer == layer]) for layer in layers}
@@ -35,7 +35,7 @@ def fit_exits(looks: Sequence[Look], released: Prune | None = None) -> tuple[Exi
     return tuple(exits[layer] for layer in sorted(layers, key=lambda layer: (layer != first, -used[layer], layer)))
 
 
-def _fit(looks: list[Look]) -> Exit:
+def _fit(looks: list[PruneObservation]) -> Exit:
     pruned = sum(row for look in looks for _, row, _ in look.drafts)
     alarms, accepted, hits, misses = np.sum([_verdicts(*draft) for look in looks for draft in look.drafts], axis=0)
     look_s, look_token_s = _spent(looks)
@@ -58,7 +58,7 @@ def _verdicts(verified: int, pruned: int, accepted: int) -> tuple[int, int, int,
     return 0, accepted, int(pruned > 0), missed
 
 
-def _spent(looks: list[Look]) -> tuple[float, float]:
+def _spent(looks: list[PruneObservation]) -> tuple[float, float]:
     """Return seconds per look and per draft token looked at: medians of equal looks, no coefficient below 0."""
     times: dict[int, list[float]] = {}
     for look in looks:

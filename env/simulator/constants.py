@@ -90,7 +90,7 @@ class World(NamedTuple):
     told: Singles  # (decisions, positions) acceptance logits of what was drafted then, NaN: drawn; (0, positions): all
 
 
-class Recording(NamedTuple):
+class RecordedDrafts(NamedTuple):
     """What the mode RECORDED replays; see World."""
 
     offsets: Ints

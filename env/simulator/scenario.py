@@ -25,7 +25,7 @@ from .constants import (
     SIGMOID_CELLS,
     Floats,
     Origins,
-    Recording,
+    RecordedDrafts,
     Records,
     Singles,
     World,
@@ -112,7 +112,7 @@ def build_world(
     scenario: Scenario,
     seed: int,
     settings: Records,
-    recording: Recording | None = None,
+    recording: RecordedDrafts | None = None,
 ) -> World:
     """Return the constants of a scenario; `seed` deals kinds and service classes to the workloads' rows.
 
@@ -124,7 +124,7 @@ def build_world(
     sizes = max(len(profile.graph_sizes) for profile in profiles)
     if recording is None:
         nothing = np.zeros((0, scenario.positions), np.float32)
-        recording = Recording(np.zeros(1, np.int64), np.zeros(1, np.int8), nothing)
+        recording = RecordedDrafts(np.zeros(1, np.int64), np.zeros(1, np.int8), nothing)
     graphs = [[*profile.graph_sizes, *[0] * (sizes - len(profile.graph_sizes))] for profile in profiles]
     return World(
         settings=settings,

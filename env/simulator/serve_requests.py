@@ -22,7 +22,7 @@ from ..layout.action_vector import ACTION, KEEP, OVERLAP, PRUNE, outside
 from ..profile.acceptance_model import AcceptanceModel
 from ..profile.engine_profile import EngineProfile
 from ..workload.request_trace import Trace, TraceError
-from .constants import LOGITS, NAMED, RECORDED, Recording
+from .constants import LOGITS, NAMED, RECORDED, RecordedDrafts
 from .scenario import Scenario, ServiceClass
 from .simulated_record import Recorder
 from .simulator import Simulator
@@ -50,7 +50,7 @@ Decide = Callable[[StepRecord], Orders]
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedRequests:
     """What became of each request, in order of arrival; (n,) each, NaN for one that was turned away or never ended."""
 
     arrival_s: Floats
@@ -86,7 +86,7 @@ def replay(
     confidences: Sequence[Sequence[Sequence[float]]] | None = None,
     goes_ahead: bool = False,
     keep_steps: bool = False,
-) -> Served:
+) -> ServedRequests:
     """Serve n requests by themselves and return their times.
 
     :param arrival_s: (n,) seconds, never decreasing
@@ -118,7 +118,7 @@ def replay(
         told = _acceptance_logits(profile.acceptance, confidences or (), scenario.positions)
         if confidences is not None and [len(known) for known in confidences] != np.diff(offsets).tolist():
             raise TraceError("confidences of other decisions; expected as many for each request as it has lengths")
-        recording = Recording(offsets, lengths, told)
+        recording = RecordedDrafts(offsets, lengths, told)
         simulator = Simulator(scenario, 1, mode=RECORDED, results=len(arrivals), seed=seed, recording=recording)
         simulator.reset()
         step_s = _run(simulator, keep_steps, goes_ahead)
@@ -224,14 +224,14 @@ def _set_rule(simulator: Simulator, rule: StopRule) -> None:
     state.rules[0, KEEP_FROM], state.rules[0, GO_ON_FROM] = rule.keep, rule.go_on
 
 
-def _served(simulator: Simulator, arrivals: Floats, step_s: list[float]) -> Served:
+def _served(simulator: Simulator, arrivals: Floats, step_s: list[float]) -> ServedRequests:
     """Requests that were turned away have no result: handles count those taken in."""
     engine, results = simulator.state.engines[0], simulator.state.results[0]
     did_end = results[:, 3] > 0
     began, ended, tokens = results[:, 1], results[:, 2], results[:, 3]
     start_s = np.where(did_end, results[:, 0], np.nan)
     further = np.where(did_end & (tokens > 1), tokens - 1, np.nan)
-    return Served(
+    return ServedRequests(
         arrival_s=start_s if did_end.any() else arrivals,
         ttft_s=began - start_s,
         tpot_s=(ended - began) / further,

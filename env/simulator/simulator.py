@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ..estimate.acceptance import FIRST_GUESS, LEVEL_VARIANCE
 from ..layout.action_vector import outside
 from ..profile.step_basis import DRAFT_BASIS, HOST_BASIS, VERIFY_BASIS
-from .constants import CELLS, CHANCES, PRICED, Recording, World
+from .constants import CELLS, CHANCES, PRICED, RecordedDrafts, World
 from .scenario import Scenario, build_origins, build_world
 from .state import MEAN, Bytes, Floats, Singles, State, allocate
 from .step import step_engines
@@ -36,7 +36,7 @@ class Simulator:
         seed: int = 0,
         results: int = 0,
         own_rules: bool = False,
-        recording: Recording | None = None,
+        recording: RecordedDrafts | None = None,
     ) -> None:
         """Build the constants (kinds and classes of the workloads' rows depend on `seed`) and empty engines.
 

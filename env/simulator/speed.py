@@ -32,7 +32,7 @@ def scenario() -> Scenario:
     return Scenario(profiles=(profile,), slots=REQUESTS, load=(1.5, 1.5), staleness=1)
 
 
-class Batch:
+class TimedEngines:
     """A batch of engines on some threads, past its start."""
 
     def __init__(self, engines: int, threads: int, seed: int) -> None:
@@ -53,7 +53,9 @@ class Batch:
 
 def measure(cores: int, engines: int, seconds: float, turns: int, *, is_one_batch: bool = False) -> dict[str, float]:
     """Return the median steps per second over a number of turns, and how full and short of blocks engines were."""
-    batches = [Batch(engines, cores, 0)] if is_one_batch else [Batch(engines, 1, seed) for seed in range(cores)]
+    batches = (
+        [TimedEngines(engines, cores, 0)] if is_one_batch else [TimedEngines(engines, 1, seed) for seed in range(cores)]
+    )
     states = [batch.simulator.state.engines for batch in batches]
     before = sum(int(state["preemptions"].sum()) for state in states)
     rates, steps = [], 0

@@ -24,7 +24,7 @@ _BINS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Confidence:
+class ConfidenceFigures:
     """How well the head's probability of its own draft foretells acceptance, where all drafts before were right."""
 
     tested: int
@@ -40,7 +40,7 @@ class Acceptance:
     temperature: float
     drafts: int
     accepted: tuple[int, ...]
-    confidence: tuple[Confidence, ...]
+    confidence: tuple[ConfidenceFigures, ...]
 
     @property
     def rates(self) -> tuple[float, ...]:
@@ -120,7 +120,7 @@ def _joined(parts: Sequence[Drafts]) -> Drafts:
     )
 
 
-def judge_confidence(confidence: Floats, accepted: Flags) -> Confidence:
+def judge_confidence(confidence: Floats, accepted: Flags) -> ConfidenceFigures:
     """Compare confidences (n,) with what happened (n,)."""
     tested, hits = len(accepted), int(accepted.sum())
     rejected = tested - hits
@@ -131,7 +131,7 @@ def judge_confidence(confidence: Floats, accepted: Flags) -> Confidence:
         auc = float((ranks[accepted].sum() - hits * (hits + 1) / 2) / (hits * rejected))
     bins = np.minimum((confidence * _BINS).astype(np.int64), _BINS - 1)
     gaps = [abs(float((confidence[bins == at] - accepted[bins == at]).sum())) for at in range(_BINS)]
-    return Confidence(tested, rejected, auc, sum(gaps) / max(1, tested))
+    return ConfidenceFigures(tested, rejected, auc, sum(gaps) / max(1, tested))
 
 
 def group_by_tokens(addresses: Sequence[ExampleAddress], batch_tokens: int) -> list[list[ExampleAddress]]:

@@ -30,7 +30,7 @@ _OPENINGS: Final = (
 )
 
 
-class Turn(NamedTuple):
+class UserTurn(NamedTuple):
     """A user turn and where it comes from."""
 
     text: str
@@ -59,9 +59,9 @@ def generate_corpus(recipe: Recipe, target: Path, chat: ChatFormat, output: Path
     return output
 
 
-def shipped_turns(recipe: Recipe) -> list[Turn]:
+def shipped_turns(recipe: Recipe) -> list[UserTurn]:
     """List the shipped training prompts, each as often as the recipe wants it answered, in a seeded order."""
-    turns = [Turn(p.text, p.source) for p in training_prompts() if p.tokens <= LONGEST_PROMPT_TOKENS]
+    turns = [UserTurn(p.text, p.source) for p in training_prompts() if p.tokens <= LONGEST_PROMPT_TOKENS]
     turns *= recipe.generate_answers
     random.Random(recipe.seed).shuffle(turns)
     return turns
@@ -95,7 +95,7 @@ def _engine(recipe: Recipe, target: Path) -> Any:
     )
 
 
-def _own_turns(engine: Any, chat: ChatFormat, draw: random.Random, count: int) -> list[Turn]:
+def _own_turns(engine: Any, chat: ChatFormat, draw: random.Random, count: int) -> list[UserTurn]:
     """Let the target continue an opened user turn."""
     from vllm import SamplingParams
 
@@ -104,11 +104,11 @@ def _own_turns(engine: Any, chat: ChatFormat, draw: random.Random, count: int) -
     openings = [draw.choice(_OPENINGS) for _ in range(count)]
     asking = SamplingParams(temperature=1.0, top_p=0.97, max_tokens=_TURN_TOKENS)
     asked: Sequence[Any] = engine.generate([chat.before + opening for opening in openings], asking, use_tqdm=False)
-    return [Turn(opening + out.outputs[0].text, "self") for opening, out in zip(openings, asked, strict=True)]
+    return [UserTurn(opening + out.outputs[0].text, "self") for opening, out in zip(openings, asked, strict=True)]
 
 
 def _answers(
-    engine: Any, recipe: Recipe, chat: ChatFormat, draw: random.Random, turns: Sequence[Turn]
+    engine: Any, recipe: Recipe, chat: ChatFormat, draw: random.Random, turns: Sequence[UserTurn]
 ) -> list[dict[str, object]]:
     from vllm import SamplingParams
 

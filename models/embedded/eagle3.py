@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from .cache import CacheError, Progress
-from .tensorfile import Entry, Tensor, read, to_bfloat16, write
+from .tensorfile import PendingTensor, Tensor, read, to_bfloat16, write
 
 KIND = "drafter"
 _SCALE = ".scale"
@@ -77,8 +77,8 @@ def _dequantized(name: str, stored: dict[str, Tensor]) -> Tensor:
     return to_bfloat16(values if scale is None else values * scale.as_float32()[:, None])
 
 
-def _entry(name: str, tensor: Tensor) -> Entry:
-    return Entry(name, tensor.dtype, tensor.data.shape, lambda: tensor)
+def _entry(name: str, tensor: Tensor) -> PendingTensor:
+    return PendingTensor(name, tensor.dtype, tensor.data.shape, lambda: tensor)
 
 
 def _config(tensors: dict[str, Tensor], card: DrafterCard, target: dict[str, object]) -> dict[str, object]:

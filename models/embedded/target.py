@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .cache import Progress
-from .tensorfile import Array, Entry, Tensor, to_bfloat16, write
+from .tensorfile import Array, PendingTensor, Tensor, to_bfloat16, write
 
 _BLOCK_NAMES = {
     "attn_norm": "input_layernorm",
@@ -53,10 +53,10 @@ def convert_target(gguf: Path, folder: Path, progress: Progress | None = None) -
     )
 
 
-def _entries(tensors: list[Any], heads: dict[str, int]) -> Iterator[Entry]:
+def _entries(tensors: list[Any], heads: dict[str, int]) -> Iterator[PendingTensor]:
     for tensor in sorted(tensors, key=lambda one: _hugging_face_name(one.name)):
         shape = tuple(int(size) for size in reversed(tensor.shape))  # GGUF counts the fastest axis first
-        yield Entry(_hugging_face_name(tensor.name), "BF16", shape, _maker(tensor, shape, heads))
+        yield PendingTensor(_hugging_face_name(tensor.name), "BF16", shape, _maker(tensor, shape, heads))
 
 
 def _hugging_face_name(name: str) -> str:

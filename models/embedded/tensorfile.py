@@ -42,7 +42,7 @@ def to_bfloat16(values: Array) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PendingTensor:
     """A tensor that is yet to be made, so that only one is in memory while a file is written."""
 
     name: str
@@ -55,7 +55,7 @@ class Entry:
         return np.dtype(_DTYPES[self.dtype]).itemsize * prod(self.shape)
 
 
-def write(path: Path, entries: Iterable[Entry], on_bytes: Callable[[int, int], None] | None = None) -> None:
+def write(path: Path, entries: Iterable[PendingTensor], on_bytes: Callable[[int, int], None] | None = None) -> None:
     """Write a safetensors file; `on_bytes(done, total)` is told after each tensor."""
     entries = list(entries)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}

@@ -56,7 +56,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class CellRun:
     """What came of a cell: tokens per second, and those of requests within their objectives."""
 
     cell: Cell
@@ -93,12 +93,12 @@ class Meter:
             self.start = (now_s, float(engine["emitted"]), self.good)
         return now_s >= self.full_s + self.horizon_s
 
-    def run(self, cell: Cell) -> Run:
+    def run(self, cell: Cell) -> CellRun:
         """Return the figures."""
         engine = self.simulator.state.engines[0]
         since_s, tokens, good = self.start or (0.0, 0.0, 0.0)
         span_s = max(float(engine["clock_s"]) - since_s, 1e-9)
-        return Run(cell, (float(engine["emitted"]) - tokens) / span_s, (self.good - good) / span_s)
+        return CellRun(cell, (float(engine["emitted"]) - tokens) / span_s, (self.good - good) / span_s)
 
 
 @dataclass(slots=True)
@@ -123,15 +123,15 @@ class Swing:
             self.start = (float(engine["clock_s"]), emitted)
         return emitted >= 2 * self.period
 
-    def run(self, cell: Cell) -> Run:
+    def run(self, cell: Cell) -> CellRun:
         """Return the figures."""
         engine = self.simulator.state.engines[0]
         since_s, tokens = self.start or (0.0, 0.0)
         rate = (float(engine["emitted"]) - tokens) / max(float(engine["clock_s"]) - since_s, 1e-9)
-        return Run(cell, rate, math.nan)
+        return CellRun(cell, rate, math.nan)
 
 
-def simulate(cell: Cell, decide: Decide, worlds: Sequence[WorldSpec] | None = None) -> Run:
+def simulate(cell: Cell, decide: Decide, worlds: Sequence[WorldSpec] | None = None) -> CellRun:
     """Make one run."""
     (world,) = (each for each in worlds or held_out() if each.name == cell.world)
     scenario = scenario_of(world, cell.load)
@@ -161,7 +161,7 @@ def _horizon_s(cell: Cell, simulator: Simulator) -> float:
     return pace_s * (DRIFT_RUNS * cell.steps if cell.load == DRIFT else cell.steps * max(SMALL_LOAD // cell.load, 1))
 
 
-def _decided(cell: Cell, scenario: Scenario, has_confidence: bool, decide: Decide) -> Run:
+def _decided(cell: Cell, scenario: Scenario, has_confidence: bool, decide: Decide) -> CellRun:
     engine = SimulatedEngine(scenario, cell.seed, has_confidence=has_confidence)
     policy, state = make_policy(cell.policy, engine.capabilities), EngineState(engine.capabilities)
     meter = _meter(cell, engine.simulator)
@@ -175,7 +175,7 @@ def _decided(cell: Cell, scenario: Scenario, has_confidence: bool, decide: Decid
         actions = decide(state, record, policy, sequence)
 
 
-def _by_requests(cell: Cell, scenario: Scenario, policy: Off | FixedLength | LengthTable) -> Run:
+def _by_requests(cell: Cell, scenario: Scenario, policy: Off | FixedLength | LengthTable) -> CellRun:
     simulator = Simulator(scenario, 1, seed=cell.seed)
     simulator.reset()
     meter = _meter(cell, simulator)
@@ -193,7 +193,7 @@ def _length(policy: Off | FixedLength | LengthTable, requests: int) -> int:
     return policy.length if isinstance(policy, FixedLength) else 0
 
 
-def _bounded(cell: Cell, scenario: Scenario) -> Run:
+def _bounded(cell: Cell, scenario: Scenario) -> CellRun:
     engine = Hindsight(scenario, cell.seed, is_uniform=cell.policy == ORACLES[1])
     meter = _meter(cell, engine.simulator)
     while not meter.is_over():
@@ -202,7 +202,7 @@ def _bounded(cell: Cell, scenario: Scenario) -> Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Comparison:
     """What is compared with what."""
 
     policies: tuple[str, ...] = OURS
@@ -218,7 +218,7 @@ class Plan:
 class Table:
     """All runs by (policy, world, load): one score per seed, in the order of the plan's seeds."""
 
-    plan: Plan
+    plan: Comparison
     scores: dict[tuple[str, str, int], tuple[float, ...]]
     tables: dict[str, str]  # the best table of each world
 
@@ -231,7 +231,7 @@ class Table:
 Progress: TypeAlias = Callable[[int, int], None]
 
 
-def evaluate(plan: Plan, decide: Decide, pool: Executor | None = None, progress: Progress | None = None) -> Table:
+def evaluate(plan: Comparison, decide: Decide, pool: Executor | None = None, progress: Progress | None = None) -> Table:
     """Run the plan; a pool's workers share the cells out. The same plan gives the same figures."""
     plain = [
         Cell(policy, world.name, load, seed, plan.steps)
@@ -275,15 +275,15 @@ def evaluate(plan: Plan, decide: Decide, pool: Executor | None = None, progress:
     return Table(plan, scores, tables)
 
 
-def _mapped(cells: list[Cell], decide: Decide, plan: Plan, pool: Executor | None) -> Iterator[Run]:
+def _mapped(cells: list[Cell], decide: Decide, plan: Comparison, pool: Executor | None) -> Iterator[CellRun]:
     jobs = [decide] * len(cells), [plan.worlds] * len(cells)
     return map(simulate, cells, *jobs) if pool is None else pool.map(simulate, cells, *jobs)
 
 
-def _counted(progress: Progress | None, total: int) -> Callable[[Iterator[Run]], Iterator[Run]]:
+def _counted(progress: Progress | None, total: int) -> Callable[[Iterator[CellRun]], Iterator[CellRun]]:
     done = 0
 
-    def count(runs: Iterator[Run]) -> Iterator[Run]:
+    def count(runs: Iterator[CellRun]) -> Iterator[CellRun]:
         nonlocal done
         for run in runs:
             done += 1
@@ -294,7 +294,7 @@ def _counted(progress: Progress | None, total: int) -> Callable[[Iterator[Run]],
     return count
 
 
-def _searched(world: WorldSpec, plan: Plan, runs: list[Run]) -> str:
+def _searched(world: WorldSpec, plan: Comparison, runs: list[CellRun]) -> str:
     rates: dict[tuple[int, int], float] = {}
     for run in runs:
         if run.cell.world == world.name:

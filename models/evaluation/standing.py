@@ -26,7 +26,7 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class EvaluatedPoint:
     """One policy in one world at one load, beside its rivals."""
 
     scores: tuple[float, ...]  # by seed
@@ -55,7 +55,7 @@ def student_t(freedom: int) -> float:
     return table[freedom - 1] if freedom <= len(table) else 1.96 + 2.5 / freedom
 
 
-def point(table: Table, policy: str, world: WorldSpec, load: int) -> Point:
+def point(table: Table, policy: str, world: WorldSpec, load: int) -> EvaluatedPoint:
     """Return how a policy stands at one point."""
     scores, own = table.scores, table.scores[policy, world.name, load]
     rivals = [rival for rival in table.rivals(world) if rival != policy]
@@ -74,7 +74,7 @@ def point(table: Table, policy: str, world: WorldSpec, load: int) -> Point:
     base = max(floor[best_fixed], 1e-9)
     fixed_scores = scores[best_fixed, world.name, load]
     price = scores.get(("price", world.name, load), own)
-    return Point(
+    return EvaluatedPoint(
         own,
         interval(own),
         interval(envelope),
@@ -138,7 +138,7 @@ def _over(table: Table, name: str, points: list[tuple[str, int]], base: str | No
     return means
 
 
-def gap_closed(points: Sequence[Point]) -> float | None:
+def gap_closed(points: Sequence[EvaluatedPoint]) -> float | None:
     """Return how far the points lie from the best fixed length (0) to per-request hindsight (1), all gaps together.
 
     Gains and gaps are summed before they are divided: a ratio of its own means little where the gap is small.
@@ -153,7 +153,7 @@ def _bounds(value: Interval) -> list[float | None]:
     return [value.mean - value.half, value.mean + value.half]
 
 
-def _world_rows(points: dict[tuple[str, int], Point], world: str) -> dict[str, object]:
+def _world_rows(points: dict[tuple[str, int], EvaluatedPoint], world: str) -> dict[str, object]:
     return {
         CHANGING.get(load, str(load)): {
             "score": each.score.mean,

@@ -20,7 +20,7 @@ THRESHOLDS: Final = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.
 
 
 @dataclass(frozen=True, slots=True)
-class StepCost:
+class StepSeconds:
     """Seconds of a step of the engine."""
 
     fixed_s: float
@@ -33,7 +33,7 @@ class StepCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ExitOutcome:
     """What one layer and threshold would have done."""
 
     layer: int
@@ -51,8 +51,8 @@ def judge(
     layer: int,
     threshold: float,
     depth: int,
-    cost: StepCost,
-) -> Outcome:
+    cost: StepSeconds,
+) -> ExitOutcome:
     """Replay one rule.
 
     :param drafts: (drafts,) tokens of each; the other arrays have one entry per token.
@@ -66,7 +66,7 @@ def judge(
     gone = dropped * (cost.layers_share * (1.0 - layer / depth) + 1.0 - cost.layers_share)
     pruned_s = plain_s - cost.batch * gone * cost.row_s + cost.decide_s + cost.batch * drafts.mean() * cost.check_s
     lost = accepted - np.minimum(accepted, cut.tests)
-    return Outcome(
+    return ExitOutcome(
         layer,
         threshold,
         float(dropped / drafts.mean()),
@@ -77,15 +77,19 @@ def judge(
 
 
 def ending(
-    drafts: npt.NDArray[np.int64], is_accepted: npt.NDArray[np.bool_], scores: Floats, threshold: float, cost: StepCost
-) -> Outcome:
+    drafts: npt.NDArray[np.int64],
+    is_accepted: npt.NDArray[np.bool_],
+    scores: Floats,
+    threshold: float,
+    cost: StepSeconds,
+) -> ExitOutcome:
     """Replay the rival: drafts end before their first token under the threshold, and a bonus token follows."""
     accepted = accepted_tokens(drafts, is_accepted)
     lengths, _ = ended_by(drafts, scores, threshold)
     kept = np.minimum(accepted, lengths)
     plain_s = cost.fixed_s + cost.draft_s + cost.batch * (drafts + 1).mean() * cost.row_s
     shorter_s = plain_s - cost.batch * (drafts - lengths).mean() * cost.row_s
-    return Outcome(
+    return ExitOutcome(
         0,
         threshold,
         float((drafts - lengths).sum() / drafts.sum()),
@@ -120,7 +124,7 @@ def ended_by(
     return lengths, within < np.repeat(lengths, drafts)
 
 
-def best(outcomes: list[Outcome]) -> Outcome | None:
+def best(outcomes: list[ExitOutcome]) -> ExitOutcome | None:
     """Return the outcome that saves most time per token under the ceiling, None if none was tried."""
     allowed = [outcome for outcome in outcomes if outcome.wrong <= WRONG_CEILING]
     return min(allowed, key=lambda outcome: outcome.time_share, default=None)

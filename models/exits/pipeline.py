@@ -17,8 +17,8 @@ from ...env.workload.prompts import held_out_prompts, training_prompts
 from .choose import (
     THRESHOLDS,
     WRONG_CEILING,
-    Outcome,
-    StepCost,
+    ExitOutcome,
+    StepSeconds,
     accepted_tokens,
     best,
     ended_by,
@@ -27,7 +27,7 @@ from .choose import (
     survival,
 )
 from .export import export_heads
-from .record import Recipe, Recording, record
+from .record import ExitRecipe, Recording, record
 from .train import area, predictions, train_heads
 
 Stage = Callable[[str, int, int], None]
@@ -40,8 +40,8 @@ class LayerFigures:
 
     layer: int
     auc: float
-    chosen: Outcome | None  # the best threshold under the ceiling
-    beside: Outcome | None  # the same on drafts that end by the drafter's confidence; relative to those
+    chosen: ExitOutcome | None  # the best threshold under the ceiling
+    beside: ExitOutcome | None  # the same on drafts that end by the drafter's confidence; relative to those
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class Figures:
 
     layers: list[LayerFigures]
     control_auc: float  # of the drafter's confidence alone, on the same tokens
-    confidence: Outcome  # ending drafts where their survival by the drafter's confidence falls short, at its best
-    cost: StepCost
+    confidence: ExitOutcome  # ending drafts where their survival by the drafter's confidence falls short, at its best
+    cost: StepSeconds
     tokens: int  # draft tokens that were judged
     acceptance: float  # tokens accepted per draft
 
@@ -60,7 +60,7 @@ class Figures:
         return _fastest(self.layers)
 
 
-def train_exits(recipe: Recipe, output: Path, command: str, seed: int, stage: Stage) -> Figures:
+def train_exits(recipe: ExitRecipe, output: Path, command: str, seed: int, stage: Stage) -> Figures:
     """Write `output` and its card; return the figures on held-out prompts."""
     sides = []
     for prompts, share in ((training_prompts(), 1.0), (held_out_prompts(), HELD_OUT_SHARE)):
@@ -72,7 +72,7 @@ def train_exits(recipe: Recipe, output: Path, command: str, seed: int, stage: St
 
 
 def write_exits(
-    recipe: Recipe, learned: Recording, held_out: Recording, output: Path, command: str, seed: int, stage: Stage
+    recipe: ExitRecipe, learned: Recording, held_out: Recording, output: Path, command: str, seed: int, stage: Stage
 ) -> Figures:
     """Train on one recording, judge on the other, write."""
     heads = train_heads(learned, seed, lambda done, total: stage("training", done, total))
@@ -86,7 +86,7 @@ def write_exits(
     return figures
 
 
-def judge_heads(recording: Recording, predicted: dict[int, npt.NDArray[np.float64]], cost: StepCost) -> Figures:
+def judge_heads(recording: Recording, predicted: dict[int, npt.NDArray[np.float64]], cost: StepSeconds) -> Figures:
     """Compare every layer, and the drafter's own confidence, on the tokens of a recording."""
     accepted = recording.is_accepted.numpy()
     reached = recording.is_reached().numpy()
@@ -111,7 +111,7 @@ def judge_heads(recording: Recording, predicted: dict[int, npt.NDArray[np.float6
     )
 
 
-def fitted_cost(steps: npt.NDArray[np.float64], batch: int) -> StepCost:
+def fitted_cost(steps: npt.NDArray[np.float64], batch: int) -> StepSeconds:
     """Fit seconds by rows: medians per number of rows, then a line; robust against a busy machine.
 
     :param steps: (steps, 3) rows, seconds of the forward pass, seconds with LM head and sampler.
@@ -120,7 +120,7 @@ def fitted_cost(steps: npt.NDArray[np.float64], batch: int) -> StepCost:
     fixed_s, row_s = _line(rows, whole)
     _, layers_s = _line(rows, forward)
     share = min(max(layers_s / row_s, 0.1), 1.0) if row_s > 0 else 0.75
-    return StepCost(max(fixed_s, 0.0), max(row_s, 1e-6), share, batch=batch)
+    return StepSeconds(max(fixed_s, 0.0), max(row_s, 1e-6), share, batch=batch)
 
 
 def _line(x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) -> tuple[float, float]:
@@ -134,7 +134,7 @@ def _line(x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) -> tuple[float
 
 
 def card_of(
-    figures: Figures, recipe: Recipe, learned: Recording, command: str, seed: int, kept: Sequence[int]
+    figures: Figures, recipe: ExitRecipe, learned: Recording, command: str, seed: int, kept: Sequence[int]
 ) -> dict[str, Any]:
     """Return the card."""
     chosen = figures.best()
@@ -176,7 +176,7 @@ def _line_of(figures: LayerFigures) -> dict[str, Any]:
     }
 
 
-def _outcome(outcome: Outcome | None) -> dict[str, Any] | None:
+def _outcome(outcome: ExitOutcome | None) -> dict[str, Any] | None:
     if outcome is None:
         return None
     return {name: round(value, 4) for name, value in dataclasses.asdict(outcome).items() if name != "layer"}

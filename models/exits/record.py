@@ -85,9 +85,11 @@ class _Recorder(Pruning):
             self._step = None
             return False
         from ...engine_adapter.protocol import Prune
-        from ...engine_adapter.pruning.forward import _Step
+        from ...engine_adapter.pruning.forward import _VerifiedStep
 
-        self._step = _Step(Prune(self._layers[0], 0.0), metadata, common, notes, list(self._runner.input_batch.req_ids))
+        self._step = _VerifiedStep(
+            Prune(self._layers[0], 0.0), metadata, common, notes, list(self._runner.input_batch.req_ids)
+        )
         return not bool(self._step.batch.spared.any())
 
     @contextmanager
@@ -144,7 +146,7 @@ class _NoHeads(TokenHeads):
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class ExitRecipe:
     """How to record."""
 
     target: Path
@@ -161,7 +163,7 @@ class Recipe:
 Side = tuple[Sequence[Prompt], int]  # prompts, and about how many draft tokens to record of their answers
 
 
-def record(recipe: Recipe, sides: Sequence[Side], progress: Progress) -> list[Recording]:
+def record(recipe: ExitRecipe, sides: Sequence[Side], progress: Progress) -> list[Recording]:
     """Answer prompts of each side until enough draft tokens were seen."""
     with tempfile.TemporaryDirectory(prefix="faser-") as folder:
         os.environ |= {
@@ -176,7 +178,7 @@ def record(recipe: Recipe, sides: Sequence[Side], progress: Progress) -> list[Re
         return _record(recipe, sides, progress)
 
 
-def _record(recipe: Recipe, sides: Sequence[Side], progress: Progress) -> list[Recording]:
+def _record(recipe: ExitRecipe, sides: Sequence[Side], progress: Progress) -> list[Recording]:
     try:
         from vllm import LLM
     except ImportError as error:
@@ -210,7 +212,7 @@ def _record(recipe: Recipe, sides: Sequence[Side], progress: Progress) -> list[R
 
 
 def _answer(
-    engine: Any, recipe: Recipe, recorder: _Recorder, prompts: Sequence[Prompt], tokens: int, progress: Progress
+    engine: Any, recipe: ExitRecipe, recorder: _Recorder, prompts: Sequence[Prompt], tokens: int, progress: Progress
 ) -> None:
     from vllm import SamplingParams
 

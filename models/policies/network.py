@@ -19,7 +19,7 @@ from ...engine_adapter.compiled import compiled
 from ...env.layout.action_vector import ACTION
 from ...env.layout.observation import GLOBAL_FEATURES, OBSERVATION_VERSION, REQUEST_FEATURES
 from ..embedded.cache import sha256_of
-from ..embedded.tensorfile import Entry, Tensor, read, write
+from ..embedded.tensorfile import PendingTensor, Tensor, read, write
 from .advice import Advice
 from .policy import PolicyError
 
@@ -122,8 +122,8 @@ def save_network(network: Network, folder: Path, name: str) -> None:
     (folder / f"{name}.json").write_text(manifest.as_json())
 
 
-def _entry(name: str, values: Singles) -> Entry:
-    return Entry(name, "F32", values.shape, lambda: Tensor("F32", values))
+def _entry(name: str, values: Singles) -> PendingTensor:
+    return PendingTensor(name, "F32", values.shape, lambda: Tensor("F32", values))
 
 
 def load_network(manifest_path: Path) -> Network:

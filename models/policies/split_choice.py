@@ -27,7 +27,7 @@ LEAST_INTERVAL: Final = 16  # records between two trials
 LEAST_REQUESTS: Final = 2  # one request makes no two groups
 
 
-class Standing(msgspec.Struct):
+class SplitTrial(msgspec.Struct):
     """What is in force at one octave of requests, and what is tried."""
 
     waits: list[int]  # records from a trial of each split to its next one
@@ -41,7 +41,7 @@ class Standing(msgspec.Struct):
     missing: int = 0  # records in a row under another one
 
     @classmethod
-    def of(cls, splits: int) -> Standing:
+    def of(cls, splits: int) -> SplitTrial:
         """Return one at which nothing was tried yet."""
         return cls([FIRST_INTERVAL] * splits, [FIRST_INTERVAL] * splits)
 
@@ -87,7 +87,7 @@ class SplitChoice:
 
     def __init__(self, splits: int) -> None:
         self._splits = splits
-        self._standings: dict[int, Standing] = {}
+        self._standings: dict[int, SplitTrial] = {}
         self._octave = 0
 
     def at(self, requests: int, octave: int) -> int:
@@ -124,7 +124,7 @@ class SplitChoice:
             else:
                 standing.begin(split)
 
-    def _judge(self, standing: Standing, promises: Promises) -> None:
+    def _judge(self, standing: SplitTrial, promises: Promises) -> None:
         tried = standing.tried
         assert tried is not None
         if standing.shown < LEAST_RECORDS:
@@ -151,5 +151,5 @@ class SplitChoice:
     def _is_idle(self, requests: int) -> bool:
         return self._splits < 2 or requests < LEAST_REQUESTS
 
-    def _standing(self, octave: int) -> Standing:
-        return self._standings.setdefault(octave, Standing.of(self._splits))
+    def _standing(self, octave: int) -> SplitTrial:
+        return self._standings.setdefault(octave, SplitTrial.of(self._splits))

@@ -21,7 +21,7 @@ OPTIMISM = 0.15  # relative to the best mean
 MEMORY_BLOCKS = 200.0
 
 
-class Arms:
+class ArmBlocks:
     """What each length gave, in blocks."""
 
     def __init__(self, lengths: int) -> None:
@@ -50,7 +50,7 @@ class Bandit:
 
     def __init__(self, capabilities: Capabilities) -> None:
         self._k_max = capabilities.k_max
-        self.arms: dict[int, Arms] = {}
+        self.arms: dict[int, ArmBlocks] = {}
         self._octave, self._length, self._steps = -1, 0, 0
         self._tokens, self._elapsed_s = 0.0, 0.0
         self._watch = StepWatch()
@@ -83,6 +83,6 @@ class Bandit:
         )
 
     def _begin(self, octave: int) -> None:
-        arms = self.arms.setdefault(octave, Arms(self._k_max + 1))
+        arms = self.arms.setdefault(octave, ArmBlocks(self._k_max + 1))
         self._octave, self._length, self._steps = octave, arms.choose(), 0
         self._tokens, self._elapsed_s = 0.0, 0.0

@@ -26,7 +26,7 @@ from ..policies.learned import LearnedPolicy
 from ..policies.network import Network, Singles
 from ..policies.price import PricePolicy
 from .config import TrainConfig
-from .twin import Course, Task, Twin, tasks
+from .twin import BaselineTask, Course, Twin, tasks
 
 ENV_ID: Final = "faser/AdvisedServing-v0"
 UNSEEN: Final = 7_000_000  # added to the seed: engines for judging, neither trained in nor held out for the table
@@ -72,14 +72,14 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
         seed = config.seed + 1000 * number
         self._tasks = tasks(config, seed, math.ceil(TRAINED_SHARE * config.worlds))
         self._judged = tasks(config, seed + UNSEEN, math.ceil(JUDGED_SHARE * config.worlds))
-        self._twins: dict[Task, Twin] = {}
+        self._twins: dict[BaselineTask, Twin] = {}
         self._random = np.random.default_rng([seed, 6])
         space: Any = observation_space(config.slots)
         self.observation_space = space
         self.action_space = spaces.Box(-1.0, 1.0, (len(Advice._fields),))
         self.render_mode = None
 
-    def _twin(self, task: Task) -> Twin:
+    def _twin(self, task: BaselineTask) -> Twin:
         if task not in self._twins:
             self._twins[task] = Twin.of(task, self._config, self._decide)
         return self._twins[task]
@@ -126,7 +126,7 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
         """Return, for each task that is judged, the log of what is emitted under the network over what the twin did."""
         return [self._gain(task, network) for task in self._judged]
 
-    def _gain(self, task: Task, network: Network) -> float:
+    def _gain(self, task: BaselineTask, network: Network) -> float:
         twin, course = self._twin(task), Course(task, self._slots, self._decide)
         policy = LearnedPolicy(network, course.engine.capabilities)
         course.begin(policy)
@@ -142,7 +142,7 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
         seen = np.stack([view.globals for task in self._tasks for view in self._looks_at(task)])
         return seen.min(axis=0), seen.max(axis=0)
 
-    def _looks_at(self, task: Task) -> Iterator[Observation]:
+    def _looks_at(self, task: BaselineTask) -> Iterator[Observation]:
         course = Course(task, self._slots, self._decide)
         policy = PricePolicy(course.engine.capabilities)
         for _ in range(math.ceil(self._config.spans / 4) * SPAN_DECISIONS):

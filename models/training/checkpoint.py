@@ -29,7 +29,7 @@ FREE: Final = frozenset({"total_steps"})  # may differ: that is how one goes on
 
 
 @dataclass(slots=True)
-class Standing:
+class TrainingProgress:
     """How far a run is, and the best it has seen."""
 
     steps: int = 0
@@ -40,7 +40,7 @@ class Standing:
     best_weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def save_checkpoint(folder: Path, policy: SetPolicy, standing: Standing, config: TrainConfig) -> None:
+def save_checkpoint(folder: Path, policy: SetPolicy, standing: TrainingProgress, config: TrainConfig) -> None:
     """Replace the folder's checkpoint."""
     moments = {
         f"{index}.{name}": value
@@ -58,7 +58,7 @@ def save_checkpoint(folder: Path, policy: SetPolicy, standing: Standing, config:
     part.replace(folder / NAME)
 
 
-def load_checkpoint(folder: Path, policy: SetPolicy, config: TrainConfig) -> Standing:
+def load_checkpoint(folder: Path, policy: SetPolicy, config: TrainConfig) -> TrainingProgress:
     """Put the checkpoint's weights into the policy; raise PolicyError for one of another configuration."""
     path = folder / NAME
     try:
@@ -70,7 +70,7 @@ def load_checkpoint(folder: Path, policy: SetPolicy, config: TrainConfig) -> Sta
         policy.optimizer.load_state_dict(policy.optimizer.state_dict() | {"state": _moments(tensors)})
         best = _part(tensors, "best")
         copy.deepcopy(policy.actor).load_state_dict(best)  # raises where it does not fit
-        return Standing(
+        return TrainingProgress(
             int(facts["steps"]), int(facts["rollouts"]), int(facts["since"]), float(facts["best"]),
             [float(score) for score in facts["history"]], best,
         )  # fmt: skip

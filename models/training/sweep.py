@@ -28,7 +28,7 @@ KINDS: Final[dict[str, type[Value]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TrainingRun:
     """One training to make."""
 
     values: dict[str, Value]  # what the sweep sets, the seed last
@@ -45,7 +45,7 @@ class Run:
 class Outcome:
     """What came of a run: `trained`, or why not."""
 
-    run: Run
+    run: TrainingRun
     trained: Trained | None
     reason: str = ""
     pid: int | None = None  # of the process that made it; none where it was there already or its process died
@@ -67,7 +67,9 @@ def parsed(name: str, texts: Sequence[str]) -> tuple[Value, ...]:
     return values
 
 
-def grid(recipe: TrainConfig, seeds: Sequence[int], values: Mapping[str, Sequence[Value]], folder: Path) -> list[Run]:
+def grid(
+    recipe: TrainConfig, seeds: Sequence[int], values: Mapping[str, Sequence[Value]], folder: Path
+) -> list[TrainingRun]:
     """Return every combination; raise PolicyError if one of them cannot be trained."""
     names = sorted(values)  # the order of the flags must not move the folders
     return [
@@ -76,13 +78,13 @@ def grid(recipe: TrainConfig, seeds: Sequence[int], values: Mapping[str, Sequenc
     ]
 
 
-def _run(recipe: TrainConfig, values: dict[str, Value], folder: Path) -> Run:
+def _run(recipe: TrainConfig, values: dict[str, Value], folder: Path) -> TrainingRun:
     changes: dict[str, Any] = dict(values)
     place = "_".join(f"{name}-{value}" for name, value in values.items())
-    return Run(values, replace(recipe, **changes), folder / place)
+    return TrainingRun(values, replace(recipe, **changes), folder / place)
 
 
-def finished(run: Run) -> Trained | None:
+def finished(run: TrainingRun) -> Trained | None:
     """Return what a run gave before, by its manifest; raise PolicyError where another recipe's run lies."""
     path = run.folder / "policy.json"
     if not path.exists():
@@ -97,7 +99,7 @@ def finished(run: Run) -> Trained | None:
     return Trained(path, scores[0], max(scores), about["steps"], about["seconds"])
 
 
-def make(run: Run, decide: Decide, commit: str) -> Outcome:
+def make(run: TrainingRun, decide: Decide, commit: str) -> Outcome:
     """Train; what goes wrong is told, not raised, since it may have to cross to another process."""
     try:
         return Outcome(run, train(run.config, run.folder, decide, commit=commit), pid=os.getpid())
@@ -105,7 +107,7 @@ def make(run: Run, decide: Decide, commit: str) -> Outcome:
         return failed(run, error, os.getpid())
 
 
-def failed(run: Run, error: Exception, pid: int | None = None) -> Outcome:
+def failed(run: TrainingRun, error: Exception, pid: int | None = None) -> Outcome:
     """Return the outcome of a run that an error ended."""
     lines = str(error).strip().splitlines() or [""]
     return Outcome(run, None, f"{type(error).__name__}: {lines[0]}".removesuffix(": "), pid)

@@ -26,7 +26,7 @@ from ..evaluation.evaluate import Decide
 from ..evaluation.worlds import K_MAX
 from ..policies.network import GLOBAL_INPUTS, Manifest, save_network
 from .advised import advised_batch, judged_advice, looks
-from .checkpoint import Standing, load_checkpoint, save_checkpoint
+from .checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
 from .config import TrainConfig
 from .torch_network import SetPolicy, to_network
 
@@ -40,7 +40,7 @@ class _Judge(BaseCallback):
     """
 
     def __init__(
-        self, config: TrainConfig, batch: VecEnv, folder: Path, progress: Progress | None, standing: Standing
+        self, config: TrainConfig, batch: VecEnv, folder: Path, progress: Progress | None, standing: TrainingProgress
     ) -> None:
         super().__init__()
         self.config, self.batch, self.folder, self.tell = config, batch, folder, progress
@@ -115,7 +115,7 @@ def _trained(
         policy_kwargs={"hidden": config.hidden},
     )  # fmt: skip
     assert isinstance(model.policy, SetPolicy)
-    standing = Standing()
+    standing = TrainingProgress()
     if resume:
         standing = load_checkpoint(folder, model.policy, config)
     else:

@@ -30,7 +30,7 @@ TWIN_SHARE: Final = 1.5  # of an episode's decisions: a twin in no hurry makes f
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Task:
+class BaselineTask:
     """One engine under one load."""
 
     world: WorldSpec
@@ -43,7 +43,7 @@ class Task:
         return SimulatedEngine(scenario, self.seed, has_confidence=self.world.has_confidence)
 
 
-def tasks(config: TrainConfig, seed: int, count: int) -> list[Task]:
+def tasks(config: TrainConfig, seed: int, count: int) -> list[BaselineTask]:
     """Return random engines of the training worlds under random loads."""
     random = np.random.default_rng([seed, 5])
     profiles = training(config.worlds, seed, config.exits_share)
@@ -52,14 +52,14 @@ def tasks(config: TrainConfig, seed: int, count: int) -> list[Task]:
         profile = profiles[int(random.integers(len(profiles)))]
         world = WorldSpec(profile.name, "training", profile, has_confidence=bool(random.random() >= BLIND))
         load = min(int(2.0 ** random.uniform(0.0, math.log2(config.slots) + 0.5)), config.slots)
-        found.append(Task(world, DRIFT if random.random() < DRIFTING else load, int(random.integers(1 << 31))))
+        found.append(BaselineTask(world, DRIFT if random.random() < DRIFTING else load, int(random.integers(1 << 31))))
     return found
 
 
 class Course:
     """An engine that is served under a policy, and what it has emitted by when."""
 
-    def __init__(self, task: Task, slots: int, decide: Decide) -> None:
+    def __init__(self, task: BaselineTask, slots: int, decide: Decide) -> None:
         self.engine = task.engine(slots)
         self.state = EngineState(self.engine.capabilities)
         self._decide, self._is_drifting = decide, task.load == DRIFT
@@ -102,7 +102,7 @@ class Twin:
     rate: float  # per second, from where the batch is full
 
     @classmethod
-    def of(cls, task: Task, config: TrainConfig, decide: Decide) -> Twin:
+    def of(cls, task: BaselineTask, config: TrainConfig, decide: Decide) -> Twin:
         """Serve the task."""
         course, spans = Course(task, config.slots, decide), config.spans
         policy = PricePolicy(course.engine.capabilities)

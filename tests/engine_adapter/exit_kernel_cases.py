@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from faser.engine_adapter.pruning.cut import Batch, Cut
+from faser.engine_adapter.pruning.cut import Cut, CutBatch
 from faser.engine_adapter.pruning.exit_heads import FEATURES, ExitHeads
 from faser.engine_adapter.pruning.head_math import Head
-from faser.engine_adapter.pruning.verdict import Checks, Decision
+from faser.engine_adapter.pruning.verdict import Checks, Verdict
 
 VOCABULARY = 50
 LAYER = 3
@@ -50,9 +50,9 @@ class Case:
         self.checks = Checks(normal(tokens, hidden), drawn, ids, torch.rand(tokens, generator=draw), positions)
         lengths = [1 + count + prompt for count, prompt in zip(drafts, prompts, strict=True)]
         spared = (torch.rand(tokens, generator=draw) < 0.1).numpy()
-        self.batch = Batch(np.array(drafts), np.array(lengths), spared)
+        self.batch = CutBatch(np.array(drafts), np.array(lengths), spared)
 
-    def reference(self, threshold: float) -> Decision:
+    def reference(self, threshold: float) -> Verdict:
         return self.heads().decide(LAYER, threshold, self.checks, self.batch)
 
     def heads(self) -> ExitHeads:
@@ -67,12 +67,12 @@ class Case:
         return float(edges[at] + edges[at + 1]) / 2
 
 
-def rows_of(decision: Decision, batch: Batch) -> list[int]:
+def rows_of(decision: Verdict, batch: CutBatch) -> list[int]:
     rows: list[int] = (Cut(batch, decision.kept) if decision.rows is None else decision).rows.tolist()  # type: ignore[union-attr]
     return rows
 
 
-def agree(case: Case, one: Decision, other: Decision) -> bool:
+def agree(case: Case, one: Verdict, other: Verdict) -> bool:
     return one.kept.tolist() == other.kept.tolist() and rows_of(one, case.batch) == rows_of(other, case.batch)
 
 

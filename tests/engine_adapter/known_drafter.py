@@ -15,7 +15,7 @@ from typing import Any
 
 from faser.engine_adapter.drafter_process.drafted import Drafted
 from faser.engine_adapter.drafter_process.mailbox import StateRows, Tokens
-from faser.engine_adapter.drafter_process.server import Task, serve
+from faser.engine_adapter.drafter_process.server import DraftTask, serve
 
 
 class KnownDrafter:
@@ -40,7 +40,7 @@ class KnownDrafter:
     def forget(self, key: int) -> None:
         """Nothing to forget."""
 
-    def draft(self, tasks: list[Task], is_cancelled: Callable[[], bool]) -> dict[int, Drafted]:
+    def draft(self, tasks: list[DraftTask], is_cancelled: Callable[[], bool]) -> dict[int, Drafted]:
         """Return what comes next, or something else."""
         drafted = {task.key: self._next(task.sequence.tolist(), task.count) for task in tasks}
         if self.fault == "neighbour":

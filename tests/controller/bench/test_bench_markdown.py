@@ -11,13 +11,13 @@ import pytest
 import faser
 from faser.controller.bench.bench import print_tables
 from faser.controller.bench.markdown import page
-from faser.controller.bench.result import Results, Settings, Turn, read_results
+from faser.controller.bench.result import BenchSettings, Results, Turn, read_results
 from faser.controller.engine.machine import Machine
 from faser.controller.errors import UsageError
 
 ROOT = Path(faser.__file__).parent
 RESULTS = ROOT / "benchmarks" / "results"
-SETTINGS = Settings("target", "ab" * 32, "price", 4, 1, 1.5, 96, 300, 0, 3, ())
+SETTINGS = BenchSettings("target", "ab" * 32, "price", 4, 1, 1.5, 96, 300, 0, 3, ())
 
 
 def turn(load: int | str, round_: int, arm: str, rate: float, tokens_per_s: float, tpot_ms: float | None) -> Turn:

@@ -16,9 +16,9 @@ from rich.console import Console
 from faser.controller.bench import bench
 from faser.controller.bench.bench import BenchOptions, show
 from faser.controller.bench.result import (
+    BenchSettings,
     Latency,
     Results,
-    Settings,
     Spans,
     Turn,
     cost_of,
@@ -33,7 +33,7 @@ from faser.controller.bench.view import _over, envelope_table, write_picture
 from faser.controller.engine.machine import Machine
 from faser.controller.errors import UsageError
 
-SETTINGS = Settings("target", "ab" * 32, "price", 4, 1, 1.5, 96, 300, 0, 3, ())
+SETTINGS = BenchSettings("target", "ab" * 32, "price", 4, 1, 1.5, 96, 300, 0, 3, ())
 
 
 def turn(load: int | str, round_: int, arm: str, rate: float, phase: str = "main", disturbed: str = "") -> Turn:

@@ -36,9 +36,9 @@ from faser.controller.bench.bench import BenchOptions, run_bench
 from faser.controller.bench.best_table import Table
 from faser.controller.bench.clients import LEAST_TOKENS, Clients, Stopwatch, Times
 from faser.controller.bench.course import Bench
-from faser.controller.bench.plan import POLICIES, VARIANTS, Plan
+from faser.controller.bench.plan import POLICIES, VARIANTS, BenchPlan
 from faser.controller.bench.ratio import Objective
-from faser.controller.bench.result import Latency, Results, Settings, Spans, read_results, summary
+from faser.controller.bench.result import BenchSettings, Latency, Results, Spans, read_results, summary
 from faser.controller.bench.turn import LEAST_STEPS
 from faser.controller.bench.workload import Mix, Replay, closed_stream
 from faser.controller.engine.machine import Machine, Noise
@@ -54,7 +54,7 @@ pytestmark = pytest.mark.alone
 FASER = [sys.executable, "-P", "-c", "from faser.controller.cli.main import main; main()"]
 MIX = Mix.parse("all")
 NO_SPANS = Spans(None, None, None)
-SETTINGS = Settings("target", "ab" * 32, "price", 4, 1, 1.5, 96, 300, 0, 3, ())
+SETTINGS = BenchSettings("target", "ab" * 32, "price", 4, 1, 1.5, 96, 300, 0, 3, ())
 
 
 class FakeArm:
@@ -233,7 +233,12 @@ def test_a_failed_request_ends_the_turn_and_is_named() -> None:
 
 
 def measure(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arms: dict[str, FakeArm], noisy: int = 0, **before: Any
+    plan: BenchPlan,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arms: dict[str, FakeArm],
+    noisy: int = 0,
+    **before: Any,
 ) -> Results:
     """Run a benchmark on fake arms; the first `noisy` turns are disturbed. `before`: what an earlier run left."""
     results = Results(Machine("cpu", 2, 23.5, "Linux"), {}, "abc", SETTINGS, **before)
@@ -271,12 +276,12 @@ def measure(
     return results
 
 
-def plan(**parts: Any) -> Plan:
+def plan(**parts: Any) -> BenchPlan:
     fixed: dict[str, Any] = {
         "loads": (2,), "replays": (), "mixes": (MIX,), "rivals": ("none", "k1"), "pairs": 2, "table_lengths": (0, 1),
         "turn_s": 0.1, "max_tokens": 16, "least_tokens": 24,
     }  # fmt: skip
-    return Plan(**fixed | parts)
+    return BenchPlan(**fixed | parts)
 
 
 def test_arms_take_turns_of_the_same_work_and_the_faster_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from faser.controller.bench.markdown import page
-from faser.controller.bench.plan import Plan
+from faser.controller.bench.plan import BenchPlan
 from faser.controller.bench.ratio import by_start, scatter
-from faser.controller.bench.result import Results, Settings, Turn, envelope_at, points, summary
+from faser.controller.bench.result import BenchSettings, Results, Turn, envelope_at, points, summary
 from faser.controller.bench.start import arms_at, first_start
 from faser.controller.bench.view import _over
 from faser.controller.engine.machine import Machine
 from faser.controller.errors import UsageError
 
-SETTINGS = Settings("target", "ab" * 32, "price", 4, 1, 1.5, 96, 300, 0, 3, ())
+SETTINGS = BenchSettings("target", "ab" * 32, "price", 4, 1, 1.5, 96, 300, 0, 3, ())
 ARMS = ("none", "k1", "k3", "faser")
 
 
@@ -114,4 +114,4 @@ def test_a_run_of_several_starts_that_goes_on_has_new_ones_and_one_of_a_single_s
 )
 def test_starts_that_cannot_be_measured_are_refused(parts: dict[str, float], seen: str) -> None:
     with pytest.raises(UsageError, match=seen):
-        Plan(loads=(1,), replays=(), mixes=(), rivals=("none",), pairs=1, table_lengths=(), **parts)  # type: ignore[arg-type]
+        BenchPlan(loads=(1,), replays=(), mixes=(), rivals=("none",), pairs=1, table_lengths=(), **parts)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ from faser.controller.cli.sweep_workers import on_processes
 from faser.controller.errors import EndpointError, UsageError
 from faser.models.policies.policy import PolicyError
 from faser.models.training.config import TrainConfig
-from faser.models.training.sweep import Outcome, Run, best_first, finished, grid, means
+from faser.models.training.sweep import Outcome, TrainingRun, best_first, finished, grid, means
 from faser.models.training.train import Trained
 
 TINY = TrainConfig(
@@ -51,9 +51,9 @@ def rows(text: str) -> dict[int, dict[str, Any]]:
     return {row["values"]["seed"]: row for row in json.loads(text)["runs"]}
 
 
-def run_of(seed: int, folder: Path, hidden: int = 8) -> Run:
+def run_of(seed: int, folder: Path, hidden: int = 8) -> TrainingRun:
     values = {"hidden": hidden, "seed": seed}
-    return Run(values, replace(TINY, hidden=hidden, seed=seed), folder / f"hidden-{hidden}_seed-{seed}")
+    return TrainingRun(values, replace(TINY, hidden=hidden, seed=seed), folder / f"hidden-{hidden}_seed-{seed}")
 
 
 # --- the grid ---

@@ -16,7 +16,7 @@ import pytest
 from faser.controller.config import Config, PolicyConfig, load, settings
 from faser.controller.daemon.daemon import Daemon
 from faser.controller.daemon.reload import FIXED, prepare
-from faser.controller.errors import ConfigError, PolicyError
+from faser.controller.errors import ConfigError, UnknownPolicyError
 from faser.controller.link.ask import ask
 
 CHANGES: dict[type, Callable[[Any], Any]] = {
@@ -51,9 +51,9 @@ def test_a_policy_that_one_engine_cannot_have_rejects_everything(
     engine.hello()
     engine.step()
     engine.action()
-    with pytest.raises(PolicyError, match="engine boot-1 cannot have it"):
+    with pytest.raises(UnknownPolicyError, match="engine boot-1 cannot have it"):
         prepare(config, dataclasses.replace(config, policy=PolicyConfig("fixed:9")), daemon._sessions)
-    with pytest.raises(PolicyError, match="unknown policy"):
+    with pytest.raises(UnknownPolicyError, match="unknown policy"):
         prepare(config, dataclasses.replace(config, policy=PolicyConfig("guess")), daemon._sessions)
 
 

@@ -24,7 +24,7 @@ from faser.controller.config import Config, TraceConfig
 from faser.controller.daemon import spans
 from faser.controller.daemon.daemon import Daemon
 from faser.controller.daemon.reload import prepare
-from faser.controller.daemon.span_notes import Stopwatch, TraceNote
+from faser.controller.daemon.span_notes import StageClock, TraceNote
 from faser.controller.daemon.spans import SpanWriter
 from faser.controller.errors import ConfigError, UsageError
 from faser.engine_adapter.protocol import ActionSet
@@ -40,7 +40,7 @@ def _no_settings_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def note(make_record: Any) -> TraceNote:
-    watch = Stopwatch()
+    watch = StageClock()
     watch.lap("decide")
     action = ActionSet(
         boot_id="boot-1", epoch=1, sequence=1, valid_until_step=9, valid_until_s=9.0, default_length=0, handles=[],

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from faser.controller.cli.replay import ReplayOptions, run_replay
-from faser.controller.errors import ModelError, PolicyError, StoreError, UsageError
+from faser.controller.errors import ModelError, StoreError, UnknownPolicyError, UsageError
 from faser.controller.replay.counterfactual import LIMIT, NAMES, Speed, estimate_speed
 from faser.controller.telemetry.store import EngineEntry, RunEntry, StepEntry, Store
 from faser.engine_adapter.protocol import Hello, StepRecord
 from faser.env.profile.engine_profile import EngineProfile, save_profile, shipped_profile
-from faser.env.simulator.serve_requests import Orders, Served, replay
+from faser.env.simulator.serve_requests import Orders, ServedRequests, replay
 
 REQUESTS = 30
 COSTS = shipped_profile()
@@ -38,7 +38,7 @@ def hello(profile: EngineProfile, boot_id: str = "simulated") -> Hello:
     )  # fmt: skip
 
 
-def serve(length: int, seed: int, records: list[StepRecord] | None = None) -> Served:
+def serve(length: int, seed: int, records: list[StepRecord] | None = None) -> ServedRequests:
     """Serve the requests of these tests under one length for all."""
     chance = np.random.default_rng(5)
     arrivals = np.cumsum(chance.exponential(0.25, REQUESTS))
@@ -172,7 +172,7 @@ def test_a_difference_counts_beyond_error_and_spread(
 def test_what_cannot_be_simulated_is_an_error_of_ours(
     telemetry: Path, records: list[StepRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(PolicyError):
+    with pytest.raises(UnknownPolicyError):
         estimate_speed(telemetry, "nonsense")
     stranger = msgspec.structs.replace(hello(COSTS), model="another")
     with pytest.raises(ModelError, match=r"a profile of model .*; expected another.*; profile again"):

@@ -21,7 +21,7 @@ import pytest
 from faser.controller.cli.replay import ReplayOptions, run_replay
 from faser.controller.config import Config, PolicyConfig
 from faser.controller.daemon.daemon import Daemon
-from faser.controller.errors import PolicyError, StoreError, UsageError
+from faser.controller.errors import StoreError, UnknownPolicyError, UsageError
 from faser.controller.link.ask import ask, order
 from faser.controller.link.status_orders import Switch
 from faser.controller.replay.offpolicy import Sample, estimate
@@ -217,7 +217,7 @@ def test_another_policy_is_asked_on_the_same_states(run: Any) -> None:
     assert replay(path, "fixed:2").agreement == 1.0
     assert report.off_policy is not None
     assert (report.off_policy.samples, report.off_policy.accepted) == (0, None)
-    with pytest.raises(PolicyError):
+    with pytest.raises(UnknownPolicyError):
         replay(path, "nonsense")
     with pytest.raises(UsageError, match="add --policy"):
         ReplayOptions(path, is_counterfactual=True)

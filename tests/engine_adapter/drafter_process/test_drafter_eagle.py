@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from faser.engine_adapter.drafter_process.drafted import Drafted
-from faser.engine_adapter.drafter_process.eagle import EagleDrafter, Head, eagle_refusal, states_width
+from faser.engine_adapter.drafter_process.eagle import EagleDrafter, EagleHead, eagle_refusal, states_width
 from faser.engine_adapter.drafter_process.mailbox import StateRows, Tokens
-from faser.engine_adapter.drafter_process.server import Task
+from faser.engine_adapter.drafter_process.server import DraftTask
 from faser.engine_adapter.drafter_process.target_states import TargetStates
 
 torch = pytest.importorskip("torch")
@@ -55,8 +55,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def head(folders: tuple[Path, Path]) -> Head:
-    return Head(*folders, "float32")
+def head(folders: tuple[Path, Path]) -> EagleHead:
+    return EagleHead(*folders, "float32")
 
 
 class Target:
@@ -92,7 +92,7 @@ def drafted(
     """Return what is drafted behind texts and chunks, one after the other told and then all at once."""
     for key, (text, chunk) in texts.items():
         assert drafter.learn(key, array(text + chunk), target.told(key, text, len(text) - 1))
-    tasks = [Task(key, array(text + chunk), len(text), count) for key, (text, chunk) in texts.items()]
+    tasks = [DraftTask(key, array(text + chunk), len(text), count) for key, (text, chunk) in texts.items()]
     return drafter.draft(tasks, lambda: False)
 
 
@@ -101,7 +101,7 @@ def assert_same(seen: Drafted, expected: Drafted) -> None:
     assert seen.confidences == pytest.approx(expected.confidences, abs=1e-5)
 
 
-def test_drafting_ahead_goes_on_as_if_it_had_not_stopped(head: Head, target: Target) -> None:
+def test_drafting_ahead_goes_on_as_if_it_had_not_stopped(head: EagleHead, target: Target) -> None:
     drafter, text = EagleDrafter(head, target.states), [3, 14, 15, 92, 65, 35]
     whole = drafted(EagleDrafter(head, target.states), target, {1: (text, [])}, 8)[1]
     first = drafted(drafter, target, {1: (text, [])}, 3)[1]
@@ -109,7 +109,7 @@ def test_drafting_ahead_goes_on_as_if_it_had_not_stopped(head: Head, target: Tar
     assert set(whole.tokens) <= set(range(0, 93, 3)), "d2t: token ids of the target"
 
 
-def test_own_states_are_replaced_by_the_targets(head: Head, target: Target) -> None:
+def test_own_states_are_replaced_by_the_targets(head: EagleHead, target: Target) -> None:
     """The negative control is in the second half: own states would have gone on otherwise."""
     drafter, text = EagleDrafter(head, target.states), [3, 14, 15, 92, 65, 35]
     chain = drafted(drafter, target, {1: (text, [])}, 6)[1]
@@ -119,7 +119,7 @@ def test_own_states_are_replaced_by_the_targets(head: Head, target: Target) -> N
     assert again.confidences != pytest.approx(chain.behind(3).confidences, abs=1e-3)
 
 
-def test_what_is_cached_never_shows(head: Head, target: Target) -> None:
+def test_what_is_cached_never_shows(head: EagleHead, target: Target) -> None:
     """Random chunks, rejections, reading ahead, forgetting and batches, against a drafter that starts anew."""
     chance = random.Random(1)
     drafter = EagleDrafter(head, target.states)
@@ -146,7 +146,7 @@ def test_what_is_cached_never_shows(head: Head, target: Target) -> None:
     assert max(map(len, texts.values())) > 30
 
 
-def test_states_that_are_gone_are_no_draft(head: Head, target: Target) -> None:
+def test_states_that_are_gone_are_no_draft(head: EagleHead, target: Target) -> None:
     drafter, text = EagleDrafter(head, target.states), array([3, 14, 15, 92])
     told = target.told(1, text.tolist(), 3)
     target.states.clear()
@@ -154,12 +154,12 @@ def test_states_that_are_gone_are_no_draft(head: Head, target: Target) -> None:
     assert drafter.behind(1, text) == 0
 
 
-def test_a_cancelled_draft_is_answered_as_far_as_it_is(head: Head, target: Target) -> None:
+def test_a_cancelled_draft_is_answered_as_far_as_it_is(head: EagleHead, target: Target) -> None:
     drafter, text = EagleDrafter(head, target.states), array([3, 14, 15])
     assert drafter.learn(1, text, target.told(1, text.tolist(), 2))
     looks = iter([False, False, True])
-    assert len(drafter.draft([Task(1, text, 3, 9)], lambda: next(looks))[1].tokens) == 2
-    assert drafter.draft([Task(1, text, 3, 9)], lambda: True) == {}
+    assert len(drafter.draft([DraftTask(1, text, 3, 9)], lambda: next(looks))[1].tokens) == 2
+    assert drafter.draft([DraftTask(1, text, 3, 9)], lambda: True) == {}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from faser.engine_adapter.drafter_process.attention import shape_refusal
 from faser.engine_adapter.drafter_process.llama import Llama, LlamaDrafter
 from faser.engine_adapter.drafter_process.mailbox import Tokens
-from faser.engine_adapter.drafter_process.server import Task
+from faser.engine_adapter.drafter_process.server import DraftTask
 
 torch = pytest.importorskip("torch")
 
@@ -92,8 +92,8 @@ def array(tokens: list[int]) -> Tokens:
     return np.array(tokens, dtype=np.int32)
 
 
-def task(key: int, sequence: list[int], count: int) -> Task:
-    return Task(key, array(sequence), len(sequence), count)
+def task(key: int, sequence: list[int], count: int) -> DraftTask:
+    return DraftTask(key, array(sequence), len(sequence), count)
 
 
 def test_it_computes_what_the_textbook_says(folder: Path, model: Llama) -> None:

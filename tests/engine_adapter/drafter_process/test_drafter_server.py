@@ -11,7 +11,7 @@ import pytest
 
 from faser.engine_adapter.drafter_process.drafted import Drafted
 from faser.engine_adapter.drafter_process.mailbox import READY, Ask, Job, Mailbox, Reply, StateRows, Tokens
-from faser.engine_adapter.drafter_process.server import NEAR_TOKENS, PORTION_TOKENS, Server, Task
+from faser.engine_adapter.drafter_process.server import NEAR_TOKENS, PORTION_TOKENS, DraftTask, JobServer
 
 LIMIT_S = 60.0
 UNKNOWN = 99
@@ -40,7 +40,7 @@ class Counting:
         if self.known[key] == len(sequence):
             self.has_read_all.set()
 
-    def draft(self, tasks: list[Task], is_cancelled: Callable[[], bool]) -> dict[int, Drafted]:
+    def draft(self, tasks: list[DraftTask], is_cancelled: Callable[[], bool]) -> dict[int, Drafted]:
         for task in tasks:
             self.known[task.key] = len(task.sequence)
         drawn = {task.key: range(task.sequence[-1] + 1, task.sequence[-1] + 1 + task.count) for task in tasks}
@@ -57,7 +57,7 @@ class Engine:
         self.mailbox, memory, bell = Mailbox.pair()
         self.theirs = Mailbox(memory, bell)
         self.drafter = Counting()
-        self.thread = threading.Thread(target=Server(self.theirs, self.drafter).run)
+        self.thread = threading.Thread(target=JobServer(self.theirs, self.drafter).run)
         self.thread.start()
         assert self.mailbox.heard(LIMIT_S) == READY
         self.jobs = 0

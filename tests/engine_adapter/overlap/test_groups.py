@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from faser.engine_adapter.overlap.groups import LEAST_GAIN, Groups, Pace, Turn
+from faser.engine_adapter.overlap.groups import LEAST_GAIN, Groups, GroupTurn, PhasePace
 
 NAMES = "abcdefgh"
 Steps = list[tuple[dict[str, float], bool]]
@@ -22,11 +22,11 @@ class Play:
     groups: Groups = field(default_factory=Groups)
     flying: set[str] = field(default_factory=set)  # verified last, their drafts are under way
     sat_out: Counter[str] = field(default_factory=Counter)
-    last: Turn = field(default_factory=Turn)
+    last: GroupTurn = field(default_factory=GroupTurn)
     is_lost: bool = False  # the step verified somebody whose draft is under way
     is_alone: bool = False  # nobody else was there
 
-    def step(self, weights: dict[str, float], is_wanted: bool) -> tuple[Turn, set[str]]:
+    def step(self, weights: dict[str, float], is_wanted: bool) -> tuple[GroupTurn, set[str]]:
         if self.last.is_apart:
             self.flying |= weights.keys() - self.sat_out.keys()  # their prompts ended in the last step
         turn = self.groups.turn(weights, is_wanted)
@@ -152,18 +152,18 @@ def test_drafts_that_are_there_already_keep_nobody_waiting() -> None:
 
 
 def test_one_request_is_no_group() -> None:
-    assert Groups().turn({"a": 1.0}, is_wanted=True) == Turn()
+    assert Groups().turn({"a": 1.0}, is_wanted=True) == GroupTurn()
 
 
 def test_weights_are_predicted_phase_times() -> None:
-    pace = Pace()
+    pace = PhasePace()
     assert pace.weight(4, 3) == 7.0
     pace.note(verify_s=0.2, rows=10, draft_s=0.1, tokens=5)
     assert pace.weight(4, 3) == pytest.approx(4 * 0.02 + 3 * 0.02)
 
 
 def test_a_phase_too_short_to_hide_is_not_worth_two_groups() -> None:
-    pace = Pace()
+    pace = PhasePace()
     assert pace.may_pay()
     pace.note_whole(verify_s=1.0, draft_s=LEAST_GAIN - 1.0 - 0.01)
     assert not pace.may_pay()

@@ -15,7 +15,7 @@ from faser.engine_adapter.partition.shares import (
     Grain,
     Partition,
     PartitionError,
-    Ratio,
+    PartitionRatio,
     Sizes,
     make_ready,
 )
@@ -59,7 +59,7 @@ class Machine:
     ],
 )
 def test_a_ratio_is_rounded_to_what_the_device_can_be_cut_into(name: str, grain: Grain, expected: Sizes) -> None:
-    assert Ratio.parse(name).sizes(grain) == expected
+    assert PartitionRatio.parse(name).sizes(grain) == expected
 
 
 @given(
@@ -69,7 +69,7 @@ def test_sizes_are_whole_steps_that_use_everything_and_starve_nobody(
     draft: int, verify: int, total: int, grain: int
 ) -> None:
     try:
-        sizes = Ratio(draft, verify).sizes(Grain("SMs", total, grain, grain))
+        sizes = PartitionRatio(draft, verify).sizes(Grain("SMs", total, grain, grain))
     except PartitionError:
         share = min(draft, verify) / (draft + verify) * total
         assert share < grain or total < 2 * grain
@@ -85,14 +85,14 @@ def test_sizes_are_whole_steps_that_use_everything_and_starve_nobody(
 )
 def test_what_is_no_ratio_is_refused_with_an_example(name: str) -> None:
     with pytest.raises(PartitionError, match="such as 1:3"):
-        Ratio.parse(name)
+        PartitionRatio.parse(name)
 
 
 def test_a_share_below_the_least_is_refused_by_its_owner() -> None:
     with pytest.raises(PartitionError, match=r"leaves the drafter 0\.5 of 2 cores; expected at least 1"):
-        Ratio(1, 3).sizes(Grain("cores", 2))
+        PartitionRatio(1, 3).sizes(Grain("cores", 2))
     with pytest.raises(PartitionError, match=r"leaves the target 7\.3 of 132 SMs; expected at least 8"):
-        Ratio(17, 1).sizes(HOPPER)
+        PartitionRatio(17, 1).sizes(HOPPER)
 
 
 def test_unsplit_comes_first_whatever_is_asked_for() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from faser.engine_adapter import patches
 from faser.engine_adapter.patches.compatibility import (
-    Finding,
     Name,
+    NameFinding,
     Tree,
     check,
     installed,
@@ -54,7 +54,7 @@ def tree(tmp_path: Path) -> Tree:
     return Tree(tmp_path)
 
 
-def only(tree: Tree, owner: str, attribute: str, parameters: tuple[str, ...] | None) -> Finding:
+def only(tree: Tree, owner: str, attribute: str, parameters: tuple[str, ...] | None) -> NameFinding:
     (finding,) = check(tree, [Name("vllm.child", owner, attribute, parameters)])
     return finding
 
@@ -70,7 +70,7 @@ def test_a_modules_own_names_are_found(tree: Tree, attribute: str) -> None:
 
 
 def test_the_same_parameters_pass_without_remark(tree: Tree) -> None:
-    assert only(tree, "Child", "run", ("a", "b", "c", "d")) == Finding(
+    assert only(tree, "Child", "run", ("a", "b", "c", "d")) == NameFinding(
         Name("vllm.child", "Child", "run", ("a", "b", "c", "d"))
     )
 
@@ -97,7 +97,7 @@ def test_missing_renamed_reordered_or_new_required_parameters_are_problems(
     ],
 )
 def test_what_is_gone_is_named(tree: Tree, name: Name, problem: str) -> None:
-    assert check(tree, [name]) == [Finding(name, problem)]
+    assert check(tree, [name]) == [NameFinding(name, problem)]
 
 
 def test_a_wheel_is_read_without_unpacking(tree: Tree, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_wheel_is_read_without_unpacking(tree: Tree, tmp_path: Path) -> None:
         for file in (tmp_path / "vllm").iterdir():
             archive.write(file, f"vllm/{file.name}")
     name = Name("vllm.child", "Child", "inherited", ("x",))
-    assert check(Tree(wheel), [name]) == [Finding(name)]
+    assert check(Tree(wheel), [name]) == [NameFinding(name)]
 
 
 def test_a_path_without_vllm_is_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

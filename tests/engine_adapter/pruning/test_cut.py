@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from faser.engine_adapter.pruning.cut import Batch, Cut, after_first_failure, warm_up
+from faser.engine_adapter.pruning.cut import Cut, CutBatch, after_first_failure, warm_up
 
 Requests = list[tuple[int, list[bool]]]  # per request: prompt rows before the tested ones, and its checks
 
@@ -27,10 +27,10 @@ def compiled() -> None:
     warm_up()
 
 
-def shape_of(batch: Requests) -> Batch:
+def shape_of(batch: Requests) -> CutBatch:
     drafts = np.array([len(checks) for _, checks in batch])
     lengths = np.array([before + len(checks) + 1 for before, checks in batch])
-    return Batch(drafts, lengths, np.zeros(drafts.sum(), dtype=bool))
+    return CutBatch(drafts, lengths, np.zeros(drafts.sum(), dtype=bool))
 
 
 def cut_of(batch: Requests) -> Cut:
@@ -108,7 +108,7 @@ def test_attention_metadata_are_those_of_the_rows_that_stay() -> None:
 
     from faser.engine_adapter.patches.pruning import cut_common
 
-    batch = Batch(np.array([2, 3]), np.array([3, 5]), np.zeros(5, dtype=bool))
+    batch = CutBatch(np.array([2, 3]), np.array([3, 5]), np.zeros(5, dtype=bool))
     cut = Cut(batch, batch.kept(np.array([False, True, True, False, True])))  # rows 0 | 3 4 5
     starts, ends = torch.tensor([0, 3, 8], dtype=torch.int32), torch.tensor([10, 20], dtype=torch.int32)
     slots = torch.arange(100, 108)
@@ -128,7 +128,7 @@ def test_attention_metadata_are_those_of_the_rows_that_stay() -> None:
 
 def test_spared_tokens_pass_unseen() -> None:
     spared = np.array([False, False, True, True, True])
-    batch = Batch(np.array([2, 3]), np.array([3, 4]), spared)
+    batch = CutBatch(np.array([2, 3]), np.array([3, 4]), spared)
     assert batch.kept(np.array([True, False, False, False, False])).tolist() == [2, 4]
 
 

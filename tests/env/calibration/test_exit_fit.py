@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from faser.engine_adapter.protocol import Prune
-from faser.env.calibration.exit_fit import Look, fit_exits
+from faser.env.calibration.exit_fit import PruneObservation, fit_exits
 from faser.env.profile.engine_profile import Exit
 
 
@@ -20,7 +20,7 @@ from faser.env.profile.engine_profile import Exit
     ],
 )
 def test_one_draft_by_hand(draft: tuple[int, int, int], recall: float, false_alarm: float) -> None:
-    (found,) = fit_exits([Look(5, 0.0, 0.8 * draft[1], (draft,))])
+    (found,) = fit_exits([PruneObservation(5, 0.0, 0.8 * draft[1], (draft,))])
     assert (found.recall, found.false_alarm) == pytest.approx((recall, false_alarm))
     assert found.saved_share == pytest.approx(0.8 if draft[1] else 0.0)
 
@@ -31,14 +31,14 @@ def test_a_look_costs_what_it_cost_whatever_else_ran_meanwhile() -> None:
     for number in range(400):
         requests = 1 + number % 8
         spent_s = 1e-3 + 2e-5 * 4 * requests + (0.5 if chance.random() < 0.1 else 0.0)  # some steps lost their core
-        looks.append(Look(5, spent_s, 0.0, ((4, 0, 4),) * requests))
+        looks.append(PruneObservation(5, spent_s, 0.0, ((4, 0, 4),) * requests))
     (found,) = fit_exits(looks)
     assert found.look_s == pytest.approx(1e-3, rel=0.01)
     assert found.look_token_s == pytest.approx(2e-5, rel=0.01)
 
 
 def test_the_released_layer_comes_first_else_the_one_that_was_used_most() -> None:
-    looks = [Look(layer, 1e-3, 1.0, ((4, 1, 0),)) for layer in (5, 25, 25, 15)]
+    looks = [PruneObservation(layer, 1e-3, 1.0, ((4, 1, 0),)) for layer in (5, 25, 25, 15)]
     assert [each.layer for each in fit_exits(looks)] == [25, 5, 15]
     assert [each.layer for each in fit_exits(looks, Prune(15, 0.2))] == [15, 25, 5]
     assert all(isinstance(each, Exit) for each in fit_exits(looks))

@@ -19,7 +19,7 @@ from faser.env.profile.acceptance_model import AcceptanceModel, default_acceptan
 from faser.env.profile.engine_profile import Ahead, EngineProfile, Exit, synthetic_profile
 from faser.env.simulator.constants import NAMED
 from faser.env.simulator.scenario import Scenario, with_mechanisms
-from faser.env.simulator.serve_requests import Orders, Served, replay
+from faser.env.simulator.serve_requests import Orders, ServedRequests, replay
 from faser.env.simulator.simulator import Simulator
 from faser.env.simulator.state import (
     BLOCKS,
@@ -328,7 +328,7 @@ def fair_model() -> AcceptanceModel:
     return replace(default_acceptance(size), intercepts=(0.0,) * size, slopes=(1.0,) * size, hidden=0.0)
 
 
-def told(confidences: list[float], model: AcceptanceModel, ahead: Ahead | None = None) -> Served:
+def told(confidences: list[float], model: AcceptanceModel, ahead: Ahead | None = None) -> ServedRequests:
     """Serve twenty requests with drafts of 4 and these confidences at every token."""
     requests, profile = some_requests(20), replace(synthetic_profile(noise=0.0), acceptance=model, ahead=ahead)
     lengths, known = ([[each] * (output + 1) for output in requests[2]] for each in (4, confidences))
@@ -359,7 +359,7 @@ def test_confidences_belong_to_a_request_and_to_the_tokens_it_had_emitted() -> N
     profile = replace(synthetic_profile(noise=0.0), acceptance=fair_model())
     lengths = [[4] * 41] * 2
 
-    def served(*known: dict[int, list[float]]) -> Served:
+    def served(*known: dict[int, list[float]]) -> ServedRequests:
         everywhere = [[each.get(emitted, [0.0] * 4) for emitted in range(41)] for each in known]
         return replay([0.0, 1e-3], [10, 10], [40, 40], lengths, profile, confidences=everywhere)
 
@@ -378,7 +378,7 @@ def test_confidences_of_other_decisions_are_refused(confidences: list[list[list[
 
 
 def test_replays_differ_by_seed_only() -> None:
-    def run(seed: int) -> Served:
+    def run(seed: int) -> ServedRequests:
         return replay(*some_requests(), 3, synthetic_profile(), seed=seed)
 
     assert run(1).e2e_s.tobytes() == run(1).e2e_s.tobytes()

@@ -28,7 +28,7 @@ from faser.models.evaluation.evaluate import (
     SWING_PEAK,
     TABLE,
     Cell,
-    Plan,
+    Comparison,
     Swing,
     Table,
     evaluate,
@@ -174,7 +174,7 @@ def test_what_is_said_of_the_sharpness_is_what_it_is() -> None:
 
 def make_table(scores: dict[str, tuple[float, ...]]) -> Table:
     world = replace(NGRAM)
-    plan = Plan(policies=("price",), worlds=(world,), loads=(4,), seeds=(1, 2, 3), rivals=("smartspec",))
+    plan = Comparison(policies=("price",), worlds=(world,), loads=(4,), seeds=(1, 2, 3), rivals=("smartspec",))
     base = {f"fixed:{k}": (1.0, 1.0, 1.0) for k in range(1, K_MAX + 1)}
     base |= {"off": (1.0,) * 3, TABLE: (1.0,) * 3, ORACLES[1]: (1.0,) * 3}
     return Table(plan, {(name, world.name, 4): values for name, values in (base | scores).items()}, {world.name: ""})
@@ -257,7 +257,7 @@ def test_only_the_second_swing_counts() -> None:
 
 
 def test_a_plan_gives_every_cell_and_the_same_figures_twice() -> None:
-    plan = Plan(("price",), (NGRAM,), (2, DRIFT, SWING), (1, 2), 20, ("smartspec",), ORACLES)
+    plan = Comparison(("price",), (NGRAM,), (2, DRIFT, SWING), (1, 2), 20, ("smartspec",), ORACLES)
     counted: list[tuple[int, int]] = []
     first = evaluate(plan, decided, progress=lambda done, total: counted.append((done, total)))
     assert first.scores == evaluate(plan, decided).scores

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from faser.models.embedded.tensorfile import Entry, Tensor, read, to_bfloat16, write
+from faser.models.embedded.tensorfile import PendingTensor, Tensor, read, to_bfloat16, write
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False, max_value=2.0**127), max_size=50))
@@ -30,7 +30,7 @@ def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
     values = np.arange(12, dtype=np.float32).reshape(3, 4) / 7
     tensors = {"a": to_bfloat16(values), "ids": Tensor("I64", np.array([3, -1], dtype=np.int64))}
     seen: list[tuple[int, int]] = []
-    entries = [Entry(name, t.dtype, t.data.shape, lambda t=t: t) for name, t in tensors.items()]  # type: ignore[misc]
+    entries = [PendingTensor(name, t.dtype, t.data.shape, lambda t=t: t) for name, t in tensors.items()]  # type: ignore[misc]
     write(tmp_path / "m.safetensors", entries, lambda done, total: seen.append((done, total)))
     loaded = load_file(tmp_path / "m.safetensors")
     assert torch.equal(loaded["a"], torch.tensor(values).to(torch.bfloat16))
@@ -44,7 +44,7 @@ def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
 
 
 def test_a_tensor_of_another_shape_than_announced_is_refused(tmp_path: Path) -> None:
-    entry = Entry("a", "I8", (4,), lambda: Tensor("I8", np.zeros(3, dtype=np.int8)))
+    entry = PendingTensor("a", "I8", (4,), lambda: Tensor("I8", np.zeros(3, dtype=np.int8)))
     with pytest.raises(ValueError, match="announced"):
         write(tmp_path / "m.safetensors", [entry])
 

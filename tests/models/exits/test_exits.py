@@ -18,8 +18,8 @@ from faser.engine_adapter.pruning.exit_heads import ExitHeads, load_heads
 from faser.engine_adapter.pruning.verdict import Checks
 from faser.models.embedded.pair import ensure_embedded_target
 from faser.models.exits.choose import (
-    Outcome,
-    StepCost,
+    ExitOutcome,
+    StepSeconds,
     accepted_tokens,
     best,
     ended_by,
@@ -138,7 +138,7 @@ def test_an_outcome_by_hand() -> None:
     accepted = np.array([True, True, True, True, False, True])
     predicted = np.array([0.9, 0.1, 0.9, 0.8, 0.2, 0.9])
     assert accepted_tokens(drafts, accepted).tolist() == [3, 1]
-    cost = StepCost(1.0, 0.1, layers_share=0.5, decide_s=0.02, check_s=0.01, batch=2)
+    cost = StepSeconds(1.0, 0.1, layers_share=0.5, decide_s=0.02, check_s=0.01, batch=2)
     outcome = judge(drafts, accepted, predicted, 4, 0.5, 8, cost)
     # Both lose 2 of 4 rows. The first emits its two tested tokens, no bonus, one accepted token is lost; the second 2.
     assert outcome.dropped == pytest.approx(2 / 3)
@@ -156,7 +156,7 @@ def test_drafts_that_end_by_survival_by_hand() -> None:
     lengths, kept = ended_by(drafts, chance, 0.42)
     assert lengths.tolist() == [2, 0]
     assert kept.tolist() == [True, True, False, False, False]
-    outcome = ending(drafts, np.array([True, True, True, True, False]), chance, 0.42, StepCost(1.0, 0.1, batch=2))
+    outcome = ending(drafts, np.array([True, True, True, True, False]), chance, 0.42, StepSeconds(1.0, 0.1, batch=2))
     # 3 of 5 rows go, and 2 of 4 accepted tokens; every draft is followed by a token of the target's own.
     assert outcome.dropped == pytest.approx(3 / 5)
     assert outcome.wrong == pytest.approx(2 / 4)
@@ -165,7 +165,7 @@ def test_drafts_that_end_by_survival_by_hand() -> None:
 
 
 def test_the_best_rule_keeps_the_ceiling() -> None:
-    careful, greedy = Outcome(5, 0.1, 0.2, 0.01, 2.0, 0.97), Outcome(5, 0.5, 0.7, 0.2, 1.8, 0.9)
+    careful, greedy = ExitOutcome(5, 0.1, 0.2, 0.01, 2.0, 0.97), ExitOutcome(5, 0.5, 0.7, 0.2, 1.8, 0.9)
     assert best([greedy, careful]) == careful
     assert best([greedy]) is None
 

@@ -16,7 +16,7 @@ from faser.engine_adapter.protocol import Prune, RequestRow, StepRecord, StopRul
 from faser.env.estimate.engine_state import EngineState, observe
 from faser.env.layout.observation import GLOBAL_FEATURES, REQUEST_FEATURES
 from faser.env.spaces import Action, Capabilities
-from faser.models.embedded.tensorfile import Entry, Tensor, write
+from faser.models.embedded.tensorfile import PendingTensor, Tensor, write
 from faser.models.policies import learned
 from faser.models.policies.advice import NEUTRAL, SPAN_DECISIONS, Advice
 from faser.models.policies.learned import RELEASED, LearnedPolicy
@@ -176,7 +176,7 @@ def shorten(folder: Path) -> None:
     tensors = make_network().tensors
     values = tensors["head.bias"]
     path = folder / "policy.safetensors"
-    write(path, [Entry("head.bias", "F32", values.shape, lambda: Tensor("F32", values))])
+    write(path, [PendingTensor("head.bias", "F32", values.shape, lambda: Tensor("F32", values))])
     from faser.models.embedded.cache import sha256_of
 
     rewrite(folder, "sha256", sha256_of(path))

@@ -17,7 +17,7 @@ from faser.env.spaces import Capabilities
 from faser.models.evaluation.best_table import best_table
 from faser.models.policies.policy import PolicyError
 from faser.models.registry import make_policy
-from faser.models.rivals.bandit import BLOCK_STEPS, Arms, Bandit
+from faser.models.rivals.bandit import BLOCK_STEPS, ArmBlocks, Bandit
 from faser.models.rivals.ema import AcceptanceEma
 from faser.models.rivals.goodput import AdaptiveVerification, AdaSpec, SmartSpec
 from faser.models.rivals.gp_lcb import FIT_BLOCKS, LEVELS, GaussianProcessBound
@@ -279,7 +279,7 @@ def test_ema_is_blind_to_cost() -> None:
 
 
 def test_the_bandit_tries_every_arm_then_settles_on_the_best_and_keeps_looking() -> None:
-    arms, best = Arms(4), np.array([1.0, 2.0, 4.0, 3.0])
+    arms, best = ArmBlocks(4), np.array([1.0, 2.0, 4.0, 3.0])
     chosen = []
     for _ in range(300):
         arm = arms.choose()

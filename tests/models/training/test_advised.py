@@ -34,7 +34,7 @@ from faser.models.registry import make_policy
 from faser.models.training.advised import ENV_ID, AdvisedServing
 from faser.models.training.config import TrainConfig
 from faser.models.training.train import train
-from faser.models.training.twin import Course, Task, Twin
+from faser.models.training.twin import BaselineTask, Course, Twin
 
 TINY = TrainConfig(
     worlds=3, slots=8, engines=2, rollout_steps=4, total_steps=16, minibatch=8, judge_every=1, hidden=8, spans=4,
@@ -137,7 +137,7 @@ def test_the_reason_names_the_advice() -> None:
 
 @pytest.mark.parametrize("load", [4, DRIFT])
 def test_a_twin_knows_what_was_emitted_by_when(load: int) -> None:
-    task = Task(EAGLE, load, 7)
+    task = BaselineTask(EAGLE, load, 7)
     twin = Twin.of(task, TINY, decided)
     course = Course(task, TINY.slots, decided)
     policy = PricePolicy(course.engine.capabilities)

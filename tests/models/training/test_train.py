@@ -34,7 +34,7 @@ from faser.models.policies.policy import PolicyError
 from faser.models.registry import make_policy
 from faser.models.training import train as training_run
 from faser.models.training.advised import AdvisedServing
-from faser.models.training.checkpoint import NAME, Standing, load_checkpoint, save_checkpoint
+from faser.models.training.checkpoint import NAME, TrainingProgress, load_checkpoint, save_checkpoint
 from faser.models.training.config import TrainConfig, load_config
 from faser.models.training.torch_network import DeepSets, SetPolicy
 from faser.models.training.train import train
@@ -214,7 +214,7 @@ def test_a_checkpoint_gives_back_weights_moments_and_standing(tmp_path: Path) ->
     sum(each.square().sum() for each in policy.parameters()).backward()  # type: ignore[union-attr]
     policy.optimizer.step()
     best = {name: torch.randn_like(value) for name, value in policy.actor.state_dict().items()}
-    standing = Standing(640, 10, 3, 7.25, [5.0, 7.25, 7.0], best)
+    standing = TrainingProgress(640, 10, 3, 7.25, [5.0, 7.25, 7.0], best)
     save_checkpoint(tmp_path, policy, standing, TINY)
     found = load_checkpoint(tmp_path, fresh, replace(TINY, total_steps=10_000))
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
@@ -238,7 +238,7 @@ def test_a_checkpoint_gives_back_weights_moments_and_standing(tmp_path: Path) ->
 def test_a_checkpoint_that_is_none_is_refused_in_one_line(
     harm: Callable[[Path], object], hint: str, tmp_path: Path
 ) -> None:
-    save_checkpoint(tmp_path, make_actor_critic(), Standing(), TINY)
+    save_checkpoint(tmp_path, make_actor_critic(), TrainingProgress(), TINY)
     harm(tmp_path / NAME)
     with pytest.raises(PolicyError, match=r"^[^\n]+expected a checkpoint of this configuration$") as caught:
         load_checkpoint(tmp_path, make_actor_critic(), TINY)
@@ -254,7 +254,7 @@ def test_a_checkpoint_that_is_none_is_refused_in_one_line(
     ],
 )
 def test_a_run_does_not_go_on_under_another_configuration(changes: dict[str, float], hint: str, tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, make_actor_critic(), Standing(), TINY)
+    save_checkpoint(tmp_path, make_actor_critic(), TrainingProgress(), TINY)
     with pytest.raises(PolicyError, match=r"^[^\n]+expected a checkpoint of this configuration$") as caught:
         train(replace(TINY, **changes), tmp_path, decided, resume=True)  # type: ignore[arg-type]
     assert hint in str(caught.value)
