@@ -1,7 +1,7 @@
 """The machine a benchmark runs on: what it is, and what else uses it meanwhile.
 
-Called by controller/bench/course.py and benchmarks/closed_loop.py. The rule that marks a turn as disturbed is here,
-pure; the rest reads /proc and git.
+Called by controller/bench/course.py and whatever keeps results. The rule that marks a turn as disturbed is here, pure;
+the rest reads /proc and git.
 """
 
 from __future__ import annotations
