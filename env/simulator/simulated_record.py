@@ -1,17 +1,17 @@
-"""Step records of a simulated engine, as the real one's adapter would send them.
+"""Step records of a simulated engine, as the real one's adapter would send them (engine_adapter/recording.py).
 
-Called by replays and the parity test: whatever drives the real engine through its records can drive this one. Never
-called while training.
+Called by env/simulator/simulated_engine.py and by replays: whatever drives the real engine through its records can
+drive this one. Made for whole columns at once, since evaluations make millions.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
-from ...engine_adapter.protocol import Hello, Prune, RequestEvent, RequestRow, StepRecord
+from ...engine_adapter.protocol import EventKind, Hello, Prune, RequestEvent, RequestRow, StepRecord
+from ..estimate.acceptance import Ints
 from ..profile.engine_profile import EngineProfile
 from .constants import LOGITS
 from .simulator import Simulator
@@ -34,7 +34,12 @@ from .state import (
     VERIFIED,
 )
 
-BOOT_ID = "simulated"
+BOOT_ID: Final = "simulated"
+# Columns as RequestRow's fields.
+_ROW: Final = (HANDLE, SCHEDULED, DRAFT_LIMIT, KEPT, VERIFIED, PRUNED, ACCEPTED, FRESH, CONTEXT)
+_EVENTS: Final[tuple[tuple[EventKind, int], ...]] = (
+    ("preempt", PREEMPTED_NOW), ("first_token", FIRST), ("finish", FINISHED),
+)  # fmt: skip
 
 
 def hello(simulator: Simulator, engine: int = 0) -> Hello:
@@ -54,109 +59,103 @@ def hello(simulator: Simulator, engine: int = 0) -> Hello:
     )  # fmt: skip
 
 
-def pruning_of(engine: Any, profile: EngineProfile, rows: list[RequestRow]) -> dict[str, Any]:
-    """Return what a record says of pruning in the step just simulated."""
-    if not engine["looked"]:
+class Recorder:
+    """Makes the records of one engine of a simulator; `record` is called after each of its steps.
+
+    :param has_confidence: whether the drafter tells how sure it is
+    """
+
+    def __init__(self, simulator: Simulator, engine: int = 0, *, has_confidence: bool = True) -> None:
+        self._simulator, self._engine, self._has_confidence = simulator, engine, has_confidence
+        slots = simulator.scenario.slots
+        self._arrived = 0
+        # Of drafts that wait for verification, and of one token more that a stop rule dropped.
+        self._confidences: list[tuple[float, ...]] = [()] * slots
+        self._drafted_for = np.zeros(slots, np.int32)  # handles of their requests
+
+    def record(
+        self, sequence: int = 0, *, epoch: int = 1, split: int | None = None, frontier: int | None = None
+    ) -> StepRecord:
+        """Return the record of the step just simulated.
+
+        :param sequence: of the lease that was in force; 0: none was
+        :param frontier: what was asked for; default: what the engine made of it
+        """
+        numbers = self._simulator.state.engines[self._engine]
+        at = dict(zip(numbers.dtype.names or (), numbers.tolist(), strict=True))
+        profile = self._simulator.scenario.profiles[at["profile"]]
+        rows = self._rows(at["profile"], is_ruled=at["is_ruled"])
+        return StepRecord(
+            boot_id=BOOT_ID, counter=at["steps"], step=at["steps"], time_s=at["clock_s"], step_s=at["step_s"],
+            schedule_s=0.0, verify_s=at["verify_s"], sample_s=0.0, draft_s=at["draft_s"], overlap_s=at["overlap_s"],
+            adapter_s=0.0, running=at["running"], waiting=at["waiting"], prefill_tokens=at["prefill_tokens"],
+            decode_tokens=at["decode_tokens"], draft_tokens=at["draft_tokens"],
+            kv_usage=1.0 - at["free_blocks"] / profile.kv_blocks, split=split,
+            frontier=(at["frontier"] if frontier is None else frontier) or None,
+            lease_epoch=epoch if sequence else 0, lease_sequence=sequence, dropped=0, rejected=0,
+            events=self._events(at), rows=rows, caught_up=at["caught_up"], draft_rounds=at["rounds"],
+            drawn_tokens=at["drawn"], frontier_hits=at["frontier_hits"], **_pruning(at, profile, rows),
+        )  # fmt: skip
+
+    def _rows(self, profile: int, *, is_ruled: bool) -> list[RequestRow]:
+        """Return what each request of the step did, and keep the confidences of what it drafted for the next one."""
+        ints = self._simulator.state.ints[self._engine]
+        for i in np.flatnonzero(ints[PREEMPTED_NOW]).tolist():
+            self._confidences[i] = ()
+        busy = np.flatnonzero(ints[SCHEDULED])
+        busy = busy[np.argsort(ints[HANDLE, busy], kind="stable")]
+        is_same = (self._drafted_for[busy] == ints[HANDLE, busy]).tolist()
+        columns = [ints[column, busy].tolist() for column in _ROW]
+        confidences = [  # the scheduler cuts a draft at its end
+            self._confidences[i][: verified + 1] if same else ()
+            for i, verified, same in zip(busy.tolist(), columns[_ROW.index(VERIFIED)], is_same, strict=True)
+        ]
+        is_prefill = (ints[IS_PREFILL, busy] != 0).tolist()
+        rows = [RequestRow(*values) for values in zip(*columns, is_prefill, confidences, strict=True)]
+        if self._has_confidence:
+            self._keep_confidences(busy, profile, is_ruled)
+        return rows
+
+    def _keep_confidences(self, busy: Ints, profile: int, is_ruled: bool) -> None:
+        state, e = self._simulator.state, self._engine
+        ints, cells = state.ints[e], state.cells[e, busy]
+        positions, kept = np.arange(cells.shape[1]), ints[KEPT, busy]
+        shown = kept.copy()
+        if is_ruled and len(busy):
+            survival = state.chances[e][positions, cells].cumprod(axis=1)
+            last = np.maximum(kept - 1, 0)
+            went_on = (kept == 0) | (survival[np.arange(len(busy)), last] >= state.rules[e, GO_ON_FROM, last])
+            shown += (kept < ints[DRAFT_LIMIT, busy]) & went_on
+        logits = self._simulator.world.tables[profile, LOGITS]
+        sure = 1.0 / (1.0 + np.exp(-logits[positions, cells].astype(np.float64)))
+        for i, values, many in zip(busy.tolist(), sure.tolist(), shown.tolist(), strict=True):
+            self._confidences[i] = tuple(values[:many])
+        self._drafted_for[busy] = ints[HANDLE, busy]
+
+    def _events(self, at: dict[str, Any]) -> list[RequestEvent]:
+        state, world, e = self._simulator.state, self._simulator.world, self._engine
+        events, ints, now_s = list[RequestEvent](), state.ints[e], at["clock_s"]
+        for handle in range(self._arrived + 1, at["arrived"] + 1):
+            place = (at["queue_head"] + at["queue_length"] - 1 - (at["arrived"] - handle)) % QUEUE
+            row = world.rows[state.queue_row[e, place]]
+            arrival_s, priority = float(state.queue_s[e, place]), int(world.priority[row["service"]])
+            events.append(RequestEvent("arrival", handle, arrival_s, int(row["prompt"]), f"r{handle}", priority))
+        self._arrived = at["arrived"]
+        for kind, column in _EVENTS:
+            for i in np.flatnonzero(ints[column]).tolist():
+                if column == PREEMPTED_NOW or ints[SCHEDULED, i]:
+                    events.append(RequestEvent(kind, int(ints[HANDLE, i]), now_s, int(ints[EMITTED, i])))
+        return events
+
+
+def _pruning(at: dict[str, Any], profile: EngineProfile, rows: list[RequestRow]) -> dict[str, Any]:
+    """Return what a record says of pruning."""
+    if not at["looked"]:
         return {}
     first = profile.exits[0]
     return {
         "prune_layer": first.layer,
-        "prune_s": float(engine["prune_s"]),
+        "prune_s": at["prune_s"],
         "saved_rows": first.saved_share * sum([row.pruned for row in rows]),
-        "wrongly_pruned": int(engine["wrongly_pruned"]),
+        "wrongly_pruned": at["wrongly_pruned"],
     }
-
-
-class Recorder:
-    """Makes the records of one engine of a simulator; `record` is called after each of its steps."""
-
-    def __init__(self, simulator: Simulator, engine: int = 0) -> None:
-        self._simulator, self._engine = simulator, engine
-        self._arrived = 0
-        slots = simulator.scenario.slots
-        self._dropped = np.zeros(slots, np.bool_)  # one more was drafted, but a stop rule dropped it
-        self._cells = np.zeros((slots, simulator.scenario.positions), np.uint8)  # of the drafts that wait
-        self._drafted_for = np.zeros(slots, np.int64)  # handles of their requests
-
-    def record(self, lease_sequence: int = 0) -> StepRecord:
-        """Return the record of the step just simulated; `lease_sequence` 0: no lease was in force."""
-        state, e = self._simulator.state, self._engine
-        engine, ints = state.engines[e], state.ints[e]
-        at = {name: int(engine[name]) for name in engine.dtype.names or () if engine.dtype[name].kind == "i"}
-        order = np.argsort(ints[HANDLE], kind="stable")
-        rows = [self._row(i) for i in order.tolist() if ints[SCHEDULED, i] > 0]
-        total = int(self._simulator.world.profiles["kv_blocks"][at["profile"]])
-        record = StepRecord(
-            boot_id=BOOT_ID, counter=at["steps"], step=at["steps"], time_s=float(engine["clock_s"]),
-            step_s=float(engine["step_s"]), schedule_s=0.0, verify_s=float(engine["verify_s"]), sample_s=0.0,
-            draft_s=float(engine["draft_s"]), overlap_s=float(engine["overlap_s"]), adapter_s=0.0,
-            running=at["running"], waiting=at["waiting"], prefill_tokens=at["prefill_tokens"],
-            decode_tokens=at["decode_tokens"], draft_tokens=at["draft_tokens"],
-            kv_usage=1.0 - at["free_blocks"] / total, split=None, frontier=at["frontier"] or None,
-            lease_epoch=1 if lease_sequence else 0, lease_sequence=lease_sequence, dropped=0, rejected=0,
-            events=self._events(order), rows=rows, caught_up=at["caught_up"], draft_rounds=at["rounds"],
-            drawn_tokens=at["drawn"], frontier_hits=at["frontier_hits"],
-            **pruning_of(engine, self._simulator.scenario.profiles[at["profile"]], rows),
-        )  # fmt: skip
-        self._cells, self._dropped = state.cells[e].copy(), self._was_dropped(at["is_ruled"])
-        self._drafted_for = ints[HANDLE].astype(np.int64)
-        return record
-
-    def _was_dropped(self, is_ruled: int) -> npt.NDArray[np.bool_]:
-        """Return (slots,) whose draft ended with a drafted token that was dropped."""
-        state, e = self._simulator.state, self._engine
-        ints, positions = state.ints[e], np.arange(self._simulator.scenario.positions)
-        kept, limit = ints[KEPT], np.minimum(ints[DRAFT_LIMIT], len(positions))
-        chances = state.chances[e][positions, state.cells[e]]  # (slots, positions)
-        survival = np.cumprod(chances, axis=1, dtype=np.float32)
-        last = np.maximum(kept - 1, 0)
-        went_on = (kept == 0) | (survival[np.arange(len(kept)), last] >= state.rules[e, GO_ON_FROM][last])
-        dropped: npt.NDArray[np.bool_] = (ints[SCHEDULED] > 0) & (kept < limit) & went_on & (is_ruled != 0)
-        return dropped
-
-    def _row(self, i: int) -> RequestRow:
-        ints = self._simulator.state.ints[self._engine]
-        value = {name: int(ints[column, i]) for name, column in _COLUMNS.items()}
-        return RequestRow(
-            **value, is_prefill=bool(ints[IS_PREFILL, i]), confidences=self._confidences(i, value["verified"])
-        )
-
-    def _confidences(self, i: int, verified: int) -> tuple[float, ...]:
-        is_same = self._drafted_for[i] == self._simulator.state.ints[self._engine, HANDLE, i]
-        told = verified + int(self._dropped[i] and is_same)
-        if told == 0:
-            return ()
-        profile = int(self._simulator.state.engines[self._engine]["profile"])
-        logits = self._simulator.world.tables[profile, LOGITS]
-        chosen = logits[np.arange(told), self._cells[i, :told]].astype(np.float64)
-        return tuple((1.0 / (1.0 + np.exp(-chosen))).tolist())
-
-    def _events(self, order: np.ndarray[tuple[int], np.dtype[np.intp]]) -> list[RequestEvent]:
-        simulator, e = self._simulator, self._engine
-        state, ints = simulator.state, simulator.state.ints[e]
-        engine, now_s = state.engines[e], float(state.engines[e]["clock_s"])
-        events = [RequestEvent("preempt", int(ints[HANDLE, i]), now_s, int(ints[EMITTED, i]))
-                  for i in order.tolist() if ints[PREEMPTED_NOW, i]]  # fmt: skip
-        arrived = int(engine["arrived"])
-        for handle in range(self._arrived + 1, arrived + 1):
-            place = (int(engine["queue_head"]) + int(engine["queue_length"]) - 1 - (arrived - handle)) % QUEUE
-            row = simulator.world.rows[state.queue_row[e, place]]
-            priority = int(simulator.world.priority[row["service"]])
-            events.append(
-                RequestEvent(
-                    "arrival", handle, float(state.queue_s[e, place]), int(row["prompt"]), f"r{handle}", priority
-                )
-            )
-        self._arrived = arrived
-        for i in order.tolist():
-            if ints[FIRST, i] and ints[SCHEDULED, i]:
-                events.append(RequestEvent("first_token", int(ints[HANDLE, i]), now_s, int(ints[EMITTED, i])))
-            if ints[FINISHED, i] and ints[SCHEDULED, i]:
-                events.append(RequestEvent("finish", int(ints[HANDLE, i]), now_s, int(ints[EMITTED, i])))
-        return events
-
-
-_COLUMNS = {
-    "handle": HANDLE, "scheduled": SCHEDULED, "draft_limit": DRAFT_LIMIT, "drafted": KEPT, "verified": VERIFIED,
-    "pruned": PRUNED, "accepted": ACCEPTED, "emitted": FRESH, "context": CONTEXT,
-}  # fmt: skip

@@ -17,10 +17,25 @@ from typer.testing import CliRunner
 from faser.controller.cli.evaluate import decided, loads_of
 from faser.controller.cli.main import app
 from faser.controller.errors import FaserError
+from faser.engine_adapter.protocol import StepRecord
 from faser.env.estimate.engine_state import EngineState
 from faser.env.profile.engine_profile import check, shipped_profile
+from faser.env.simulator.constants import LOGITS
 from faser.env.simulator.simulated_engine import SimulatedEngine
-from faser.env.simulator.simulated_record import Recorder
+from faser.env.simulator.state import (
+    ACCEPTED,
+    CONTEXT,
+    DRAFT_LIMIT,
+    FINISHED,
+    FRESH,
+    GO_ON_FROM,
+    HANDLE,
+    IS_PREFILL,
+    KEPT,
+    PRUNED,
+    SCHEDULED,
+    VERIFIED,
+)
 from faser.models.evaluation.evaluate import (
     DRIFT,
     ORACLES,
@@ -53,27 +68,59 @@ NGRAM = WORLDS["gpu-ngram"]
 
 
 @pytest.mark.parametrize("world", [WORLDS["gpu-small-knee"], going_ahead()[0]], ids=lambda world: world.name)
-def test_records_are_those_of_the_plain_recorder_under_a_policy_with_stop_rules(world: WorldSpec) -> None:
+def test_records_tell_what_the_simulator_did_under_a_policy_with_stop_rules(world: WorldSpec) -> None:
     engine = SimulatedEngine(world.closed(8), 5)
-    recorder = Recorder(engine.simulator)
     policy, state, actions, stops = make_policy("price", engine.capabilities), EngineState(engine.capabilities), None, 0
-    hits, was_ahead = 0, set()
+    hits, was_ahead, told = 0, set(), dict[int, tuple[float, ...]]()
     for sequence in range(1, 301):
-        record, plain = engine.step(actions), recorder.record(0 if actions is None else actions.sequence)
-        assert record.rows == plain.rows
-        assert not any(row.confidences for row in record.rows if row.is_prefill)
-        assert sorted(map(str, record.events)) == sorted(map(str, plain.events))
-        for name in record.__struct_fields__:
-            if name not in ("rows", "events", "frontier"):
-                assert getattr(record, name) == getattr(plain, name), name
+        record = engine.step(actions)
+        assert_rows_are_those_of_the_slots(record, engine)
+        for row in record.rows:
+            assert row.confidences == pytest.approx(told.get(row.handle, ())[: row.verified + 1])
+        told = confidences_drawn(engine, is_ruled=actions is not None and actions.stop is not None)
         # As from an engine with a gate of its own: what was asked for, not what the gate made of it.
         assert record.frontier == (None if actions is None else actions.frontier or None)
+        assert record.lease_sequence == (0 if actions is None else actions.sequence)
         hits += record.frontier_hits
         was_ahead |= {record.overlap_s > 0.0} if record.frontier and record.draft_tokens else set()
         actions = decided(state, record, policy, sequence)
         stops += actions.stop is not None
     assert stops > 50
     assert (hits > 50, len(was_ahead)) == ((True, 2) if engine.capabilities.frontier else (False, 0))
+
+
+def assert_rows_are_those_of_the_slots(record: StepRecord, engine: SimulatedEngine) -> None:
+    """Row by row, and their sums; handles ascend."""
+    ints = engine.simulator.state.ints[0]
+    handles = [row.handle for row in record.rows]
+    assert handles == sorted(int(ints[HANDLE, i]) for i in np.flatnonzero(ints[SCHEDULED]))
+    for row in record.rows:
+        (i,) = np.flatnonzero((ints[HANDLE] == row.handle) & (ints[SCHEDULED] > 0)).tolist()
+        columns = (SCHEDULED, DRAFT_LIMIT, KEPT, VERIFIED, PRUNED, ACCEPTED, FRESH, CONTEXT, IS_PREFILL)
+        assert ints[list(columns), i].tolist() == [
+            row.scheduled, row.draft_limit, row.drafted, row.verified, row.pruned, row.accepted, row.emitted,
+            row.context, row.is_prefill,
+        ]  # fmt: skip
+        assert not (row.is_prefill and row.confidences)
+    decoding = [row for row in record.rows if not row.is_prefill]
+    assert (record.decode_tokens, record.draft_tokens) == (len(decoding), sum(row.verified for row in decoding))
+    assert record.prefill_tokens == sum(row.scheduled for row in record.rows if row.is_prefill)
+    ended = {event.handle for event in record.events if event.kind == "finish"}
+    assert ended == {int(ints[HANDLE, i]) for i in np.flatnonzero(ints[FINISHED] & (ints[SCHEDULED] > 0))}
+
+
+def confidences_drawn(engine: SimulatedEngine, *, is_ruled: bool) -> dict[int, tuple[float, ...]]:
+    """Return what the drafter told by request: of each token that was kept, and of one that a stop rule dropped."""
+    state, found = engine.simulator.state, {}
+    logits = engine.simulator.world.tables[0, LOGITS]
+    for i in np.flatnonzero(state.ints[0, SCHEDULED]).tolist():
+        kept, cells = int(state.ints[0, KEPT, i]), state.cells[0, i].tolist()
+        survival = [float(state.chances[0, at, cell]) for at, cell in enumerate(cells)]
+        went_on = kept == 0 or math.prod(survival[:kept]) >= float(state.rules[0, GO_ON_FROM, kept - 1]) - 1e-6
+        is_dropped = is_ruled and kept < min(int(state.ints[0, DRAFT_LIMIT, i]), len(cells)) and went_on
+        sure = [1.0 / (1.0 + math.exp(-float(logits[at, cell]))) for at, cell in enumerate(cells)]
+        found[int(state.ints[0, HANDLE, i])] = tuple(sure[: kept + is_dropped])
+    return found
 
 
 def test_an_engine_without_confidences_tells_none() -> None:
