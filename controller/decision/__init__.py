@@ -1,1 +1,1 @@
-"""decision."""
+"""The pure core, one record in and one action set out, and the guards around it."""

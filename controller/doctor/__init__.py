@@ -1,1 +1,1 @@
-"""doctor."""
+"""`faser doctor`: what is wrong with an installation, and what to do."""

@@ -1,1 +1,1 @@
-"""held_answers."""
+"""Answers that a vLLM engine is held to, so that every arm of a benchmark emits the same tokens."""

@@ -1,1 +1,1 @@
-"""link."""
+"""The sidecar's end of the wire, and the orders that other commands send to it."""

@@ -1,1 +1,1 @@
-"""replay."""
+"""Recorded telemetry through the decision core again: decision replay, off-policy estimate, counterfactual."""

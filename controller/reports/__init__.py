@@ -1,1 +1,1 @@
-"""reports."""
+"""Pictures and HTML pages of what was measured."""

@@ -1,1 +1,1 @@
-"""telemetry."""
+"""The telemetry file: its schema, its one writer, and its readers."""

@@ -1,1 +1,1 @@
-"""link."""
+"""The engine's end of the wire; nothing here ever waits."""

@@ -1,1 +1,1 @@
-"""overlap."""
+"""Drafting ahead of verification, and ping-pong groups of requests."""

@@ -1,1 +1,1 @@
-"""calibration."""
+"""Fits of step times, acceptance and drift to measured engines."""

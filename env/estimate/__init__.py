@@ -1,1 +1,1 @@
-"""estimate."""
+"""What is known of one engine, kept up to date from its records."""

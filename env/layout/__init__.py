@@ -1,1 +1,1 @@
-"""layout."""
+"""What a learned policy sees, does and earns: names, units, bounds."""

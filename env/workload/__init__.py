@@ -1,1 +1,1 @@
-"""workload."""
+"""Arrivals, lengths and prompts: shipped traces, synthetic loads, held-out prompts."""

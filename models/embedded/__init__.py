@@ -1,1 +1,1 @@
-"""embedded."""
+"""The embedded target and drafter: found, converted, checked, computed."""

@@ -1,1 +1,1 @@
-"""evaluation."""
+"""Policies against rivals and hindsight in simulated worlds."""

@@ -1,1 +1,1 @@
-"""policies."""
+"""The Policy interface and FASER's own policies."""

@@ -1,1 +1,1 @@
-"""training."""
+"""Training of the learned policy with stable-baselines3, and its release."""
