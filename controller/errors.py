@@ -3,7 +3,7 @@
     FaserError                     1
     ├── UsageError                 2   a flag or argument that cannot be used
     │   ├── ConfigError            2   configuration: unknown key, wrong type, value out of bounds
-    │   └── PolicyError            2   no such policy, or a specification that cannot be read
+    │   └── UnknownPolicyError     2   no such policy, or a specification that cannot be read
     ├── EndpointError              3   socket: in use, unsafe directory, not on loopback
     │   └── NotRunningError        3   no sidecar answers
     ├── StoreError                 4   telemetry file: unwritable, not ours, other schema

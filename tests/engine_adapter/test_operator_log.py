@@ -34,7 +34,7 @@ def module_of(file: Path) -> str:
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs an installed vLLM")
 def test_info_lines_come_out_of_vllms_own_log() -> None:
     modules = [module_of(file) for file, text in SAYING.items() if "logger.info(" in text]
-    assert {"ragged", "runner_v1", "runner_v2", "scheduler"} <= set(modules)
+    assert {"drafting.ragged", "runner.v1", "runner.v2", "scheduler"} <= set(modules)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     command = [sys.executable, "-W", "ignore", "-c", CODE, *modules]
     done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment)
@@ -45,7 +45,7 @@ def test_info_lines_come_out_of_vllms_own_log() -> None:
 
 
 def test_every_module_that_says_something_says_it_there() -> None:
-    """pruning.py has lines from ERROR on alone, which Python shows without a handler too."""
+    """pruning/forward.py has lines from ERROR on alone, which Python shows without a handler too."""
     apart = [module_of(file) for file, text in SAYING.items() if "operator_log(__name__)" not in text]
-    assert set(apart) <= {"pruning"}
-    assert "logger.info(" not in SAYING[FLOOR / "pruning.py"]
+    assert set(apart) <= {"pruning.forward"}
+    assert "logger.info(" not in SAYING[FLOOR / "pruning" / "forward.py"]
