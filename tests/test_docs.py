@@ -13,7 +13,7 @@ import pytest
 import faser
 
 ROOT = Path(faser.__file__).parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 def test_generated_pages_are_up_to_date() -> None:
@@ -48,6 +48,17 @@ def test_every_faser_command_in_the_documentation_exists(page: Path) -> None:
     known = set(re.findall(r"^## `faser ([a-z]+)", (ROOT / "docs" / "commands.md").read_text(), re.M))
     named = set(re.findall(r"(?:^|[`$ ]) *faser ([a-z]+)(?= |`|$)", _code(page.read_text()), re.M))
     assert named <= known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_function_named_in_the_documentation_exists(page: Path) -> None:
+    named = re.findall(r"`([\w/]+\.py):(\w+)`", page.read_text())
+    missing = [(path, name) for path, name in named if not _defines(ROOT / path, name)]
+    assert missing == []
+
+
+def _defines(path: Path, name: str) -> bool:
+    return path.exists() and re.search(rf"^ *(?:def|class) {name}\b", path.read_text(), re.M) is not None
 
 
 def _code(text: str) -> str:
