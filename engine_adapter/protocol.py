@@ -1,6 +1,6 @@
 """The wire vocabulary: every message between engine and sidecar, with units and bounds.
 
-Both ends import this file; docs/protocol.md is generated from it. A frame is two header bytes (magic, version)
+Both ends import this file; docs/reference/protocol.md is generated from it. A frame is two header bytes (magic, version)
 and one msgpack array-like struct whose first element is the message's tag. Never pickle: msgspec only builds
 the types below.
 

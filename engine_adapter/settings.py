@@ -164,7 +164,7 @@ SETTINGS: Final = {
     "exit_heads": Setting(
         "FASER_EXIT_HEADS",
         "",
-        "File of exit heads (docs/pruning.md); with it, a lease may prune verification; empty: never.",
+        "File of exit heads (docs/design/pruning.md); with it, a lease may prune verification; empty: never.",
         lambda _name, text: text,
     ),
     "prune": Setting(
@@ -177,7 +177,7 @@ SETTINGS: Final = {
     "drafter_cores": Setting(
         "FASER_DRAFTER_CORES",
         "",
-        "Cores of a process that drafts ahead (docs/overlap.md), such as 1 or 2-3; all: unpinned; empty: no process.",
+        "Cores of a process that drafts ahead (docs/design/overlap.md), such as 1 or 2-3; all: unpinned; empty: no process.",
         _cores,
     ),
     "frontier": Setting(

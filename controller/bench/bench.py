@@ -1,7 +1,7 @@
 """`faser bench`: FASER beside everything a user would pick instead, on real vLLM servers that take turns.
 
 Called by controller/cli/bench.py. It owns every process it starts and ends them whatever happens; what was measured
-until then is in the file and is printed. docs/bench.md has the definitions.
+until then is in the file and is printed. docs/guide/benchmark.md has the definitions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a demo ends with: one JSON object and one table. Figures of steps come from the telemetry file alone.
 
-Called by controller/demo/demo.py. Field names are documented in the README and are what scripts read: add, never
+Called by controller/demo/demo.py. Field names stand in docs/guide/quickstart.md and are what scripts read: add, never
 rename.
 """
 

@@ -1,7 +1,7 @@
 """The command line and environment of an unmodified vLLM API server with FASER switched on.
 
-Called by `faser serve`, `faser demo`, the benchmarks and the engine tests; README shows the same flags for use by hand.
-It computes and starts nothing.
+Called by `faser serve`, `faser demo`, the benchmarks and the engine tests; docs/guide/quickstart.md shows the same
+flags for use by hand. It computes and starts nothing.
 """
 
 from __future__ import annotations

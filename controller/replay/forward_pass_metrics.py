@@ -170,5 +170,5 @@ def _name(path: Path) -> str:
 def _unreadable(path: Path, row: int, reason: str) -> StoreError:
     return StoreError(
         f"{_name(path)}, row {row}: {reason}", f"forward-pass metrics of version {VERSION}, bare or as {SCHEMA}",
-        "see docs/telemetry.md",
+        "see docs/reference/telemetry.md",
     )  # fmt: skip

@@ -33,7 +33,7 @@ def write_parquet(path: Path, kinds: Mapping[str, str], content: Iterable[Mappin
             except (pyarrow.ArrowException, OverflowError) as error:
                 raise StoreError(
                     f"lines {number + 1} to {number + len(group)} cannot be written as Parquet: {error}",
-                    "numbers and text as docs/telemetry.md says",
+                    "numbers and text as docs/reference/telemetry.md says",
                     "faser store check names what is damaged",
                 ) from None
             writer.write_table(table)

@@ -1,6 +1,6 @@
 """Tables and views of the telemetry file, and how wire messages become their rows.
 
-Called by the store's writer (rows in) and by readers (open_for_reading). docs/telemetry.md describes every column
+Called by the store's writer (rows in) and by readers (open_for_reading). docs/reference/telemetry.md describes every column
 and a test holds it to that. Engines are a key of every table: one file carries many.
 """
 

@@ -163,7 +163,7 @@ class Steering:
         """Latch the draft length of every scheduled request: the drafting of this step, the verification of the next.
 
         A lease that arrives later waits for the next call, so that no length ever depends on a token drawn in
-        this round (docs/decisions.md, exactness).
+        this round (docs/design/exactness.md).
         """
         self.step += 1
         now_s = time.monotonic()

@@ -137,7 +137,7 @@ class IdealSplit(SplitCost):
     """What a split could be at best: each group's phases as fast as on the whole device, the shorter one hidden whole.
 
     Two groups read the weights twice, so even this is slower than unsplit where half of the rows cost nearly as much
-    as all (docs/overlap.md, "What it can win at most").
+    as all (docs/design/overlap.md, "What it can win at most").
     """
 
     def __init__(self, base: CostTable) -> None:

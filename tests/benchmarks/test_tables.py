@@ -74,7 +74,7 @@ def test_every_results_file_has_a_table(name: str, tables: ModuleType) -> None:
 
 
 def test_every_results_file_is_named_where_its_figures_stand() -> None:
-    pages = [*FOLDER.parent.glob("*.md"), *(FOLDER.parent / "docs").glob("*.md"), *FOLDER.rglob("*.py")]
+    pages = [*FOLDER.parent.glob("*.md"), *(FOLDER.parent / "docs").rglob("*.md"), *FOLDER.rglob("*.py")]
     told = "\n".join(path.read_text() for path in pages)
     assert [path.name for path in (FOLDER / "results").glob("*.json") if path.name not in told] == []
 

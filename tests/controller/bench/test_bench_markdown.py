@@ -74,7 +74,7 @@ def test_how_it_was_measured_is_said() -> None:
         assert said in page(told)
 
 
-@pytest.mark.parametrize(("name", "document"), [("bench_full", "results.md"), ("bench_trace", "bench.md")])
+@pytest.mark.parametrize(("name", "document"), [("bench_full", "results.md"), ("bench_trace", "results.md")])
 def test_tables_in_the_documents_are_their_files(name: str, document: str) -> None:
     text = (ROOT / "docs" / document).read_text()
     found = rows_of(page(read_results(RESULTS / f"{name}.json")).split("azure-conv swell, all:")[-1])

@@ -331,7 +331,7 @@ def test_reading_needs_no_right_to_write_and_refuses_other_files(store: Store, p
 
 
 def test_every_column_and_view_is_documented() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "telemetry.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "reference" / "telemetry.md").read_text()
     for table, columns in TABLES.items():
         section = text.split(f"### `{table}`")[1].split("###")[0]
         missing = [column for column in columns if f"`{column}`" not in section]

@@ -265,7 +265,7 @@ def test_nothing_is_tried_that_could_not_even_pay_at_best() -> None:
 
 
 def test_a_split_at_best_reads_the_weights_twice_and_hides_all_drafting() -> None:
-    """The bound of docs/overlap.md, in seconds."""
+    """The bound of docs/design/overlap.md, in seconds."""
     base = learnt_unsplit()
     ideal = IdealSplit(base)
     assert ideal.is_known(48)
