@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
+from ...engine_adapter.arrays import Floats
 from ...engine_adapter.protocol import Hello
 from ...env.calibration.accept_traces import SHIPPED, read_accept_trace, shipped_accept_trace
 from ...env.calibration.acceptance_fit import DraftTrial, describe, fit_acceptance
@@ -34,7 +35,7 @@ from ...env.calibration.step_fit import (
     fitted_kinds,
     phase_level,
 )
-from ...env.calibration.step_samples import Floats, StepSamples
+from ...env.calibration.step_samples import StepSamples
 from ...env.profile.acceptance_model import AcceptanceModel
 from ...env.profile.engine_profile import (
     PROFILE_VERSION,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..arrays import Ints
 from ..patches.pruning import (
     attention_layer,
     cut_attention,
@@ -30,7 +31,7 @@ from ..patches.pruning import (
     spread_logits,
     tracks_thinking,
 )
-from .cut import Cut, CutBatch, Ints, warm_up
+from .cut import Cut, CutBatch, warm_up
 from .row_buffer import RowBuffer
 from .verdict import Checks
 

@@ -11,16 +11,12 @@ import hashlib
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import nnls
 
+from ...engine_adapter.arrays import Bools, Floats, Ints
 from ..profile.engine_profile import PhaseModel, Range, Work
 from ..profile.step_basis import BASES, Phase
 from .step_samples import StepSamples
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 HELD_OUT_SHARE = 0.4
 COUNTED_REPEATS = 7  # a cell of fewer may be fitted, but is no point to judge a model by

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from ...engine_adapter.arrays import Floats
 from .acceptance_model import AcceptanceModel, default_acceptance
 from .step_basis import (
     BASES,
@@ -26,7 +27,6 @@ from .step_basis import (
     ROUND_EDGES,
     ROW_EDGES,
     VERIFY_BASIS,
-    Floats,
     fill_draft_basis,
     fill_host_basis,
     fill_verify_basis,

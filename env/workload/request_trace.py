@@ -17,7 +17,8 @@ from importlib.resources.abc import Traversable
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
+
+from ...engine_adapter.arrays import Floats, Ints
 
 COLUMNS: Final = ("arrival_s", "input_tokens", "output_tokens")
 SHIPPED: Final = {
@@ -42,9 +43,9 @@ class Trace:
     """
 
     name: str
-    arrival_s: npt.NDArray[np.float64]
-    input_tokens: npt.NDArray[np.int64]
-    output_tokens: npt.NDArray[np.int64]
+    arrival_s: Floats
+    input_tokens: Ints
+    output_tokens: Ints
 
     def __len__(self) -> int:
         return len(self.arrival_s)

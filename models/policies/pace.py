@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from ...env.estimate.acceptance import Floats, Ints
+from ...engine_adapter.arrays import Floats, Ints
 from ...env.estimate.engine_state import EngineState
 from ...env.estimate.planning_view import PlanningView
 from ...env.spaces import Action

@@ -15,13 +15,12 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from ...engine_adapter.arrays import Bools, Floats, Ints
 from ...engine_adapter.compiled import compiled
-from ...env.estimate.acceptance import Floats, Ints
 from ...env.estimate.confidence import Forecast
 from ...env.estimate.engine_state import EngineState
 from ...env.estimate.overlap_bound import PhaseTimes, draft_ahead_bound
 from ...env.estimate.planning_view import PlanningView
-from ...env.estimate.requests import Bools
 from ...env.estimate.split_cost import IdealSplit
 from ...env.spaces import Action, Capabilities
 from .advice import NEUTRAL, Advice

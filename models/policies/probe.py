@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...engine_adapter.arrays import Floats
 from ...engine_adapter.compiled import compiled
-from ...env.estimate.acceptance import Floats
 from ...env.estimate.planning_view import PlanningView
 
 BUDGET_SHARE = 0.01  # of the time

@@ -17,13 +17,14 @@ import numpy as np
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv
 
+from ...engine_adapter.arrays import Singles
 from ...env.layout.action_vector import require_numbers
 from ...env.layout.observation import Observation, observe_vector
 from ...env.speculative_serving import Observations, observation_space
 from ..evaluation.evaluate import Decide
 from ..policies.advice import SPAN_DECISIONS, Advice
 from ..policies.learned import LearnedPolicy
-from ..policies.network import Network, Singles
+from ..policies.network import Network
 from ..policies.price import PricePolicy
 from .config import TrainConfig
 from .twin import BaselineTask, Course, Twin, tasks

@@ -11,8 +11,8 @@ from typing import Final
 
 import numpy as np
 
+from ...engine_adapter.arrays import Floats
 from ...engine_adapter.protocol import ActionSet
-from ...env.estimate.acceptance import Floats
 from ...env.estimate.engine_state import EngineState
 from ...env.simulator.simulated_engine import SimulatedEngine
 from ..evaluation.evaluate import DRIFT, FULL, Decide

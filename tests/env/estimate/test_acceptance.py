@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from faser.env.estimate.acceptance import FIRST_GUESS, Floats, Population, count_trials, shrink
+from faser.engine_adapter.arrays import Floats
+from faser.env.estimate.acceptance import FIRST_GUESS, Population, count_trials, shrink
 
 TRUE = np.array([0.8, 0.6, 0.5, 0.4])
 

@@ -9,10 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from faser.engine_adapter.arrays import Bools, Ints
 from faser.engine_adapter.protocol import RequestEvent, RequestRow, StepRecord, StopRule
-from faser.env.estimate.acceptance import Ints
 from faser.env.estimate.engine_state import EngineState, observe
-from faser.env.estimate.requests import Bools
 from faser.env.spaces import Action, Capabilities
 from faser.models.policies.pace import Pace, PacedPolicy, _stripped
 from faser.models.policies.policy import Policy, PolicyError
