@@ -42,7 +42,6 @@ from ...env.profile.engine_profile import (
     Card,
     EngineProfile,
     PhaseModel,
-    ProfileError,
     load_profile,
     save_profile,
     shipped_profile,
@@ -224,11 +223,8 @@ def accept_trace(name: str) -> list[DraftTrial]:
 
 
 def load_profile_or_fail(path: Path) -> EngineProfile:
-    """Return a profile, of a file or a shipped one's name; raise ModelError with the reason if it cannot be used."""
-    try:
-        return shipped_profile(str(path)) if str(path) in SHIPPED_PROFILES else load_profile(path)
-    except ProfileError as error:
-        raise ModelError(str(error)) from None
+    """Return a profile, of a file or a shipped one's name; raise ProfileError with the reason if it cannot be used."""
+    return shipped_profile(str(path)) if str(path) in SHIPPED_PROFILES else load_profile(path)
 
 
 def require_fitting(profile: EngineProfile, hello: Hello, path: Path) -> EngineProfile:

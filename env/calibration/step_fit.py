@@ -14,6 +14,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from ...engine_adapter.arrays import Bools, Floats, Ints
+from ...engine_adapter.errors import ModelError
 from ..profile.engine_profile import PhaseModel, Range, Work
 from ..profile.step_basis import BASES, Phase
 from .step_samples import StepSamples
@@ -26,7 +27,7 @@ RESAMPLES = 40  # for the covariance of the coefficients
 LEAST_CELLS: dict[Phase, int] = {"verify": 8, "draft": 8, "host": 2}
 
 
-class CalibrationError(ValueError):
+class CalibrationError(ModelError):
     """Measurements that no model can be fitted to; the message says what was seen and what was expected."""
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from msgspec import Meta
 
 from ...engine_adapter.arrays import Floats
+from ...engine_adapter.errors import ModelError
 from .acceptance_model import AcceptanceModel, default_acceptance
 from .step_basis import (
     BASES,
@@ -42,7 +43,7 @@ class OutsideProfile(ValueError):
     """A step outside the measured domain; the message names the quantity, its value and the measured range."""
 
 
-class ProfileError(ValueError):
+class ProfileError(ModelError):
     """A profile that cannot be used; the message names file and field, what was seen and what was expected."""
 
 

@@ -19,6 +19,7 @@ from typing import Final
 import numpy as np
 
 from ...engine_adapter.arrays import Floats, Ints
+from ...engine_adapter.errors import UsageError
 
 COLUMNS: Final = ("arrival_s", "input_tokens", "output_tokens")
 SHIPPED: Final = {
@@ -29,7 +30,7 @@ SHIPPED: Final = {
 MOONCAKE_TICK_S: Final = 3.0  # its clock; all arrivals of a tick carry the tick's start
 
 
-class TraceError(ValueError):
+class TraceError(UsageError):
     """A trace cannot be used; the message names file and row, what was seen and what was expected."""
 
 
