@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..drafting.catch_up import CacheShape, CatchUp, Limits
 from ..drafting.ragged import RaggedModelDrafter, RaggedNgramDrafter, adopt
-from ..link.quiet_moment import LULLS
+from ..link.quiet_moment import QUIET_MOMENTS
 from ..operator_log import operator_log
 from ..overlap.groups_runner import GroupsRunner
 from ..patches.v1 import RunnerHooks, drafter_context, inner_output, shared_cache, undrafted_step
@@ -123,7 +123,7 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
         """Time the target's forward pass."""
         with self._timed("verify"):
             hidden = verify()
-        LULLS.tell()
+        QUIET_MOMENTS.tell()
         return hidden
 
     def drafter_fits(self, fits: bool, metadata: Any) -> bool:
