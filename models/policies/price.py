@@ -54,7 +54,7 @@ class Plan(msgspec.Struct, frozen=True):
     depth: int  # deepest round
     drafted: float  # tokens in all
     even_rates: Floats  # (k_max + 1,) what it expects of one length for all, tokens/s
-    people: Chances | None = None  # None: the population as seen without stop rules
+    chances: Chances | None = None  # None: the population as seen without stop rules
 
 
 class OperatingPoint(msgspec.Struct):
@@ -132,7 +132,7 @@ class PricePolicy:
         if plan.depth > 0 and self._probes.looks_back(view, plan.rate / plan.even_rates.item(0) - 1.0):
             return uniform(view.size, 0, f"{requests} decoding: probing length 0")
         begin_s = view.catch_up_s() if self._probes.is_due(view) else 0.0
-        probe = self._probes.choose(view, plan.rate, plan.depth, plan.people, begin_s)
+        probe = self._probes.choose(view, plan.rate, plan.depth, plan.chances, begin_s)
         if probe is not None:
             return uniform(view.size, probe, f"{requests} decoding: probing length {probe}")
         return plan.action
