@@ -25,7 +25,7 @@ from ...env.estimate.split_cost import IdealSplit
 from ...env.spaces import Action, Capabilities
 from .advice import NEUTRAL, Advice
 from .baselines import uniform
-from .first_lesson import FirstLesson
+from .confidence_bootstrap import ConfidenceBootstrap
 from .probe import BUDGET_SHARE, Chances, ProbeAccount
 from .split_choice import Promises, SplitChoice
 from .step_grid import HYSTERESIS, PLANES, choose
@@ -90,7 +90,7 @@ class PricePolicy:
         self.plan: Plan | None = None  # the newest action's, whether or not a probe took its place
         self._held_for: tuple[int, Forecast | None, int] = (0, None, 0)  # requests, forecast if followed, split
         self._probes = ProbeAccount()
-        self._lesson = FirstLesson()
+        self._bootstrap = ConfidenceBootstrap()
         self._can_split = len(capabilities.splits) > 1
         self._splits = SplitChoice(len(capabilities.splits))
         self._advice = NEUTRAL
@@ -127,7 +127,7 @@ class PricePolicy:
 
     def _probed(self, plan: Plan, view: PlanningView) -> Action:
         requests = view.requests
-        if plan.depth == 0 and self._can_stop and self._lesson.begins(view, plan.rate):
+        if plan.depth == 0 and self._can_stop and self._bootstrap.begins(view, plan.rate):
             return uniform(view.size, 1, f"{requests} decoding: learning what confidence tells")
         if plan.depth > 0 and self._probes.looks_back(view, plan.rate / plan.even_rates.item(0) - 1.0):
             return uniform(view.size, 0, f"{requests} decoding: probing length 0")

@@ -18,7 +18,7 @@ DRAFTS: Final = 176  # a forecast needs 150 that were tested, and some belong to
 MARGIN: Final = 0.02  # a drafter whose confidence tells all must promise this much more tokens/s
 
 
-class FirstLesson:
+class ConfidenceBootstrap:
     """Counts its drafts: so many in a policy's life."""
 
     def __init__(self) -> None:
