@@ -27,7 +27,7 @@ from .advice import NEUTRAL, Advice
 from .baselines import uniform
 from .confidence_bootstrap import ConfidenceBootstrap
 from .probe import BUDGET_SHARE, Chances, ProbeAccount
-from .split_choice import Promises, SplitChoice
+from .split_choice import RateEstimates, SplitChoice
 from .step_grid import HYSTERESIS, PLANES, choose
 from .stop_rules import EDGE_LIST, NO_RULE, all_drafts, predict_stops, rule_of
 
@@ -146,8 +146,8 @@ class PricePolicy:
         self._point.rate = plan.rate
         is_trial = self._splits.is_trial(octave)  # whose few steps are to tell of the split alone
         action = plan.action if is_trial else self._probed(plan, planned)
-        promises = Promises(partial(self._promised, state, view), partial(self._promised_at_best, view))
-        self._splits.note(requests, octave, state.split == split, promises)
+        rates = RateEstimates(partial(self._promised, state, view), partial(self._promised_at_best, view))
+        self._splits.note(requests, octave, state.split == split, rates)
         return msgspec.structs.replace(action, split=split)
 
     def _promised(self, state: EngineState, view: PlanningView, split: int) -> float | None:

@@ -94,7 +94,7 @@ def test_the_less_urgent_class_costs_the_urgent_one_nothing() -> None:
 
 
 class Imagined:
-    """An outlook in which class 0 is late, less so by `gain` if nobody of a class drafts."""
+    """A forecast in which class 0 is late, less so by `gain` if nobody of a class drafts."""
 
     def __init__(self, gain: float, of: int) -> None:
         self.priority = np.array([0, 0, 5, 5])
