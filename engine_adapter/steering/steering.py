@@ -33,7 +33,7 @@ from ..protocol import (
 )
 from .lease import Lease
 from .orders import StepOrder, StepReport
-from .record import Entry, LiveRequest, RecordBuilder, StepTrace
+from .record import Entry, LiveRequest, RawStep, RecordBuilder
 from .sampled_tokens import SampledTokens
 
 logger = operator_log(__name__)
@@ -245,7 +245,7 @@ class Steering:
             self._forget_departed()
         self.records += 1
         apart = {} if outcome.report is None else outcome.report.apart
-        trace = StepTrace(
+        raw = RawStep(
             order,
             outcome.report or _NO_REPORT,
             scheduled,
@@ -274,7 +274,7 @@ class Steering:
         self.cost_s = 0.0
         self.events, self._preempted = [], []
         is_idle = not outcome.running and not outcome.waiting  # no step follows, and no quiet moment
-        self.link.send_later(partial(self._builder.build, trace), 0.0 if is_idle else rest_s(trace.step_s))
+        self.link.send_later(partial(self._builder.build, raw), 0.0 if is_idle else rest_s(raw.step_s))
 
     def _forget_departed(self) -> None:
         """Let go of requests that left, whose last tokens are counted now."""
