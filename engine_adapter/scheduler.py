@@ -163,7 +163,7 @@ class SteeredScheduler(SchedulerHooks):
         if self.ping_pong is not None:
             self._latched = self.ping_pong.latch(order.lengths)
             # A draft that waits for its turn was drawn before the prune order of the step that verifies it.
-            order.is_apart, order.prune, order.next_prune = self.ping_pong.is_apart, None, None
+            order.is_deferred, order.prune, order.next_prune = self.ping_pong.is_deferred, None, None
         output.num_spec_tokens_to_schedule = max(order.lengths.values(), default=0)
         output.faser = order  # type: ignore[attr-defined]
 

@@ -82,4 +82,4 @@ class GroupsRunner(FrontierRunner):
         report.drafted = [count + late.pop(name, 0) for count, name in zip(report.drafted, names, strict=True)]
         late.update((name, len(tokens)) for name, tokens in met.items())
         if getattr(self.drafter, "has_book", False):  # type: ignore[attr-defined]
-            report.apart = {name: confidences[name][: len(tokens) + 1] for name, tokens in met.items()}
+            report.deferred = {name: confidences[name][: len(tokens) + 1] for name, tokens in met.items()}

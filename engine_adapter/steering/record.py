@@ -77,7 +77,7 @@ class RawStep:
     running: int
     waiting: int
     kv_usage: float
-    apart: list[tuple[Entry, tuple[float, ...]]] = field(default_factory=list)  # drafts of requests not in the step
+    deferred: list[tuple[Entry, tuple[float, ...]]] = field(default_factory=list)  # drafts of requests not in the step
     counted: tuple[int, int] | None = None  # vLLM's own (drafted, accepted); None: it keeps no statistics
 
 
@@ -207,7 +207,7 @@ class RecordBuilder:
                 )
             )
             entry.confidences = confidences[row] if confidences else ()
-        for entry, told in raw.apart:
+        for entry, told in raw.deferred:
             entry.confidences = told
         return rows[:MAX_REQUESTS], prefill, decode, drafts
 

@@ -244,7 +244,7 @@ class Steering:
         if self._departed:
             self._forget_departed()
         self.records += 1
-        apart = {} if outcome.report is None else outcome.report.apart
+        deferred = {} if outcome.report is None else outcome.report.deferred
         raw = RawStep(
             order,
             outcome.report or _NO_REPORT,
@@ -267,7 +267,7 @@ class Steering:
             outcome.running,
             outcome.waiting,
             outcome.kv_usage,
-            [(known[name], told) for name, told in apart.items() if name in known],
+            [(known[name], told) for name, told in deferred.items() if name in known],
             outcome.counted,
         )
         self._last_end_s = now_s

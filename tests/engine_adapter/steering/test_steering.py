@@ -196,7 +196,7 @@ def test_confidences_of_drafts_that_came_between_two_steps_of_a_request() -> Non
     adapter.record(adapter.order({"a": 1}, 0.0), outcome({"a": 1}, {}, [[1]]))
     between = outcome({"b": 1}, {}, [[1]])
     assert between.report is not None
-    between.report.apart = {"a": (0.9, 0.8), "gone": (0.1,)}
+    between.report.deferred = {"a": (0.9, 0.8), "gone": (0.1,)}
     adapter.record(adapter.order({"b": 1}, 0.0), between)
     adapter.record(adapter.order({"a": 2}, 0.0), outcome({"a": 2}, {"a": [5]}, [[5, 6]]))
     records = [sent for sent in link.sent if isinstance(sent, wire.StepRecord)]
