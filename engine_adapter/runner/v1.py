@@ -243,7 +243,7 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Return the drafts on the host, each cut to its request's length; None where nobody has any."""
-        return self.with_met(self._take_this_steps())
+        return self.with_late_drafts(self._take_this_steps())
 
     def _take_this_steps(self) -> DraftTokenIds | None:
         # A request that was scheduled holds no drafts any more (0.32 scheduler.py:876): there is nothing to replace.

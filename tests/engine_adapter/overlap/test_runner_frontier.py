@@ -77,7 +77,7 @@ class Runner(FaserRunnerV1, Vllm):
         given: Any = self.process
         self.remote = RemoteDrafting(given, ALWAYS)
         self._notes = object()  # type: ignore[assignment]
-        self._late, self._stopwatch = {}, HostPhases()
+        self._late_tokens, self._stopwatch = {}, HostPhases()
         tokens = np.arange(300, dtype=np.int32).reshape(3, 100)
         booked = [3, 1, 1] if is_list else [0, 0, 0]  # vLLM has written what it sampled
         self.input_batch = SimpleNamespace(
@@ -182,7 +182,7 @@ def next_step(runner: Runner, *names: str, finished: tuple[str, ...] = ()) -> An
     """Let a step pass that has these requests, none of which drafts; return what is handed to the scheduler."""
     runner.execute_model(scheduled(*names, finished=finished))
     runner.draft_remotely(torch.tensor([[1]] * 3), [0, 0, 0])
-    return runner.with_met(None)
+    return runner.with_late_drafts(None)
 
 
 @pytest.mark.usefixtures("outputs")
@@ -191,9 +191,9 @@ def test_a_group_is_asked_for_and_handed_over_a_step_later_by_name() -> None:
     assert runner.propose() == [[], [], []], "vLLM's own drafter is not asked either"
     assert [[wish.request for wish in sent] for sent in runner.process.sent] == [["a", "b"]]
     assert runner._notes is None, "exit heads would read another drafting's candidates"
-    assert runner.with_met(None) is None
-    met = next_step(runner, "c")
-    assert (met.req_ids, met.draft_token_ids) == (["a"], [[61, 62, 63]]), "b's never came"
+    assert runner.with_late_drafts(None) is None
+    late_drafts = next_step(runner, "c")
+    assert (late_drafts.req_ids, late_drafts.draft_token_ids) == (["a"], [[61, 62, 63]]), "b's never came"
     assert next_step(runner, "c") is None
 
 
@@ -204,7 +204,7 @@ def test_what_is_met_goes_behind_this_steps_own_drafts() -> None:
     runner.execute_model(scheduled("c"))
     runner.draft_remotely(torch.tensor([[1]] * 3), [0, 0, 0])
     given: Any = SimpleNamespace(req_ids=["c"], draft_token_ids=[[7]])
-    joined = runner.with_met(given)
+    joined = runner.with_late_drafts(given)
     assert joined is not None
     assert (joined.req_ids, joined.draft_token_ids) == (["c", "a"], [[7], [61, 62, 63]])
 
@@ -230,11 +230,11 @@ def test_drafts_that_come_later_count_in_their_requests_next_row() -> None:
     runner.propose()
     runner.execute_model(scheduled("c"))
     runner.draft_remotely(torch.tensor([[1]] * 3), [0, 0, 0])
-    met, own = StepReport(drafted=[0, 0, 0]), StepReport(drafted=[0, 1, 0])
-    runner.report_frontiers(met)
-    assert met.deferred == {"a": (0.9, 0.8, 0.1)}, "the dropped token's too"
-    assert met.is_drafter_ready
-    runner.with_met(None)
+    late, own = StepReport(drafted=[0, 0, 0]), StepReport(drafted=[0, 1, 0])
+    runner.report_frontiers(late)
+    assert late.deferred == {"a": (0.9, 0.8, 0.1)}, "the dropped token's too"
+    assert late.is_drafter_ready
+    runner.with_late_drafts(None)
     runner.report_frontiers(own)
     assert (own.drafted, own.deferred) == ([2, 1, 0], {})
     runner.report_frontiers(own)
