@@ -88,13 +88,13 @@ class GatedEngine(Engine):
         Steering.record = recorded  # type: ignore[method-assign]
 
     def _new_gates(self) -> None:
-        self._ahead, self._apart = Told(), Told()
-        self._remote._gate, self._groups._gate = self._ahead, self._apart
+        self._ahead, self._deferred = Told(), Told()
+        self._remote._gate, self._groups._gate = self._ahead, self._deferred
 
     def put_into(self, arm: str) -> None:
         """Have the gates say what makes an arm."""
         self._ahead.says = None if arm == GATED else arm == "ahead"
-        self._apart.says = None if arm == GATED else arm == "groups"
+        self._deferred.says = None if arm == GATED else arm == "groups"
         self._groups.mode = ALWAYS if arm == "groups" else AUTO  # which also asks whether it may pay at all
 
     def measure(self, sets: list[list[str]], tokens: int) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class GatedEngine(Engine):
         return {
             "requests": len(sets[0]), "timed": len(timed), "kinds": kinds,
             "gain_seen_by_gates": {
-                "ahead": self._ahead.gain(len(sets[0])), "groups": self._apart.gain(len(sets[0])),
+                "ahead": self._ahead.gain(len(sets[0])), "groups": self._deferred.gain(len(sets[0])),
             },
             "tokens_per_s": {arm: [round(rate, 4) for rate in found] for arm, found in rates.items()},
         }  # fmt: skip
@@ -132,7 +132,7 @@ class GatedEngine(Engine):
     def _are_settled(self, requests: int) -> bool:
         """Whether both gates know what they want to; groups that cannot pay at all are not asked about."""
         asks_groups = requests > 1 and self._groups.pace.may_pay()
-        return self._ahead.gain(requests) is not None and (not asks_groups or self._apart.gain(requests) is not None)
+        return self._ahead.gain(requests) is not None and (not asks_groups or self._deferred.gain(requests) is not None)
 
     def _record(self, texts: list[str], tokens: int) -> None:
         """Let the engine answer the prompts in turn; from now on they get the same tokens."""
@@ -159,7 +159,7 @@ class GatedEngine(Engine):
                 slice_, into = emitted // (SLICE_TOKENS * len(texts)), 0
                 self.put_into(arms[slice_ % len(arms)])
             is_counted = len(arms) == 1 or into >= FIRST_STEPS
-            self._ahead.is_deaf = self._apart.is_deaf = not is_counted
+            self._ahead.is_deaf = self._deferred.is_deaf = not is_counted
             outputs, step, fresh = self._timed_step(number, emitted)
             said |= {output.request_id: list(output.outputs[0].token_ids) for output in outputs}
             if any(output.finished for output in outputs):
@@ -190,7 +190,7 @@ class GatedEngine(Engine):
         outcome, turn = self._outcome, self._groups._turn
         assert outcome is not None
         assert outcome.report is not None
-        kind = "groups" if turn.is_apart or turn.held else "ahead" if was_ahead else "in turn"
+        kind = "groups" if turn.is_deferred or turn.held else "ahead" if was_ahead else "in turn"
         rows, rounds = sum(outcome.scheduled.values()), outcome.report.rounds or ()
         work = (math.log(rows), float(rows), float(len(rounds)), float(sum(rounds)), float(emitted))
         return outputs, Step(kind, number, work, took_s), sum(outcome.sampled.counts)

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import linprog
 
-Floats = npt.NDArray[np.float64]
+from faser.engine_adapter.arrays import Floats
 
 QUARTILE: Final = 0.25
 

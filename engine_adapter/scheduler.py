@@ -12,6 +12,7 @@ from copy import copy
 from functools import update_wrapper
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
+from .errors import FaserError
 from .hello import describe_engine, drafter_context, refusal
 from .link.engine_link import EngineLink
 from .link.keys import engine_keys
@@ -19,7 +20,7 @@ from .operator_log import operator_log
 from .overlap.ping_pong import PingPong, chosen_groups
 from .patches.scheduler import SchedulerHooks
 from .patches.versions import unsupported_reason, vllm_version
-from .settings import SettingError, ensure_private_folder, load_settings
+from .settings import ensure_private_folder, load_settings
 from .steering.lease import Lease
 from .steering.sampled_tokens import SampledTokens, delivered_tokens, vllms_count
 from .steering.steering import BatchOutcome, Default, Steering
@@ -71,7 +72,7 @@ def _off_reason(config: VllmConfig) -> str | None:
 def in_one_line(error: Exception) -> str:
     """Return what an error says; one that is none of FASER's own says of which kind it is, too."""
     said = " ".join(str(error).split())
-    return said if isinstance(error, SettingError) else f"{type(error).__name__}: {said}"
+    return said if isinstance(error, FaserError) else f"{type(error).__name__}: {said}"
 
 
 def start_steering(vllm_config: VllmConfig, scheduler: Any) -> None:
@@ -162,7 +163,7 @@ class SteeredScheduler(SchedulerHooks):
         if self.ping_pong is not None:
             self._latched = self.ping_pong.latch(order.lengths)
             # A draft that waits for its turn was drawn before the prune order of the step that verifies it.
-            order.is_apart, order.prune, order.next_prune = self.ping_pong.is_apart, None, None
+            order.is_deferred, order.prune, order.next_prune = self.ping_pong.is_deferred, None, None
         output.num_spec_tokens_to_schedule = max(order.lengths.values(), default=0)
         output.faser = order  # type: ignore[attr-defined]
 

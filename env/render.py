@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ..engine_adapter.arrays import Floats
+
 Moments = Sequence[tuple[float, ...]]  # (seconds, running, waiting, mean draft length, tokens/s, good tokens/s)
 
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -24,7 +26,7 @@ def ansi(moments: Moments) -> str:
     return "\n".join(lines)
 
 
-def _bars(values: npt.NDArray[np.float64]) -> str:
+def _bars(values: Floats) -> str:
     parts = np.array_split(values, min(_WIDTH, len(values)))
     means = np.array([part.mean() for part in parts])
     scaled = means / max(float(means.max()), 1e-12) * (len(_BARS) - 1)
@@ -56,6 +58,6 @@ def picture(moments: Moments) -> npt.NDArray[np.uint8]:
     return pixels
 
 
-def _smooth(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _smooth(values: Floats) -> Floats:
     width = max(len(values) // 50, 1)
     return np.asarray(np.convolve(values, np.ones(width) / width, mode="same"), np.float64)

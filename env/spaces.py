@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ..engine_adapter.arrays import Bools
 from ..engine_adapter.compiled import compiled
 from ..engine_adapter.protocol import LARGEST_NUMBER, Hello, Prune, StopRule
 from ..engine_adapter.steering.stop_rule import fitted
@@ -121,7 +122,7 @@ def clamp_lengths(lengths: npt.ArrayLike | None, k_max: int) -> Lengths:
     return whole
 
 
-def fit_rows(lengths: Lengths, max_rows: int, in_batch: npt.NDArray[np.bool_]) -> Lengths:
+def fit_rows(lengths: Lengths, max_rows: int, in_batch: Bools) -> Lengths:
     """Return lengths whose verify batch, 1 + k rows per request of it, fits in `max_rows` (0: no limit).
 
     The deepest requests give first. Without this the scheduler would leave whole requests out of the step.

@@ -13,13 +13,14 @@ import numpy.typing as npt
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from ..engine_adapter.arrays import Bools, Singles
 from .layout.action_vector import ACTION, require_numbers
 from .layout.observation import GLOBAL_FEATURES, REQUEST_FEATURES, Feature
 from .layout.reward import discount
 from .render import ansi, picture
 from .simulator.scenario import Scenario
 from .simulator.simulator import Simulator
-from .simulator.state import TERMS, Singles
+from .simulator.state import TERMS
 
 ENV_ID = "faser/SpeculativeServing-v0"
 
@@ -179,9 +180,9 @@ def observations(simulator: Simulator, engine: int | None = None) -> Observation
     }
 
 
-def is_over(simulator: Simulator) -> npt.NDArray[np.bool_]:
+def is_over(simulator: Simulator) -> Bools:
     """Return (engines,) whose episode is long enough; the step before the first observation does not count."""
-    over: npt.NDArray[np.bool_] = simulator.state.engines["steps"] > simulator.scenario.episode_steps
+    over: Bools = simulator.state.engines["steps"] > simulator.scenario.episode_steps
     return over | simulator.is_done
 
 

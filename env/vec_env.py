@@ -17,6 +17,7 @@ from gymnasium.utils.seeding import np_random
 from stable_baselines3.common.buffers import DictRolloutBuffer
 from stable_baselines3.common.vec_env import VecEnv
 
+from ..engine_adapter.arrays import Singles
 from .layout.action_vector import ACTION, require_numbers
 from .layout.reward import advantages
 from .simulator.scenario import Scenario
@@ -42,10 +43,10 @@ class SimulatedVecEnv(VecEnv):
         self.simulator.seed(self.np_random_seed)
         self.elapsed_s = np.zeros(num_envs)
         self.raw_rewards = np.zeros(num_envs)
-        self._actions: npt.NDArray[np.float32] = np.zeros((num_envs, len(ACTION)), np.float32)
+        self._actions: Singles = np.zeros((num_envs, len(ACTION)), np.float32)
         self._returns, self._lengths = np.zeros(num_envs), np.zeros(num_envs, np.int64)
 
-    def reset(self) -> dict[str, npt.NDArray[np.float32]]:
+    def reset(self) -> dict[str, Singles]:
         """Begin an episode everywhere."""
         seed = next((each for each in self._seeds if each is not None), None)
         if seed is not None:

@@ -33,7 +33,7 @@ def make_policy(spec: str, capabilities: Capabilities) -> Policy:
     """Return the policy that `spec` names; raise PolicyError with the possible names otherwise."""
     from .policies.baselines import FixedLength, LengthTable, Off
     from .policies.price import PricePolicy
-    from .policies.survey import Survey
+    from .policies.profiling import ProfilingPolicy
 
     name, _, argument = spec.strip().partition(":")
     if name == "off" and not argument:
@@ -56,7 +56,7 @@ def make_policy(spec: str, capabilities: Capabilities) -> Policy:
     if rival := _rival(name, argument, capabilities):
         return rival
     if name == "survey":  # not among POLICIES: it serves `faser profile`, no operator
-        return Survey.parse(argument or "0", capabilities)
+        return ProfilingPolicy.parse(argument or "0", capabilities)
     raise PolicyError(f"unknown policy {spec!r}: possible are {', '.join(POLICIES)}")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from ...engine_adapter.arrays import Floats
 from .best_table import described
 from .plan import NONE, TABLE, is_rival
 from .ratio import (
@@ -17,7 +18,6 @@ from .ratio import (
     LEAST_RATIO,
     OURS,
     WANTED_HALF_WIDTH,
-    Floats,
     paired_ratio,
     scatter,
     wider_interval,

@@ -13,8 +13,9 @@ from typing import Final
 
 import numpy as np
 
+from ...engine_adapter.arrays import Floats
 from ..errors import UsageError
-from .ratio import OURS, Floats, Ratio
+from .ratio import OURS, Ratio
 from .workload import OPEN_LENGTHS, Mix, Replay
 
 NONE: Final = "none"

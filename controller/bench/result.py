@@ -13,12 +13,13 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from ...engine_adapter.arrays import Floats, Ints
 from ..engine.machine import Machine
 from ..quantiles import Quantiles
 from ..whole_file import replacing
 from .best_table import described
 from .plan import ARMS, NONE, VARIANTS, is_rival, length_of
-from .ratio import OURS, Envelope, Floats, Ints, by_start, cleanest, paired_ratio, wider_interval
+from .ratio import OURS, Envelope, by_start, cleanest, paired_ratio, wider_interval
 
 FORMAT: Final = 1
 SWEEP: Final = "sweep"

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
+from ...engine_adapter.arrays import Floats
 from ...engine_adapter.protocol import Hello
 from ...env.calibration.accept_traces import SHIPPED, read_accept_trace, shipped_accept_trace
 from ...env.calibration.acceptance_fit import DraftTrial, describe, fit_acceptance
@@ -34,14 +35,13 @@ from ...env.calibration.step_fit import (
     fitted_kinds,
     phase_level,
 )
-from ...env.calibration.step_samples import Floats, StepSamples
+from ...env.calibration.step_samples import StepSamples
 from ...env.profile.acceptance_model import AcceptanceModel
 from ...env.profile.engine_profile import (
     PROFILE_VERSION,
     Card,
     EngineProfile,
     PhaseModel,
-    ProfileError,
     load_profile,
     save_profile,
     shipped_profile,
@@ -223,11 +223,8 @@ def accept_trace(name: str) -> list[DraftTrial]:
 
 
 def load_profile_or_fail(path: Path) -> EngineProfile:
-    """Return a profile, of a file or a shipped one's name; raise ModelError with the reason if it cannot be used."""
-    try:
-        return shipped_profile(str(path)) if str(path) in SHIPPED_PROFILES else load_profile(path)
-    except ProfileError as error:
-        raise ModelError(str(error)) from None
+    """Return a profile, of a file or a shipped one's name; raise ProfileError with the reason if it cannot be used."""
+    return shipped_profile(str(path)) if str(path) in SHIPPED_PROFILES else load_profile(path)
 
 
 def require_fitting(profile: EngineProfile, hello: Hello, path: Path) -> EngineProfile:

@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from ...engine_adapter.arrays import Bools, Floats
 from ...engine_adapter.protocol import RequestRow
 from ...env.estimate.acceptance import count_trials
 from ...env.estimate.confidence import Confidence, DraftRows, unfold
 from ...env.estimate.step_rows import Confidences
-from ..telemetry.tables import Floats
 
 BINS = 10
 RESAMPLES = 200  # for intervals
@@ -31,7 +30,7 @@ class Judgements:
 
     confidence: Floats
     chance: Floats  # by what had been learnt before this token's step
-    is_accepted: npt.NDArray[np.bool_]
+    is_accepted: Bools
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ def quality(position: int, judged: Judgements) -> Quality:
     )
 
 
-def auc(score: Floats, is_accepted: npt.NDArray[np.bool_]) -> float:
+def auc(score: Floats, is_accepted: Bools) -> float:
     """Return the chance that an accepted token scores above a rejected one, ties by half; (n,) each."""
     accepted, rejected = int(is_accepted.sum()), int((~is_accepted).sum())
     if not accepted or not rejected:
@@ -103,7 +102,7 @@ def auc(score: Floats, is_accepted: npt.NDArray[np.bool_]) -> float:
     return float((rank[is_accepted].sum() - accepted * (accepted + 1) / 2.0) / (accepted * rejected))
 
 
-def interval(score: Floats, is_accepted: npt.NDArray[np.bool_]) -> tuple[float, float, float]:
+def interval(score: Floats, is_accepted: Bools) -> tuple[float, float, float]:
     """Return the AUC and the ends of its 95 % interval, by resampling tokens."""
     area = auc(score, is_accepted)
     if np.isnan(area):
@@ -114,7 +113,7 @@ def interval(score: Floats, is_accepted: npt.NDArray[np.bool_]) -> tuple[float, 
     return area, float(low), float(high)
 
 
-def reliability(chance: Floats, is_accepted: npt.NDArray[np.bool_]) -> tuple[tuple[float, float, int], ...]:
+def reliability(chance: Floats, is_accepted: Bools) -> tuple[tuple[float, float, int], ...]:
     """Return (mean chance, share accepted, tokens) of each tenth of 0..1 that has tokens."""
     place = np.minimum((chance * BINS).astype(np.int64), BINS - 1)
     return tuple(
@@ -124,7 +123,7 @@ def reliability(chance: Floats, is_accepted: npt.NDArray[np.bool_]) -> tuple[tup
     )
 
 
-def calibration_error(chance: Floats, is_accepted: npt.NDArray[np.bool_]) -> float:
+def calibration_error(chance: Floats, is_accepted: Bools) -> float:
     """Return the expected calibration error: distance of chance and share accepted, weighted by tokens."""
     if not len(chance):
         return float("nan")

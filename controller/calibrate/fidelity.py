@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from ...engine_adapter.arrays import Floats
 from ...env.calibration.ahead_fit import AheadSteps
 from ...env.calibration.recorded_request import RecordedDraft, RecordedRequest
 from ...env.calibration.step_samples import StepSamples
@@ -32,7 +32,6 @@ from .calibrate import load_profile_or_fail, require_fitting, require_same
 from .measured import Life, Measured, ahead_steps, lives, read_measured
 from .starvation import Waiting, freed, load_waiting, of_engine
 
-Floats = npt.NDArray[np.float64]
 EDGE_REQUESTS = 2  # fewer than this cannot be compared
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
+from ...engine_adapter.arrays import Floats
 from ...engine_adapter.protocol import Hello, RequestRow
 from ...env.calibration.acceptance_fit import DraftTrial
 from ...env.calibration.ahead_fit import AheadSteps, Chains
@@ -27,9 +27,6 @@ from ..telemetry.schema import open_for_reading
 from ..telemetry.tables import StepTable, read_engines, read_request_rows, read_steps
 
 MOST_TOKENS: Final = 1 << 24  # of one request, or rows of a step: beyond lies a damaged file
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 from rich.table import Table
 
+from ...engine_adapter.arrays import Floats
 from ...env.calibration.acceptance_fit import Description, DraftTrial, describe
 from ...env.calibration.exit_fit import PruneObservation
 from ...env.calibration.step_fit import COUNTED_REPEATS, Fit
-from ...env.calibration.step_samples import Floats
 from ...env.profile.engine_profile import Ahead, EngineProfile, Exit
 from ...env.profile.step_basis import Phase
 

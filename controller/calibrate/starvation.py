@@ -15,15 +15,12 @@ from typing import Final
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from ...engine_adapter.arrays import Bools, Floats
 from ...env.calibration.step_samples import StepSamples
 from ..engine.reaper import descendants
 from ..errors import StoreError
 from ..telemetry.tables import StepTable
-
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
 
 SAMPLE_S: Final = 0.004
 LOOK_S: Final = 1.0  # between two looks for a drafter's process where there is none

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from ..errors import ModelError
-
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -57,7 +55,7 @@ def train(
     ] = False,
 ) -> None:
     """Prepare the data, train, export; goes on where an earlier call was interrupted."""
-    with _refusals(), tempfile.TemporaryDirectory(prefix="faser-smoke-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="faser-smoke-") as scratch:
         recipe = _smoke_recipe(Path(scratch)) if smoke else _recipe(config, work)
         _train(recipe)
 
@@ -72,7 +70,7 @@ def evaluate(
     """Score a head on the held-out conversations: acceptance by position, greedy and sampled, without vLLM."""
     from ...models.drafter.pipeline import acceptance_fields, evaluate_drafter, open_workshop
 
-    with _refusals(), _bars() as bars:
+    with _bars() as bars:
         # As start weights the head is read, and refused, before the features are computed.
         recipe = dataclasses.replace(_recipe(config, work), initial=str(weights))
         found = evaluate_drafter(open_workshop(recipe, bars.stage), weights)
@@ -85,13 +83,13 @@ def evaluate(
 @app.command()
 def export(config: RecipeFile = None, work: Work = None) -> None:
     """Export the head of the last checkpoint without training on."""
+    from ...models.drafter.drafter_error import DrafterError
     from ...models.drafter.pipeline import export_trained, open_workshop
-    from ...models.drafter.refusal import DrafterRefusal
 
-    with _refusals(), _bars() as bars:
+    with _bars() as bars:
         workshop = open_workshop(_recipe(config, work), bars.stage)
         if not workshop.checkpoint.exists():
-            raise DrafterRefusal(f"{workshop.checkpoint} does not exist; run: faser drafter train")
+            raise DrafterError(f"{workshop.checkpoint} does not exist; run: faser drafter train")
         folder = export_trained(workshop, workshop.trainer(), _command_line())
     typer.echo(str(folder))
 
@@ -133,17 +131,6 @@ def _command_line() -> str:
 
 def _lines(figures: list[Acceptance] | tuple[Acceptance, ...]) -> str:
     return "\n".join(figure.line() for figure in figures)
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    from ...models.drafter.refusal import DrafterRefusal
-    from ...models.embedded.cache import CacheError
-
-    try:
-        yield
-    except (DrafterRefusal, CacheError) as error:
-        raise ModelError(" ".join(str(error).split())) from error  # one line, whatever a library said
 
 
 @contextmanager

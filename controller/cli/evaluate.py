@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import UnknownPolicyError, UsageError
+from ..errors import UsageError
 from ..whole_file import replacing, require_place
 
 if TYPE_CHECKING:  # numpy comes with them: `faser --help` must not wait for it
@@ -136,7 +136,6 @@ def evaluate(
     from ...models.evaluation.evaluate import evaluate as run
     from ...models.evaluation.standing import summary
     from ...models.evaluation.worlds import held_out
-    from ...models.policies.policy import PolicyError as PolicyNameError
     from ...models.registry import make_policy
     from ..engine.machine import provenance
 
@@ -158,10 +157,7 @@ def evaluate(
         bounds=tuple(name for name in ORACLES if name in (ORACLES[0], *bounds.split())),
     )
     for spec in (*plan.policies, *plan.rivals):
-        try:
-            make_policy(spec, Capabilities(k_max=min(world.profile.k_max for world in plan.worlds)))
-        except PolicyNameError as error:
-            raise UnknownPolicyError(str(error)) from None
+        make_policy(spec, Capabilities(k_max=min(world.profile.k_max for world in plan.worlds)))
     if both := set(plan.policies) & set(plan.rivals):
         raise UsageError(f"{', '.join(sorted(both))} as policy and as rival", "one of them")
     console = Console(stderr=True)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import ModelError
 from ..whole_file import require_place
 
 if TYPE_CHECKING:
@@ -39,36 +38,31 @@ def train(
     seed: Annotated[int, typer.Option(help="Of prompts, start weights and order.")] = 20,
 ) -> None:
     """Record, train and judge exit heads; print the ROC-AUC by layer beside the drafter's confidence alone."""
-    from ...models.embedded.cache import CacheError
     from ...models.exits.pipeline import train_exits
-    from ...models.exits.record import ExitRefusal
     from .drafter import _bars
 
     require_place(output, "--output")
-    try:
-        recipe = _recipe(target, drafter, method, layers, tokens, longest)
-        with _bars() as bars:
-            figures = train_exits(recipe, output, shlex.join(["faser", *sys.argv[1:]]), seed, bars.stage)
-    except (ExitRefusal, CacheError) as error:
-        raise ModelError(str(error)) from error
+    recipe = _recipe(target, drafter, method, layers, tokens, longest)
+    with _bars() as bars:
+        figures = train_exits(recipe, output, shlex.join(["faser", *sys.argv[1:]]), seed, bars.stage)
     typer.echo("\n".join(lines_of(figures)))
     typer.echo(str(output))
 
 
 def _recipe(target: str | None, drafter: str | None, method: str, layers: str, tokens: int, longest: int) -> ExitRecipe:
     from ...models.embedded.pair import ensure_embedded_drafter, ensure_embedded_target
-    from ...models.exits.record import ExitRecipe, ExitRefusal
+    from ...models.exits.record import ExitRecipe, ExitTrainingError
 
     if (target is None) != (drafter is None):
-        raise ExitRefusal("target and drafter belong together; name both or none")
+        raise ExitTrainingError("target and drafter belong together; name both or none")
     if method not in ("eagle3", "eagle", "draft_model"):
-        raise ExitRefusal(
+        raise ExitTrainingError(
             f"method {method!r}: it drafts without likely candidates; expected eagle3, eagle, draft_model"
         )
     try:
         chosen = tuple(int(layer) for layer in layers.split(",") if layer)
     except ValueError:
-        raise ExitRefusal(f"layers {layers!r}: expected numbers such as 10,15,20") from None
+        raise ExitTrainingError(f"layers {layers!r}: expected numbers such as 10,15,20") from None
     return ExitRecipe(
         Path(target).expanduser() if target else ensure_embedded_target(),
         Path(drafter).expanduser() if drafter else ensure_embedded_drafter(),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import UnknownPolicyError, UsageError
+from ..errors import UsageError
 from ..whole_file import replacing, require_folder, require_place
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ def show(
 
     from ...env.spaces import Capabilities
     from ...models.evaluation.portrait import portray
-    from ...models.policies.policy import PolicyError as PolicyNameError
     from ...models.registry import make_policy
     from .evaluate import MOST_REQUESTS, explained, whole_numbers
 
@@ -61,10 +60,7 @@ def show(
     running = whole_numbers(loads, "loads", MOST_REQUESTS)
     if min(running) < 1:
         raise UsageError(f"loads {loads!r}", "at least one running request")
-    try:
-        make_policy(spec, Capabilities(k_max=chosen.profile.k_max))
-    except PolicyNameError as error:
-        raise UnknownPolicyError(str(error)) from None
+    make_policy(spec, Capabilities(k_max=chosen.profile.k_max))
     console = Console(stderr=True)
     strokes = list(
         track(
@@ -97,7 +93,6 @@ def release(
 ) -> None:
     """Make a trained policy the one that `learned` names, with its figures in the manifest."""
     from ...models.policies.learned import RELEASED
-    from ...models.policies.policy import PolicyError as PolicyNameError
     from ...models.training.release import release as put_in_place
 
     try:
@@ -110,10 +105,7 @@ def release(
         raise UsageError(f"--evaluation {evaluation}: {type(found).__name__}", "a JSON object")
     folder = output or RELEASED.parent
     require_folder(folder, "--output")
-    try:
-        path = put_in_place(manifest, found, folder)
-    except PolicyNameError as error:
-        raise UnknownPolicyError(str(error)) from None
+    path = put_in_place(manifest, found, folder)
     typer.echo(f"{path}: {json_module.loads(path.read_text())['results']}")
 
 

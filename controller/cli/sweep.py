@@ -15,7 +15,7 @@ import typer
 
 from ..engine.launch import available_cores
 from ..engine.machine import commit
-from ..errors import UnknownPolicyError, UsageError
+from ..errors import UsageError
 from ..whole_file import require_folder
 from .evaluate import decided, whole_numbers
 
@@ -67,19 +67,15 @@ def _planned(config: Path, seeds: str, settings: Sequence[str], output: Path) ->
         from ...models.training.sweep import grid, parsed
     except ImportError as error:
         raise UsageError(f"no module {error.name}", "", "training needs pip install 'faser-vllm[train]'") from None
-    from ...models.policies.policy import PolicyError as PolicyFault
 
-    try:
-        recipe = load_config(config)
-        values: dict[str, tuple[Value, ...]] = {}
-        for name, texts in map(split, settings):
-            if name in values:
-                raise UsageError(f"--set {name} twice", "it once, with commas between its values")
-            values[name] = parsed(name, texts)
-        chosen = whole_numbers(seeds, "seeds", MOST_SEED) if seeds else (recipe.seed,)
-        runs = grid(recipe, chosen, values, output.resolve())
-    except PolicyFault as error:
-        raise UnknownPolicyError(str(error)) from None
+    recipe = load_config(config)
+    values: dict[str, tuple[Value, ...]] = {}
+    for name, texts in map(split, settings):
+        if name in values:
+            raise UsageError(f"--set {name} twice", "it once, with commas between its values")
+        values[name] = parsed(name, texts)
+    chosen = whole_numbers(seeds, "seeds", MOST_SEED) if seeds else (recipe.seed,)
+    runs = grid(recipe, chosen, values, output.resolve())
     if len(runs) > MOST_RUNS:
         raise UsageError(f"{len(runs)} runs", f"at most {MOST_RUNS}")
     return runs
@@ -95,14 +91,10 @@ def split(setting: str) -> tuple[str, list[str]]:
 
 def _outcomes(runs: Sequence[TrainingRun], ray: bool, address: str | None, workers: int) -> Generator[Outcome]:
     """Yield what came of each run: first of those that were there, then of the others as they end."""
-    from ...models.policies.policy import PolicyError as PolicyFault
     from ...models.training.sweep import Outcome, finished
     from .sweep_workers import on_processes, on_ray
 
-    try:
-        found = [(run, finished(run)) for run in runs]
-    except PolicyFault as error:
-        raise UnknownPolicyError(str(error)) from None
+    found = [(run, finished(run)) for run in runs]
     left = [run for run, trained in found if trained is None]
     yield from (Outcome(run, trained) for run, trained in found if trained is not None)
     if left and ray:

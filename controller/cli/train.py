@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ..engine.machine import commit
-from ..errors import UnknownPolicyError, UsageError
+from ..errors import UsageError
 from ..whole_file import require_folder
 
 
@@ -30,27 +30,23 @@ def train(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from ...models.policies.policy import PolicyError as PolicyFault
     from .evaluate import decided
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    try:
-        settings = load_config(config)
-        if seed is not None:
-            settings = replace(settings, seed=seed)
-        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-            tasks: dict[str, int] = {}
+    settings = load_config(config)
+    if seed is not None:
+        settings = replace(settings, seed=seed)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        tasks: dict[str, int] = {}
 
-            def tell(what: str, done: int, total: int) -> None:
-                if what not in tasks:
-                    tasks[what] = bar.add_task(what, total=total)
-                bar.update(tasks[what], completed=done, total=total)  # type: ignore[arg-type]
+        def tell(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)  # type: ignore[arg-type]
 
-            require_folder(output, "--output")
-            result = run(settings, output, decided, resume=resume, progress=tell, commit=commit())
-    except PolicyFault as error:
-        raise UnknownPolicyError(str(error)) from None
+        require_folder(output, "--output")
+        result = run(settings, output, decided, resume=resume, progress=tell, commit=commit())
     if json:
         typer.echo(
             json_module.dumps(

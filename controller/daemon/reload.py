@@ -16,7 +16,6 @@ from ...models.registry import make_policy
 from ..config import Config, settings
 from ..decision.session import Session, check_policy
 from ..errors import ConfigError
-from ..errors import UnknownPolicyError as UnknownPolicy
 from ..link.keys import Keyring, load_keyring
 
 # What is opened once, at start.
@@ -57,7 +56,7 @@ def _policies(config: Config, sessions: Mapping[bytes, Session]) -> dict[bytes, 
         try:
             made[identity] = make_policy(config.policy.spec, session.state.capabilities)
         except PolicyError as error:
-            raise UnknownPolicy(f"engine {session.hello.boot_id} cannot have it: {error}") from None
+            raise PolicyError(f"engine {session.hello.boot_id} cannot have it: {error}") from None
     return made
 
 

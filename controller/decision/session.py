@@ -20,7 +20,6 @@ from ...env.spaces import Capabilities
 from ...models import registry
 from ...models.policies import policy as policies
 from ..config import LeaseConfig
-from ..errors import UnknownPolicyError
 from ..snapshot import MAX_SHOWN, EngineStatus, LastStep, Presence
 from .decide import Decision, LeaseTerms, decide
 from .epoch import epoch_above
@@ -264,7 +263,4 @@ def _is_alive(pid: int) -> bool:
 
 def check_policy(spec: str) -> None:
     """Raise PolicyError if no engine could ever be steered by `spec`."""
-    try:
-        registry.make_policy(spec, Capabilities(k_max=MAX_DRAFT_LENGTH))
-    except policies.PolicyError as error:
-        raise UnknownPolicyError(str(error)) from None
+    registry.make_policy(spec, Capabilities(k_max=MAX_DRAFT_LENGTH))

@@ -11,9 +11,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from ...engine_adapter.arrays import Ints
 from ...engine_adapter.compiled import compiled
 from ...engine_adapter.protocol import StepRecord
-from ...env.estimate.acceptance import Ints
 from ...env.estimate.step_rows import StepRows
 
 WINDOW_S: Final = 5.0

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from ...env.workload.prompts import KINDS, Prompt, held_out_prompts
-from ...env.workload.request_trace import TraceError, shipped_trace
+from ...env.workload.request_trace import shipped_trace
 from ...env.workload.workload import Lengths, Swell, TimedRequest, build_workload, swelling_arrivals
 from ..engine.load_summary import RequestResult
-from ..errors import EngineError, UsageError
+from ..errors import EngineError
 
 TRACE: Final = "azure-conv"
 LENGTHS: Final = Lengths(
@@ -31,11 +31,8 @@ TRIAL_TOKENS: Final = 16
 
 def make_requests(duration_s: float, seed: int, peak_rps: float) -> list[TimedRequest]:
     """Return the demo's load: the same for the same duration, seed and peak."""
-    try:
-        swell = Swell(duration_s, peak_rps / PEAK_OVER_LOW, peak_rps)
-        return build_workload(swelling_arrivals(shipped_trace(TRACE), swell, seed), _prompts()[1], LENGTHS, seed=seed)
-    except TraceError as error:
-        raise UsageError(str(error)) from None
+    swell = Swell(duration_s, peak_rps / PEAK_OVER_LOW, peak_rps)
+    return build_workload(swelling_arrivals(shipped_trace(TRACE), swell, seed), _prompts()[1], LENGTHS, seed=seed)
 
 
 def trial_requests() -> list[TimedRequest]:

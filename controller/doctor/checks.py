@@ -308,7 +308,7 @@ def check_engine_settings(patient: Patient) -> Iterator[Finding]:
     try:
         engine_keys(load_settings(patient.installation.environment))
         yield Finding("FASER_* variables", "ok", "readable")
-    except (SettingError, FaserError) as error:
+    except FaserError as error:
         yield Finding("FASER_* variables", "fail", str(error), "correct or unset it")
 
 

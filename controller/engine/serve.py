@@ -20,11 +20,10 @@ from typing import BinaryIO, Final
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ...engine_adapter.settings import SettingError, ensure_private_folder, runtime_folder
+from ...engine_adapter.settings import ensure_private_folder, runtime_folder
 from ...models.embedded.pair import (
     EMBEDDED_K_MAX,
     TARGET_NAME,
-    CacheError,
     ensure_embedded_drafter,
     ensure_embedded_target,
 )
@@ -78,11 +77,8 @@ EMBEDDED_ARGUMENTS: Final = (
 
 
 def ensure_embedded_pair(progress: ShowProgress | None = None) -> EmbeddedPair:
-    """Return the embedded pair, converted on first use; raise ModelError if that is impossible."""
-    try:
-        return EmbeddedPair(ensure_embedded_target(progress), ensure_embedded_drafter(progress))
-    except CacheError as error:
-        raise ModelError(str(error)) from error
+    """Return the embedded pair, converted on first use; raise CacheError if that is impossible."""
+    return EmbeddedPair(ensure_embedded_target(progress), ensure_embedded_drafter(progress))
 
 
 def embedded_launch(
@@ -229,11 +225,8 @@ def sidecar_environment(config: Config) -> dict[str, str]:
 def log_folder() -> Path:
     """Return the folder for the logs of engine and sidecar."""
     folder = runtime_folder() / "logs"
-    try:
-        ensure_private_folder(folder.parent)
-        ensure_private_folder(folder)
-    except SettingError as error:
-        raise EndpointError(str(error)) from None
+    ensure_private_folder(folder.parent)
+    ensure_private_folder(folder)
     return folder
 
 

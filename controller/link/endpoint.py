@@ -82,10 +82,7 @@ class Endpoint:
                 f"an absolute path of at most {IPC_PATH_LIMIT}",
                 "set link.endpoint or FASER_RUNTIME_DIR",
             )
-        try:
-            ensure_private_folder(path.parent)
-        except SettingError as error:
-            raise EndpointError(str(error)) from None
+        ensure_private_folder(path.parent)
         if os.path.lexists(path) and not stat.S_ISSOCK(path.lstat().st_mode):
             raise EndpointError(f"{path} exists and is no socket", "a free path", "move it or set link.endpoint")
         try:

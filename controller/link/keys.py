@@ -37,15 +37,12 @@ class Keyring:
 
 def load_keyring(folder: Path) -> Keyring:
     """Return the keys of a folder; raise EndpointError if one of them cannot be used: all or nothing."""
-    try:
-        ensure_private_folder(folder)
-        names = sorted((folder / "engines").glob("*.public"))
-        if len(names) > MAX_KEYS:
-            raise EndpointError(f"{len(names)} keys in {folder}/engines", f"at most {MAX_KEYS}", "revoke some")
-        secret = read_secret_key(folder / "server.secret")
-        return Keyring(zmq.curve_public(secret), secret, frozenset(map(read_key, names)))
-    except SettingError as error:
-        raise EndpointError(str(error)) from None
+    ensure_private_folder(folder)
+    names = sorted((folder / "engines").glob("*.public"))
+    if len(names) > MAX_KEYS:
+        raise EndpointError(f"{len(names)} keys in {folder}/engines", f"at most {MAX_KEYS}", "revoke some")
+    secret = read_secret_key(folder / "server.secret")
+    return Keyring(zmq.curve_public(secret), secret, frozenset(map(read_key, names)))
 
 
 def new_keys(folder: Path, engine: str | None) -> list[Path]:

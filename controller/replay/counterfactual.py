@@ -19,11 +19,10 @@ import numpy as np
 from ...engine_adapter.protocol import StepRecord
 from ...env.estimate.engine_state import EngineState
 from ...env.spaces import Capabilities
-from ...models.policies.policy import Policy, PolicyError
+from ...models.policies.policy import Policy
 from ...models.registry import make_policy
 from ..decision.decide import LeaseTerms, decide
 from ..errors import StoreError
-from ..errors import UnknownPolicyError as UnknownPolicy
 from ..telemetry.schema import open_for_reading
 
 if TYPE_CHECKING:
@@ -138,10 +137,7 @@ def _under(
     from ...env.simulator.serve_requests import replay
     from ..calibrate.fidelity import Run
 
-    try:
-        policy = make_policy(spec, capabilities)
-    except PolicyError as error:
-        raise UnknownPolicy(str(error)) from None
+    policy = make_policy(spec, capabilities)
     served = replay(*requests, _Asked(policy, capabilities, profile.lease_staleness), profile, seed=seed)
     return Run(served.ttft_s, served.tpot_s, served.e2e_s, served.tokens_per_s)
 

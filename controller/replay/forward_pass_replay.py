@@ -15,10 +15,8 @@ import numpy as np
 from ...engine_adapter.protocol import MAX_REQUESTS, RequestEvent, RequestRow, StepRecord
 from ...env.estimate.engine_state import EngineState, observe
 from ...env.spaces import Capabilities, clamp
-from ...models.policies.policy import Policy, PolicyError
 from ...models.registry import make_policy
 from ..decision.decide import guard
-from ..errors import UnknownPolicyError as UnknownPolicy
 from .forward_pass_metrics import ForwardPass, ForwardPasses
 
 K_MAX: Final = 8  # the drafter's longest draft, which the metrics do not tell
@@ -83,7 +81,7 @@ class _Worker:
     def __init__(self, policy: str | None) -> None:
         self.counter = 0
         capabilities = Capabilities(k_max=K_MAX)
-        self._state, self._policy = EngineState(capabilities), _policy(policy, capabilities) if policy else None
+        self._state, self._policy = EngineState(capabilities), make_policy(policy, capabilities) if policy else None
         self._clock_s = 0.0
         self._records = self._live = 0
 
@@ -121,13 +119,6 @@ class _Worker:
             kv_usage=0.0, split=None, frontier=None, lease_epoch=0, lease_sequence=0, dropped=0, rejected=0,
             events=events, rows=rows,
         )  # fmt: skip
-
-
-def _policy(spec: str, capabilities: Capabilities) -> Policy:
-    try:
-        return make_policy(spec, capabilities)
-    except PolicyError as error:
-        raise UnknownPolicy(str(error)) from None
 
 
 def replay_passes(found: ForwardPasses, policy: str | None = None) -> Passes:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
+
+from ...engine_adapter.arrays import Floats, Ints
 
 FLOOR: Final = 100.0  # effective samples
 MIN_REQUESTS: Final = 10  # an interval needs that many
@@ -80,7 +81,7 @@ def estimate(samples: Sequence[Sample], floor: float = FLOOR) -> OffPolicy:
     )  # fmt: skip
 
 
-def _ratio(value: npt.NDArray[np.float64], weight: npt.NDArray[np.float64], request: npt.NDArray[np.int64]) -> Estimate:
+def _ratio(value: Floats, weight: Floats, request: Ints) -> Estimate:
     """Return sum(w y) / sum(w), with the linearised spread between requests, whose steps are not independent."""
     total = float(weight.sum())
     mean = float((weight * value).sum()) / total

@@ -17,13 +17,12 @@ from typing import Final
 from ...engine_adapter.protocol import MAX_DRAFT_LENGTH, RequestRow, StepRecord
 from ...env.estimate.engine_state import EngineState, observe
 from ...env.spaces import Action, Capabilities, clamp
-from ...models.policies.policy import Policy, PolicyError
+from ...models.policies.policy import Policy
 from ...models.registry import make_policy
 from ..config import GuardConfig, ModeConfig
 from ..decision.audit import digest
 from ..decision.decide import Decision, LeaseTerms, decide, guard
 from ..decision.governor import Governor
-from ..errors import UnknownPolicyError as UnknownPolicy
 from ..telemetry.schema import open_for_reading
 from ..telemetry.sessions import Recorded, RecordedSession, RunSettings, read_sessions
 from .counterfactual import Counterfactual
@@ -93,7 +92,7 @@ class Replayer:
         self._state = EngineState(self._capabilities)
         self._made: dict[str, Policy] = {}
         self._settings: RunSettings | None = None
-        self._alternative = _policy(policy, self._capabilities) if policy else None
+        self._alternative = make_policy(policy, self._capabilities) if policy else None
         self._seen: Action | None = None
         self._governor = Governor(session.hello, LeaseTerms())
 
@@ -130,21 +129,14 @@ class Replayer:
     def _policy_of(self, spec: str) -> Policy:
         """Return the policy in charge; one that a reload brought in starts anew, as it did then."""
         if spec not in self._made:
-            self._made = {spec: _policy(spec, self._capabilities)}
+            self._made = {spec: make_policy(spec, self._capabilities)}
         return self._made[spec]
-
-
-def _policy(spec: str, capabilities: Capabilities) -> Policy:
-    try:
-        return make_policy(spec, capabilities)
-    except PolicyError as error:
-        raise UnknownPolicy(str(error)) from None
 
 
 def replay(path: Path, policy: str | None = None, floor: float = FLOOR, trail: Trail | None = None) -> Report:
     """Run every session of a file again; with `policy` also ask that one, and estimate what it would have earned."""
     if policy:
-        _policy(policy, Capabilities(k_max=MAX_DRAFT_LENGTH))
+        make_policy(policy, Capabilities(k_max=MAX_DRAFT_LENGTH))
     report = Report(policy=policy or "")
     lengths, alternatives, samples = Counter[int](), Counter[int](), list[Sample]()
     same = 0

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure as Canvas
 
-from ..telemetry.tables import DraftedLengths, Floats, StepTable
+from ...engine_adapter.arrays import Floats, Ints
+from ..telemetry.tables import DraftedLengths, StepTable
 
 _SIZE_INCHES: Final = (9.0, 2.8)
 _BINS: Final = 60
@@ -42,7 +42,7 @@ class _Timeline:
 
     edges_s: Floats
     time_s: Floats
-    of_step: npt.NDArray[np.int64]
+    of_step: Ints
 
     @property
     def count(self) -> int:
@@ -53,12 +53,12 @@ class _Timeline:
         middle_s: Floats = (self.edges_s[1:] + self.edges_s[:-1]) / 2
         return middle_s
 
-    def sums(self, values: npt.NDArray[np.int64] | Floats) -> Floats:
+    def sums(self, values: Ints | Floats) -> Floats:
         """Return the sum of a step quantity in each bin."""
         result: Floats = np.bincount(self.of_step, weights=values, minlength=self.count).astype(np.float64)
         return result
 
-    def ratio(self, above: npt.NDArray[np.int64] | Floats, below: npt.NDArray[np.int64] | Floats) -> Floats:
+    def ratio(self, above: Ints | Floats, below: Ints | Floats) -> Floats:
         """Return sum(above) / sum(below) in each bin; NaN where there is nothing below."""
         bottom = self.sums(below)
         result: Floats = np.divide(self.sums(above), bottom, out=np.full(self.count, np.nan), where=bottom > 0)

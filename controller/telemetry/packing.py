@@ -19,8 +19,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
+from ...engine_adapter.arrays import Ints
 from ...engine_adapter.protocol import MAX_REQUESTS, RequestRow
-from ...env.estimate.acceptance import Ints
 from ...env.estimate.step_rows import StepRows
 from ..decision.canary import Draws
 from ..errors import StoreError

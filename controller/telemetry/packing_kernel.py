@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...engine_adapter.arrays import Ints
 from ...engine_adapter.compiled import compiled
 
-Ints = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
 LARGEST_COLUMN_HEAD = 11  # bytes

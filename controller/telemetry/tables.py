@@ -16,14 +16,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ...engine_adapter.arrays import Bools, Floats, Ints
 from ...engine_adapter.protocol import MAX_DRAFT_LENGTH, Hello, RequestRow
 from ..errors import StoreError
 from ..quantiles import Quantiles
 from .packing import unpack_rows
 from .schema import open_for_reading
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 _INT_COLUMNS: Final = (
     "engine", "counter", "step", "running", "waiting", "prefill_tokens", "decode_tokens", "draft_tokens", "drafted",
@@ -220,11 +218,11 @@ def _histogram(values: Ints) -> dict[int, int]:
     return {int(value): int(count) for value, count in zip(distinct, counts, strict=True)}
 
 
-def _share(flags: npt.NDArray[np.bool_]) -> float:
+def _share(flags: Bools) -> float:
     return float(flags.mean()) if len(flags) else float("nan")
 
 
-def _after_first_second(steps: StepTable) -> npt.NDArray[np.bool_]:
+def _after_first_second(steps: StepTable) -> Bools:
     start_s = np.full(len(steps), np.inf)
     for engine in np.unique(steps.engine):
         own = steps.engine == engine

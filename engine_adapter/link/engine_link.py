@@ -22,7 +22,7 @@ from zmq.utils.monitor import parse_monitor_message
 from ..operator_log import operator_log
 from ..protocol import FromController, FromEngine, ProtocolError, decode_from_controller, encode
 from .keys import EngineKeys
-from .quiet_moment import LULLS, NEXT_S, heard, wait
+from .quiet_moment import NEXT_S, QUIET_MOMENTS, heard, wait
 
 logger = operator_log(__name__)
 
@@ -61,8 +61,8 @@ class EngineLink:
         self._outbox: deque[FromEngine | Callable[[], FromEngine]] = deque()
         self._inbox: deque[FromController] = deque(maxlen=INBOX_LIMIT)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lull = LULLS.open()
-        self._hears_lulls = False  # one was not long ago: what may rest needs no waking of the thread
+        self._quiet_moment = QUIET_MOMENTS.open()
+        self._hears_quiet_moments = False  # one was not long ago: what may rest needs no waking of the thread
         self._next_s = 0.0  # by when another one must have begun
         self._rest_s = 0.0  # asked for by the newest message that woke the thread
         self._closing = False
@@ -74,7 +74,7 @@ class EngineLink:
         except Exception:
             self._context.destroy(linger=0)
             os.close(self._wake)
-            LULLS.close(self._lull)
+            QUIET_MOMENTS.close(self._quiet_moment)
             raise
         self._thread = threading.Thread(target=self._run, name="faser-link", daemon=True)
         self._thread.start()
@@ -105,7 +105,7 @@ class EngineLink:
     def send_later(self, make: Callable[[], FromEngine], rest_s: float = 0.0) -> None:
         """Have the link's thread make a message and send it, as `send` does; what is dropped is not made.
 
-        :param rest_s: the thread waits so long first, or for a lull, lest it take the interpreter from the engine's
+        :param rest_s: first wait so long or for a quiet moment, lest this thread take the interpreter from the engine's
         """
         self._hand_over(make, rest_s)
 
@@ -115,7 +115,7 @@ class EngineLink:
             return
         self._outbox.append(message)
         # To wake the thread is to have it ask for the interpreter while the engine's thread prepares its next step.
-        if rest_s and self._hears_lulls:
+        if rest_s and self._hears_quiet_moments:
             return
         self._rest_s = rest_s
         os.eventfd_write(self._wake, 1)
@@ -133,28 +133,28 @@ class EngineLink:
             return
         self._closing = True
         os.eventfd_write(self._wake, 1)
-        os.eventfd_write(self._lull, 1)  # nobody rests any more
+        os.eventfd_write(self._quiet_moment, 1)  # nobody rests any more
         self._thread.join(wait_s)
         if not self._thread.is_alive():  # only this thread closes them: the other may be done before the write above
             os.close(self._wake)
-            LULLS.close(self._lull)
+            QUIET_MOMENTS.close(self._quiet_moment)
 
     def _run(self) -> None:
         give_way()
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        for descriptor in self._wake, self._lull, self._monitor:
+        for descriptor in self._wake, self._quiet_moment, self._monitor:
             poller.register(descriptor, zmq.POLLIN)
         while not self._closing:
             ready = dict(poller.poll(self._patience_ms()))
-            if self._lull in ready or (self._hears_lulls and time.monotonic() >= self._next_s):
-                # First whether lulls are heard, then what waits: nothing is handed over in between and left behind.
-                self._hears_lulls, self._next_s = heard(self._lull), time.monotonic() + NEXT_S
+            if self._quiet_moment in ready or (self._hears_quiet_moments and time.monotonic() >= self._next_s):
+                # First listen, then send what waits: nothing is handed over in between and left behind.
+                self._hears_quiet_moments, self._next_s = heard(self._quiet_moment), time.monotonic() + NEXT_S
                 self._send_waiting()
             if self._wake in ready:
                 os.eventfd_read(self._wake)
                 if self._rest_s and not self._closing:
-                    wait(self._lull, self._rest_s)
+                    wait(self._quiet_moment, self._rest_s)
                 self._send_waiting()  # only now: what woke the thread besides must not cut the rest short
             if self._socket in ready:
                 self._take_arrived()
@@ -171,7 +171,7 @@ class EngineLink:
     def _patience_ms(self) -> int | None:
         """Return how long to wait for anything, None: for ever."""
         waits = [TRIES_AGAIN_S] * (self._cut_off_s is not None)
-        if self._hears_lulls:
+        if self._hears_quiet_moments:
             waits.append(max(self._next_s - time.monotonic(), 0.0))
         return math.ceil(1e3 * min(waits)) if waits else None
 

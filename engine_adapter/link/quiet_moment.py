@@ -11,50 +11,50 @@ import contextlib
 import os
 import select
 
-MOST_S = 0.1  # to wait for a lull that may never come
+MOST_S = 0.1  # to wait for a quiet moment that may never come
 NEXT_S = 1.0  # ... and for the next one while there are requests: the step of a long prompt takes no longer
 
 
-class Lulls:
-    """Tells the threads that listen in this process when a lull begins."""
+class QuietMoments:
+    """Tells the threads that listen in this process when a quiet moment begins."""
 
     def __init__(self) -> None:
         self.is_told = False  # the runner is in this process
-        self._bells: list[int] = []
+        self._events: list[int] = []
 
     def tell(self) -> None:
-        """Say that a lull begins; called by the runner, costs a microsecond."""
+        """Say that a quiet moment begins; called by the runner, costs a microsecond."""
         self.is_told = True
-        for bell in self._bells:
+        for event in self._events:
             with contextlib.suppress(OSError):  # full, or closed just now
-                os.eventfd_write(bell, 1)
+                os.eventfd_write(event, 1)
 
     def open(self) -> int:
-        """Return a bell to wait for lulls by."""
-        bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._bells = [*self._bells, bell]
-        return bell
+        """Return an event to wait for quiet moments by."""
+        event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._events = [*self._events, event]
+        return event
 
-    def close(self, bell: int) -> None:
-        """Give a bell back."""
-        self._bells = [each for each in self._bells if each != bell]
-        os.close(bell)
-
-
-LULLS = Lulls()
+    def close(self, event: int) -> None:
+        """Give an event back."""
+        self._events = [each for each in self._events if each != event]
+        os.close(event)
 
 
-def heard(bell: int) -> bool:
-    """Return whether a lull began since this was asked last."""
+QUIET_MOMENTS = QuietMoments()
+
+
+def heard(event: int) -> bool:
+    """Return whether a quiet moment began since this was asked last."""
     try:
-        return os.eventfd_read(bell) > 0
+        return os.eventfd_read(event) > 0
     except BlockingIOError:
         return False
 
 
-def wait(bell: int, most_s: float) -> None:
-    """Wait for the next lull; those that have been do not count."""
-    heard(bell)
+def wait(event: int, most_s: float) -> None:
+    """Wait for the next quiet moment; those that have been do not count."""
+    heard(event)
     poller = select.poll()
-    poller.register(bell, select.POLLIN)
+    poller.register(event, select.POLLIN)
     poller.poll(1e3 * most_s)

@@ -144,7 +144,7 @@ class FrontierRunner:
             if order is None or not (order.frontier or self.is_paired):
                 return
             turns = self._turns(sampled, lengths)
-            if order.is_apart and remote.part(list(turns.values()), order.stop):
+            if order.is_deferred and remote.part(list(turns.values()), order.stop):
                 for row in turns:
                     lengths[row] = 0
                 return

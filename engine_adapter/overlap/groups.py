@@ -20,7 +20,7 @@ class GroupTurn:
     """One step: who is left out of it, and whether its drafts are made while the next one runs."""
 
     held: frozenset[str] = frozenset()
-    is_apart: bool = False
+    is_deferred: bool = False
 
 
 class Groups:
@@ -29,7 +29,7 @@ class Groups:
     def __init__(self) -> None:
         self._group: dict[str, int] = {}
         self._up = 0  # the group of the newest step
-        self._is_apart = False  # its drafts are under way
+        self._is_deferred = False  # its drafts are under way
         self._moved: frozenset[str] = frozenset()  # in that step, and not verified since
 
     def turn(self, weights: Mapping[str, float], is_wanted: bool) -> GroupTurn:
@@ -41,8 +41,8 @@ class Groups:
         flying = self._flying(weights)
         if len(flying) == len(weights):
             flying = set()  # nobody else is there: they go without drafts
-        self._is_apart = is_wanted and len(weights) > 1
-        if not self._is_apart:
+        self._is_deferred = is_wanted and len(weights) > 1
+        if not self._is_deferred:
             self._group, self._moved = {}, frozenset()
             return GroupTurn(frozenset(flying))
         self._up = 1 - self._up if flying else self._up
@@ -52,15 +52,15 @@ class Groups:
             name: self._up for name in ready if name not in moved
         }
         self._moved = frozenset(moved)
-        return GroupTurn(frozenset(flying | moved), is_apart=True)
+        return GroupTurn(frozenset(flying | moved), is_deferred=True)
 
     def land(self) -> None:
         """Note that the newest step's drafts are there already: somebody else made them, or nobody does."""
-        self._is_apart = False
+        self._is_deferred = False
 
     def _flying(self, weights: Mapping[str, float]) -> set[str]:
         """Return whose drafts are under way; a newcomer's are, whose prompt ended in that step."""
-        if not self._is_apart:
+        if not self._is_deferred:
             return set()
         return {name for name in weights if self._group.get(name, self._up) == self._up}
 

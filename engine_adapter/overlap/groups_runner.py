@@ -1,6 +1,6 @@
 """Ping-pong groups on the V1 runner: drafts that come a step after they were asked for, for requests not in the batch.
 
-The scheduler's part (ping_pong.py) says whose drafts nobody waits for. Here they are asked for, met behind the next
+The scheduler's part (ping_pong.py) says whose drafts nobody waits for. Here they are asked for, taken behind the next
 step's verification and handed to the scheduler by request id. vLLM evicts whoever is not in a step from its batch and
 adds it again: what belongs to a request is kept by its id alone.
 """
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 class GroupsRunner(FrontierRunner):
     """Mixin in front of CPUModelRunner."""
 
-    _met: dict[str, tuple[int, ...]] | None = None  # drafts to hand over, of requests that are not in this step
-    _confidences_met: dict[str, tuple[float, ...]] | None = None  # of those, and of the tokens that a stop rule cut
-    _late: dict[str, int]  # tokens of each request's newest such draft, until its next step
+    _late_drafts: dict[str, tuple[int, ...]] | None = None  # drafts to hand over, of requests that are not in this step
+    _late_confidences: dict[str, tuple[float, ...]] | None = None  # of those, and of the tokens that a stop rule cut
+    _late_tokens: dict[str, int]  # tokens of each request's newest such draft, until its next step
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._late = {}
+        self._late_tokens = {}
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Start the drafter's process."""
@@ -38,10 +38,10 @@ class GroupsRunner(FrontierRunner):
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the target for one step; whoever is in it goes on without the drafts that were under way for it."""
-        self._met = None
+        self._late_drafts = None
         self._remotely(lambda remote: remote.drop(scheduler_output.num_scheduled_tokens))
         for name in scheduler_output.finished_req_ids:
-            self._late.pop(name, None)
+            self._late_tokens.pop(name, None)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def draft_remotely(self, sampled: Tensor | list[list[int]], lengths: list[int] | None) -> None:
@@ -49,24 +49,24 @@ class GroupsRunner(FrontierRunner):
         super().draft_remotely(sampled, lengths)
 
         def meet(remote: RemoteDrafting) -> None:
-            found, remote.met = remote.met, {}
-            self._met = {name: kept_of(drafted, remote.met_stop) for name, drafted in found.items()}
-            self._confidences_met = {name: drafted.confidences for name, drafted in found.items()}
+            found, remote.late_drafts = remote.late_drafts, {}
+            self._late_drafts = {name: kept_of(drafted, remote.late_stop) for name, drafted in found.items()}
+            self._late_confidences = {name: drafted.confidences for name, drafted in found.items()}
 
         self._remotely(meet)
 
-    def with_met(self, drafts: DraftTokenIds | None) -> DraftTokenIds | None:
-        """Return the drafts of this step's requests and behind them what was met."""
-        met, self._met = self._met, None
-        if not met:
+    def with_late_drafts(self, drafts: DraftTokenIds | None) -> DraftTokenIds | None:
+        """Return the drafts of this step's requests and behind them the late ones."""
+        late, self._late_drafts = self._late_drafts, None
+        if not late:
             return drafts
         from vllm.v1.outputs import DraftTokenIds
 
         names, tokens = ([], []) if drafts is None else (drafts.req_ids, drafts.draft_token_ids)
-        return DraftTokenIds([*names, *met], [*tokens, *map(list, met.values())])
+        return DraftTokenIds([*names, *late], [*tokens, *map(list, late.values())])
 
     def report_frontiers(self, report: StepReport) -> None:
-        """Add what the process did; drafts that were met count where their request has its next row."""
+        """Add what the process did; late drafts count where their request has its next row."""
         super().report_frontiers(report)
         remote = self.remote
         if remote is None or self._order is None:
@@ -74,12 +74,12 @@ class GroupsRunner(FrontierRunner):
         report.is_drafter_ready = remote.is_ready
         if remote.is_parted:
             report.frontier = 0
-        self._count_met(report)
+        self._count_late_drafts(report)
 
-    def _count_met(self, report: StepReport) -> None:
-        late, met, confidences = self._late, self._met or {}, self._confidences_met or {}
+    def _count_late_drafts(self, report: StepReport) -> None:
+        tokens_of, late, confidences = self._late_tokens, self._late_drafts or {}, self._late_confidences or {}
         names = self.input_batch.req_ids  # type: ignore[attr-defined]
-        report.drafted = [count + late.pop(name, 0) for count, name in zip(report.drafted, names, strict=True)]
-        late.update((name, len(tokens)) for name, tokens in met.items())
+        report.drafted = [count + tokens_of.pop(name, 0) for count, name in zip(report.drafted, names, strict=True)]
+        tokens_of.update((name, len(tokens)) for name, tokens in late.items())
         if getattr(self.drafter, "has_book", False):  # type: ignore[attr-defined]
-            report.apart = {name: confidences[name][: len(tokens) + 1] for name, tokens in met.items()}
+            report.deferred = {name: confidences[name][: len(tokens) + 1] for name, tokens in late.items()}

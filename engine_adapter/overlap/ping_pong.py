@@ -62,11 +62,11 @@ class PingPong:
         }
         weights = {name: self._weight(name) for name in decoding}
         self._decoding = frozenset(weights)
-        was_apart = self._turn.is_apart
+        was_deferred = self._turn.is_deferred
         self._turn = self._groups.turn(weights, self._is_wanted(weights))
         # The first step of two groups verifies drafts for which the step before it waited; the one behind the last
         # verifies a half, and waits for both halves' drafts. Neither tells what a step of its kind takes.
-        self._is_between = self._turn.is_apart != was_apart
+        self._is_between = self._turn.is_deferred != was_deferred
         for name in self._turn.held:
             decoding[name].next_decode_eligible_step = next_step + 1
 
@@ -83,9 +83,9 @@ class PingPong:
         return self.pace.may_pay() and self._gate.ask(len(weights))
 
     @property
-    def is_apart(self) -> bool:
+    def is_deferred(self) -> bool:
         """Whether nobody waits for the drafts of the step that was dealt last."""
-        return self._turn.is_apart
+        return self._turn.is_deferred
 
     def latch(self, lengths: dict[str, int]) -> dict[str, int]:
         """Take in the draft lengths of a step; return those of all requests whose drafts may come in it."""
@@ -103,13 +103,13 @@ class PingPong:
         :param emitted: tokens that the step emitted
         """
         self._is_ready = report is not None and report.is_drafter_ready
-        if self._turn.is_apart and not self._is_ready:
+        if self._turn.is_deferred and not self._is_ready:
             self._groups.land()
         if report is None or not scheduled.keys() <= self._decoding:
             return  # rows of prompts would count as decoding
         tokens = sum(report.rounds or ())
         self.pace.note(report.verify_s, sum(scheduled.values()), report.draft_s, tokens)
-        if not self._turn.is_apart and not self._turn.held:
+        if not self._turn.is_deferred and not self._turn.held:
             self.pace.note_whole(report.verify_s, report.draft_s)
         if self._could_part and not self._is_between:
-            self._gate.note(len(self._decoding), self._turn.is_apart, time_s, emitted)
+            self._gate.note(len(self._decoding), self._turn.is_deferred, time_s, emitted)

@@ -45,8 +45,8 @@ class RemoteDrafting:
         self.rounds: tuple[int, ...] = ()  # rows of each pass of the process in this step
         self.turns: dict[int, Wish] = {}  # by batch row, of this step: who drafts, and behind what
         self.drafted: dict[int, Drafted] = {}  # by batch row, of this step: what the process drafted
-        self.met: dict[str, Drafted] = {}  # by request, of this step: what an earlier step asked for
-        self.met_stop: StopRule | None = None  # ends them, as of that step
+        self.late_drafts: dict[str, Drafted] = {}  # by request, of this step: what an earlier step asked for
+        self.late_stop: StopRule | None = None  # ends them, as of that step
         # Behind its own states an EAGLE head is right less often than behind the target's.
         self.in_turn, self.ahead = Tally(), Tally()
         self._tallies: dict[str, Tally] = {}  # by request, of what the process drafted in this step
@@ -63,7 +63,7 @@ class RemoteDrafting:
         self.overlap_s, self.rounds, self.turns, self.drafted = 0.0, (), {}, {}
         self.hits = self.misses = 0
         self._ahead_of = self._ahead_of[1], None
-        self.met = self._meet()
+        self.late_drafts = self._meet()
 
     @property
     def is_ready(self) -> bool:
@@ -99,7 +99,7 @@ class RemoteDrafting:
     def _meet(self) -> dict[str, Drafted]:
         """Return the drafts of the job that nobody waited for, and wait for them now."""
         parted, self._parted = self._parted, set()
-        self.met_stop = self._parted_stop
+        self.late_stop = self._parted_stop
         if not parted:
             return {}
         asked_s = time.monotonic()

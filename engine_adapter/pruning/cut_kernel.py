@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import Bools, Ints
+
 if TYPE_CHECKING:
     from ..compiled import compiled
 else:
@@ -25,9 +27,7 @@ else:
             return function
 
 
-Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
-Bools = npt.NDArray[np.bool_]
 
 
 @compiled

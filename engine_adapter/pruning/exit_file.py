@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from ..errors import ModelError
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -18,7 +20,7 @@ METHODS: Final = frozenset({"draft_model", "eagle", "eagle3", "ngram"})
 ARCHITECTURES: Final = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 
 
-class ExitError(ValueError):
+class ExitError(ModelError):
     """Exit heads that cannot be used: what was seen, what was expected."""
 
 

@@ -16,7 +16,8 @@ from .verdict import TokenHeads, Verdict
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .cut import Bools, CutBatch
+    from ..arrays import Bools
+    from .cut import CutBatch
     from .verdict import Checks
 
 FEATURES: Final = ("log_share", "margin", "rank", "entropy", "confidence_logit", "position", "probe")

@@ -21,7 +21,8 @@ from .verdict import Verdict
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .cut import CutBatch, Ints
+    from ..arrays import Ints
+    from .cut import CutBatch
     from .head_math import Head
     from .verdict import Checks
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .cut import Bools, CutBatch, Ints
+    from ..arrays import Bools, Ints
+    from .cut import CutBatch
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..drafting.catch_up import CacheShape, CatchUp, Limits
 from ..drafting.ragged import RaggedModelDrafter, RaggedNgramDrafter, adopt
-from ..link.quiet_moment import LULLS
+from ..link.quiet_moment import QUIET_MOMENTS
 from ..operator_log import operator_log
 from ..overlap.groups_runner import GroupsRunner
 from ..patches.v1 import RunnerHooks, drafter_context, inner_output, shared_cache, undrafted_step
@@ -123,7 +123,7 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
         """Time the target's forward pass."""
         with self._timed("verify"):
             hidden = verify()
-        LULLS.tell()
+        QUIET_MOMENTS.tell()
         return hidden
 
     def drafter_fits(self, fits: bool, metadata: Any) -> bool:
@@ -243,7 +243,7 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Return the drafts on the host, each cut to its request's length; None where nobody has any."""
-        return self.with_met(self._take_this_steps())
+        return self.with_late_drafts(self._take_this_steps())
 
     def _take_this_steps(self) -> DraftTokenIds | None:
         # A request that was scheduled holds no drafts any more (0.32 scheduler.py:876): there is nothing to replace.

@@ -26,7 +26,7 @@ class StepOrder:
     next_prune: Prune | None = None  # for the verification of what is drafted in this step
     frontier: int = 0  # tokens to draft ahead of each chunk that this step hands over; 0: nothing is drafted ahead
     sat_out: int = 0  # requests whose length is 0 since a sequence is longer than the drafter's context
-    is_apart: bool = False  # this step's requests sit out the next one: nobody waits for their drafts
+    is_deferred: bool = False  # this step's requests sit out the next one: nobody waits for their drafts
 
     @property
     def is_drafting(self) -> bool:
@@ -57,4 +57,4 @@ class StepReport:
     sat_out: int = 0  # requests that were to draft and did not: a sequence is longer than the drafter's context
     is_drafter_ready: bool = False  # its process takes jobs, or is at one that an earlier step asked for
     # By request that is not in the step: confidences of the draft that came for it, and of a dropped token.
-    apart: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    deferred: dict[str, tuple[float, ...]] = field(default_factory=dict)

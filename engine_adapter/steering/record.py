@@ -1,6 +1,6 @@
 """What a step left behind, and how its record is made of it.
 
-`StepTrace` is filled on the engine thread, with as little as can be; `RecordBuilder` unfolds it on the link's thread
+`RawStep` is filled on the engine thread, with as little as can be; `RecordBuilder` unfolds it on the link's thread
 while the engine thread is in the next forward pass. Neither knows vLLM. What vLLM may change later is copied.
 """
 
@@ -54,8 +54,8 @@ class Entry:
 
 
 @dataclass(slots=True)
-class StepTrace:
-    """One step's traces on vLLM's objects. Lists of numbers are aligned with `scheduled`, which vLLM leaves alone."""
+class RawStep:
+    """What one step left on vLLM's objects. Lists of numbers are aligned with `scheduled`, which vLLM leaves alone."""
 
     order: StepOrder
     report: StepReport
@@ -77,7 +77,7 @@ class StepTrace:
     running: int
     waiting: int
     kv_usage: float
-    apart: list[tuple[Entry, tuple[float, ...]]] = field(default_factory=list)  # drafts of requests not in the step
+    deferred: list[tuple[Entry, tuple[float, ...]]] = field(default_factory=list)  # drafts of requests not in the step
     counted: tuple[int, int] | None = None  # vLLM's own (drafted, accepted); None: it keeps no statistics
 
 
@@ -90,48 +90,48 @@ class Counters(Protocol):
 
 @dataclass(slots=True)
 class RecordBuilder:
-    """Makes records of traces, in the order of the steps; owned by whichever thread sends them."""
+    """Makes records of raw steps, in the order of the steps; owned by whichever thread sends them."""
 
     boot_id: str
     link: Counters
     miscounted: int = 0  # verified and accepted tokens so far by which the records differ from vLLM's own counters
     _last: int = 0  # counter of the last record
 
-    def build(self, trace: StepTrace) -> StepRecord:
+    def build(self, raw: RawStep) -> StepRecord:
         """Return the record of a step."""
-        order, report = trace.order, trace.report
-        for entry in trace.preempted:
+        order, report = raw.order, raw.report
+        for entry in raw.preempted:
             entry.confidences = ()
-        rows, prefill, decode, drafts = self._rows(trace)
-        self._last = trace.counter
+        rows, prefill, decode, drafts = self._rows(raw)
+        self._last = raw.counter
         wrongly_pruned = sum([ends_wrongly(row) for row in rows]) if report.pruned else 0
-        if trace.counted is not None:
-            self._compare(rows, wrongly_pruned, *trace.counted)
+        if raw.counted is not None:
+            self._compare(rows, wrongly_pruned, *raw.counted)
         return StepRecord(
             boot_id=self.boot_id,
-            counter=trace.counter,
+            counter=raw.counter,
             step=order.step,
-            time_s=trace.time_s,
-            step_s=trace.step_s,
+            time_s=raw.time_s,
+            step_s=raw.step_s,
             schedule_s=order.schedule_s,
             verify_s=report.verify_s,
             sample_s=report.sample_s,
             draft_s=report.draft_s,
             overlap_s=report.overlap_s,
-            adapter_s=trace.adapter_s,
-            running=trace.running,
-            waiting=trace.waiting,
+            adapter_s=raw.adapter_s,
+            running=raw.running,
+            waiting=raw.waiting,
             prefill_tokens=prefill,
             decode_tokens=decode,
             draft_tokens=drafts,
-            kv_usage=trace.kv_usage,
+            kv_usage=raw.kv_usage,
             split=None,
             frontier=report.frontier or None,
             lease_epoch=order.lease_epoch,
             lease_sequence=order.lease_sequence,
             dropped=self.link.dropped,
             rejected=self.link.refused.total(),
-            events=trace.events,
+            events=raw.events,
             rows=rows,
             caught_up=report.caught_up,
             draft_rounds=None if report.rounds is None else len(report.rounds),
@@ -158,15 +158,15 @@ class RecordBuilder:
             logger.warning("FASER counts drafts otherwise than vLLM (verified in a step: %d and %d)", verified, drafted)
         self.miscounted += apart
 
-    def _rows(self, trace: StepTrace) -> tuple[list[RequestRow], int, int, int]:
+    def _rows(self, raw: RawStep) -> tuple[list[RequestRow], int, int, int]:
         rows: list[RequestRow] = []
         prefill = decode = drafts = 0
-        report, lengths, draft_of, counts = trace.report, trace.order.lengths, trace.drafts, trace.sampled.counts
-        drafted, confidences, pruned, invalid = report.drafted, report.confidences, report.pruned, trace.invalid
-        verified_of = dict(zip(draft_of, trace.draft_lengths, strict=True))
-        is_next = trace.counter == self._last + 1  # else what is known of the drafts is that of an earlier step
+        report, lengths, draft_of, counts = raw.report, raw.order.lengths, raw.drafts, raw.sampled.counts
+        drafted, confidences, pruned, invalid = report.drafted, report.confidences, report.pruned, raw.invalid
+        verified_of = dict(zip(draft_of, raw.draft_lengths, strict=True))
+        is_next = raw.counter == self._last + 1  # else what is known of the drafts is that of an earlier step
         for (request_id, scheduled), entry, row, context, delivered in zip(
-            trace.scheduled.items(), trace.entries, trace.batch_rows, trace.computed, trace.delivered, strict=True
+            raw.scheduled.items(), raw.entries, raw.batch_rows, raw.computed, raw.delivered, strict=True
         ):
             if row is None:
                 continue
@@ -175,7 +175,7 @@ class RecordBuilder:
             left = pruned[row] if pruned else 0
             accepted = 0
             if verified and generated:
-                last = trace.sampled.lasts[row] if left else -1
+                last = raw.sampled.lasts[row] if left else -1
                 accepted = _accepted(draft_of[request_id], generated, last, left)
             # An emitting step with one row per token decodes; anything else computes prompt.
             is_prefill = scheduled > verified + 1 or not generated
@@ -188,8 +188,8 @@ class RecordBuilder:
                 continue
             if delivered and not entry.has_emitted:
                 entry.has_emitted = True
-                if len(trace.events) < MAX_REQUESTS:
-                    trace.events.append(RequestEvent("first_token", entry.handle, trace.time_s, delivered))
+                if len(raw.events) < MAX_REQUESTS:
+                    raw.events.append(RequestEvent("first_token", entry.handle, raw.time_s, delivered))
             known = entry.confidences if is_next else ()
             rows.append(
                 RequestRow(
@@ -207,7 +207,7 @@ class RecordBuilder:
                 )
             )
             entry.confidences = confidences[row] if confidences else ()
-        for entry, told in trace.apart:
+        for entry, told in raw.deferred:
             entry.confidences = told
         return rows[:MAX_REQUESTS], prefill, decode, drafts
 

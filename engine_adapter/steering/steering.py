@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from ..link.quiet_moment import LULLS, MOST_S
+from ..link.quiet_moment import MOST_S, QUIET_MOMENTS
 from ..operator_log import operator_log
 from ..protocol import (
     MAX_DRAFT_LENGTH,
@@ -33,15 +33,15 @@ from ..protocol import (
 )
 from .lease import Lease
 from .orders import StepOrder, StepReport
-from .record import Entry, LiveRequest, RecordBuilder, StepTrace
+from .record import Entry, LiveRequest, RawStep, RecordBuilder
 from .sampled_tokens import SampledTokens
 
 logger = operator_log(__name__)
 
 _NO_REPORT = StepReport()
 # Behind a step the engine's thread is in Python for a millisecond or two, and waits while the link's thread is.
-# A record may come later: its answer is looked for when the next step is over. Best in that one's lull, which an engine
-# that is idle has not; where the runner is in another process, so much later behind a long step.
+# A record may come later: its answer is looked for when the next step is over. Best in that step's quiet moment,
+# which an idle engine does not have; where the runner is in another process, so much later behind a long step.
 LONG_STEP_S: Final = 0.04
 REST_S: Final = 0.003
 CLIENT_LIMIT: Final = "faser_max_draft"  # in a request's extra_args
@@ -244,8 +244,8 @@ class Steering:
         if self._departed:
             self._forget_departed()
         self.records += 1
-        apart = {} if outcome.report is None else outcome.report.apart
-        trace = StepTrace(
+        deferred = {} if outcome.report is None else outcome.report.deferred
+        raw = RawStep(
             order,
             outcome.report or _NO_REPORT,
             scheduled,
@@ -267,14 +267,14 @@ class Steering:
             outcome.running,
             outcome.waiting,
             outcome.kv_usage,
-            [(known[name], told) for name, told in apart.items() if name in known],
+            [(known[name], told) for name, told in deferred.items() if name in known],
             outcome.counted,
         )
         self._last_end_s = now_s
         self.cost_s = 0.0
         self.events, self._preempted = [], []
-        is_idle = not outcome.running and not outcome.waiting  # no step follows, and no lull
-        self.link.send_later(partial(self._builder.build, trace), 0.0 if is_idle else rest_s(trace.step_s))
+        is_idle = not outcome.running and not outcome.waiting  # no step follows, and no quiet moment
+        self.link.send_later(partial(self._builder.build, raw), 0.0 if is_idle else rest_s(raw.step_s))
 
     def _forget_departed(self) -> None:
         """Let go of requests that left, whose last tokens are counted now."""
@@ -317,8 +317,8 @@ class Steering:
 
 
 def rest_s(step_s: float) -> float:
-    """Return how long a record may wait behind a step that took so long; a lull in the next one ends the wait."""
-    if LULLS.is_told:
+    """Return how long a record may wait behind a step of this length; a quiet moment in the next one ends the wait."""
+    if QUIET_MOMENTS.is_told:
         return min(step_s, MOST_S)
     return REST_S if step_s >= LONG_STEP_S else 0.0
 

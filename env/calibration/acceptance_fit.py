@@ -13,9 +13,9 @@ from statistics import NormalDist
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 from msgspec.structs import replace
 
+from ...engine_adapter.arrays import Bools, Floats, Ints
 from ...engine_adapter.steering.stop_rule import logit
 from ..profile.acceptance_model import (
     QUANTILES,
@@ -25,9 +25,6 @@ from ..profile.acceptance_model import (
     default_acceptance,
     draft_chain,
 )
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 NEWTON_STEPS: Final = 25
 PRIOR_TRIALS: Final = 20.0  # what slope 1 and intercept 0 count for, at each position
@@ -55,7 +52,7 @@ class Tokens:
     request: Ints
     position: Ints
     logit: Floats
-    is_accepted: npt.NDArray[np.bool_]
+    is_accepted: Bools
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +253,7 @@ def _normal_scores(scores: list[list[Floats]], k_max: int) -> list[list[Floats]]
     return [[one(row) for row in request] for request in scores]
 
 
-def _logistic(x: Floats, y: npt.NDArray[np.bool_]) -> tuple[float, float]:
+def _logistic(x: Floats, y: Bools) -> tuple[float, float]:
     """Return (intercept, slope) with a weak pull towards (0, 1)."""
     center = np.array([0.0, 1.0])
     weights = center.copy()
@@ -270,7 +267,7 @@ def _logistic(x: Floats, y: npt.NDArray[np.bool_]) -> tuple[float, float]:
     return float(weights[0]), float(max(weights[1], 0.0))
 
 
-def _hidden_spread(request: Ints, accepted: npt.NDArray[np.bool_], chance: Floats) -> float:
+def _hidden_spread(request: Ints, accepted: Bools, chance: Floats) -> float:
     """Return the standard deviation of requests' shifts on the logit scale, beyond what chance explains."""
     size = int(request.max()) + 1
     surplus = np.bincount(request, accepted - chance, size)
@@ -292,7 +289,7 @@ def _aucs(tokens: Tokens, k_max: int) -> list[float]:
             ((tokens.position == position) & np.isfinite(tokens.logit) for position in range(k_max))]  # fmt: skip
 
 
-def auc(x: Floats, y: npt.NDArray[np.bool_]) -> float:
+def auc(x: Floats, y: Bools) -> float:
     """Return the chance that an accepted token has the larger x of two; 0.5 where there is nothing to compare."""
     positives, negatives = int(y.sum()), int((~y).sum())
     if not positives or not negatives:

@@ -10,14 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from ...engine_adapter.arrays import Bools, Floats, Ints
 from ..profile.engine_profile import Ahead
 from .step_fit import CalibrationError, phase_level
 from .step_samples import StepSamples
-
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
 
 LEAST_STEPS = 20  # of either kind
 LEAST_DRAFTS = 20  # made ahead, before their acceptance is believed
@@ -27,7 +24,7 @@ LEAST_DRAFTS = 20  # made ahead, before their acceptance is believed
 class Chains:
     """Requests whose drafts were accepted as a whole and that got another draft; (n,) each."""
 
-    step: npt.NDArray[np.int64]  # index of the step that accepted and drafted
+    step: Ints  # index of the step that accepted and drafted
     was_next_accepted: Floats  # whether the next draft's first token was: 1 or 0; NaN: not known
 
 

@@ -8,10 +8,8 @@ kinds of steps and time, from steps of cells that are fitted: held-out ones have
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from ...engine_adapter.arrays import Floats, Ints
 
 WINDOW_S = 60.0  # the level of a moment is the median over so long
 KNOT_S = 15.0

@@ -11,16 +11,13 @@ import hashlib
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import nnls
 
+from ...engine_adapter.arrays import Bools, Floats, Ints
+from ...engine_adapter.errors import ModelError
 from ..profile.engine_profile import PhaseModel, Range, Work
 from ..profile.step_basis import BASES, Phase
 from .step_samples import StepSamples
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 HELD_OUT_SHARE = 0.4
 COUNTED_REPEATS = 7  # a cell of fewer may be fitted, but is no point to judge a model by
@@ -30,7 +27,7 @@ RESAMPLES = 40  # for the covariance of the coefficients
 LEAST_CELLS: dict[Phase, int] = {"verify": 8, "draft": 8, "host": 2}
 
 
-class CalibrationError(ValueError):
+class CalibrationError(ModelError):
     """Measurements that no model can be fitted to; the message says what was seen and what was expected."""
 
 

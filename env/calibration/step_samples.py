@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields, replace
 
 import numba
 import numpy as np
-import numpy.typing as npt
 
+from ...engine_adapter.arrays import Bools, Floats, Ints
 from ..profile.step_basis import (
     DRAFT_BASIS,
     HOST_BASIS,
@@ -22,9 +22,6 @@ from ..profile.step_basis import (
     fill_host_basis,
     padded_rows,
 )
-
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,7 @@ class StepSamples:
         """Return all parts as one."""
         return cls(*(np.concatenate([getattr(part, item.name) for part in parts]) for item in fields(cls)))
 
-    def where(self, chosen: Bools | npt.NDArray[np.int64]) -> StepSamples:
+    def where(self, chosen: Bools | Ints) -> StepSamples:
         """Return some of the steps."""
         return StepSamples(*(getattr(self, item.name)[chosen] for item in fields(self)))
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
+from ...engine_adapter.arrays import Floats, Ints
 from ...engine_adapter.protocol import StopRule
 from ...engine_adapter.steering.stop_rule import LEAST
 from ..estimate import confidence_kernel as kernel
-from .acceptance import FIRST_GUESS, Floats, Ints
+from .acceptance import FIRST_GUESS
 from .confidence_kernel import CALIBRATION_ROWS, CAME, DEPTH, HIT, INTERCEPT, RING, SLOPE, TRIALS, TRIED
 from .step_rows import Confidences
 
@@ -60,8 +60,8 @@ class DraftRows:
 
     confidences: Confidences  # of the verified tokens and of a dropped one behind them
     limit: Ints  # draft length in force when these tokens were drafted; 0: not known
-    trials: npt.NDArray[np.float64]  # (n, k_max) as from `count_trials`
-    successes: npt.NDArray[np.float64]
+    trials: Floats  # (n, k_max) as from `count_trials`
+    successes: Floats
     rule: StopRule | None  # in force when these were drafted
     record: int
 

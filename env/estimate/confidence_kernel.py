@@ -8,12 +8,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 
+from ...engine_adapter.arrays import Floats, Ints
 from ...engine_adapter.compiled import compiled
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 MEMORY_TRIALS = 2000.0  # a position's calibration forgets beyond this many trials
 FIRST_MEMORY_TRIALS = 100.0  # ... and sooner while it is far from its end: the early steps were rough

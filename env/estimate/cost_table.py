@@ -13,11 +13,10 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ...engine_adapter.arrays import Floats
 from ..estimate import cost_table_kernel as kernel
 from .cost_table_kernel import CONFIDENT_STEPS, LOG_NODE, NODE, PRIOR, SPREAD, TABLE_ROWS, VISITS
 from .draft_cost import DraftCost
-
-Floats = npt.NDArray[np.float64]
 
 KNEE_ROWS = {"cpu": 16.0, "cuda": 256.0}  # prior only: rows at which a step costs twice an empty one
 LEAST_PROMPT_ROWS = 32  # of fewer the time drowns in the step's own

@@ -8,11 +8,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 
+from ...engine_adapter.arrays import Floats
 from ...engine_adapter.compiled import compiled
-
-Floats = npt.NDArray[np.float64]
 
 LEVEL_GAIN = 0.1  # the level follows a change of the machine within about 10 steps
 NODE_GAIN = 0.02  # a node that is known follows drift within about 50 of its own steps

@@ -13,10 +13,8 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
+from ...engine_adapter.arrays import Floats, Ints
 from ...engine_adapter.compiled import compiled
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 PRIOR = np.array([0.02, 0.0006, 0.05, 0.0006, 0.05, 0.005])  # guesses, see `features`
 PRIOR_WEIGHT = 0.0003  # what the guesses count for, in cells

@@ -13,15 +13,16 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from ...engine_adapter.arrays import Bools, Floats, Ints
 from ...engine_adapter.protocol import MAX_DRAFT_LENGTH, MAX_REQUESTS, StepRecord, StopRule
 from ..estimate import acceptance
 from ..spaces import Capabilities
-from .acceptance import Floats, Ints, Population
+from .acceptance import Population
 from .confidence import Confidence, DraftRows
 from .cost_curve import StepOctaves
 from .cost_table import MAX_ROWS, CostTable, StepCost
 from .planning_view import PlanningView
-from .requests import Bools, RequestTable
+from .requests import RequestTable
 from .split_cost import SplitCost
 from .step_rows import StepRows, StepSums
 

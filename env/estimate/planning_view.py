@@ -14,8 +14,9 @@ from ..estimate import acceptance
 from .cost_table import NO_PROMPTS, CostTable, Prompts
 
 if TYPE_CHECKING:
+    from ...engine_adapter.arrays import Bools, Floats
     from ..spaces import Capabilities
-    from .acceptance import Bools, Floats, Population
+    from .acceptance import Population
     from .confidence import Confidence, Forecast
     from .engine_state import Load
     from .requests import RequestTable

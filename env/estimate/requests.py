@@ -12,12 +12,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ...engine_adapter.arrays import Bools, Floats, Ints
 from ...engine_adapter.protocol import LARGEST_PRIORITY, MAX_DRAFT_LENGTH, MAX_REQUESTS, RequestEvent
 from ..estimate import requests_kernel as kernel
-from .acceptance import REQUEST_MEMORY_STEPS, UNTRIED_RECORDS, Floats, Ints
+from .acceptance import REQUEST_MEMORY_STEPS, UNTRIED_RECORDS
 from .step_rows import StepRows
-
-Bools = npt.NDArray[np.bool_]
 
 IDLE_RECORDS = 64  # not in a step for this long: not counted as running
 FORGOTTEN_RECORDS = 4096  # its finish event was lost

@@ -9,11 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from ...engine_adapter.arrays import Bools, Floats, Ints
 from ...engine_adapter.compiled import compiled
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
 
 # Rows of StepRows.told: the numbers of protocol.RequestRow in its order.
 ROW_HANDLE, ROW_SCHEDULED, ROW_LIMIT, ROW_DRAFTED, ROW_VERIFIED = range(5)

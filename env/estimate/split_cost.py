@@ -17,7 +17,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from .cost_table import NO_PROMPTS, CostTable, Floats, Prompts, StepCost
+from ...engine_adapter.arrays import Floats
+from .cost_table import NO_PROMPTS, CostTable, Prompts, StepCost
 
 SETTLE_STEPS: Final = 3  # behind a change of split: they verify what was drafted before it
 LEARNING_STEPS: Final = 16  # the next so many tell the numbers; whatever comes later tells how fast the machine is

@@ -11,13 +11,11 @@ from typing import NamedTuple, overload
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from ...engine_adapter.arrays import Bools, Floats, Ints
 from ...engine_adapter.protocol import MAX_DRAFT_LENGTH, MAX_REQUESTS, RequestRow
 from ..estimate import requests_kernel as kernel
-from .acceptance import Floats, Ints
 
-Bools = npt.NDArray[np.bool_]
 LARGEST = 1 << 62  # number in a row
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=lambda value: value.item())  # numpy's numbers, in rows that no engine sent

@@ -12,11 +12,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ...engine_adapter.arrays import Singles
 from ...engine_adapter.protocol import Prune
 from ..estimate.engine_state import EngineState
 from ..spaces import Action, Capabilities, Lengths, clamp
-
-Singles = npt.NDArray[np.float32]
 
 
 class Component(NamedTuple):

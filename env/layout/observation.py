@@ -12,15 +12,11 @@ import math
 from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from ...engine_adapter.arrays import Bools, Floats, Ints, Singles
 from ...engine_adapter.compiled import compiled
-from ..estimate.acceptance import Floats, Ints
 from ..estimate.cost_curve import OCTAVES
 from ..estimate.engine_state import EngineState
-from ..estimate.requests import Bools
-
-Singles = npt.NDArray[np.float32]
 
 OBSERVATION_VERSION: Final = 1
 LOG_10_MS: Final = math.log(0.01)
@@ -78,7 +74,7 @@ class Observation(NamedTuple):
 
     requests: Singles  # (slots, len(REQUEST_FEATURES)); the order of requests carries no meaning
     globals: Singles  # (len(GLOBAL_FEATURES),)
-    handles: npt.NDArray[np.int64]  # (n,) of the first n rows
+    handles: Ints  # (n,) of the first n rows
     acceptance: Floats  # (live requests, k_max) as EngineState.acceptance gives it: who acts on it need not ask again
 
 

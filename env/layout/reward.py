@@ -21,9 +21,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from ...engine_adapter.arrays import Bools, Floats
 from ..vectorised import apart
-
-Floats = npt.NDArray[np.float64]
 
 MOST_FACTOR = 700.0  # of an exponent
 
@@ -61,7 +60,7 @@ def average_reward(rewards: npt.ArrayLike, step_s: npt.ArrayLike, mean_per_s: fl
 
 
 def advantages(
-    rewards: Floats, values: Floats, next_values: Floats, step_s: Floats, ends: npt.NDArray[np.bool_],
+    rewards: Floats, values: Floats, next_values: Floats, step_s: Floats, ends: Bools,
     discount_per_s: float, trace_decay: float,
 ) -> Floats:  # fmt: skip
     """Return generalised advantages (steps, engines) of a semi-Markov process, from arrays of that shape.

@@ -14,9 +14,8 @@ from typing import Final
 import msgspec
 import numba
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from ...engine_adapter.arrays import Floats
 
 QUANTILES: Final = 33  # points of a confidence distribution, at ranks 0, 1/32, ..., 1
 

@@ -18,6 +18,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from ...engine_adapter.arrays import Floats
+from ...engine_adapter.errors import ModelError
 from .acceptance_model import AcceptanceModel, default_acceptance
 from .step_basis import (
     BASES,
@@ -26,7 +28,6 @@ from .step_basis import (
     ROUND_EDGES,
     ROW_EDGES,
     VERIFY_BASIS,
-    Floats,
     fill_draft_basis,
     fill_host_basis,
     fill_verify_basis,
@@ -42,7 +43,7 @@ class OutsideProfile(ValueError):
     """A step outside the measured domain; the message names the quantity, its value and the measured range."""
 
 
-class ProfileError(ValueError):
+class ProfileError(ModelError):
     """A profile that cannot be used; the message names file and field, what was seen and what was expected."""
 
 

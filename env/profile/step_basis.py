@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from typing import Final, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from ...engine_adapter.arrays import Floats
 from ...engine_adapter.compiled import compiled
 
-Floats = npt.NDArray[np.float64]
 Phase = Literal["verify", "draft", "host"]
 
 # Seconds per row are not constant: small matrix products waste their tiles, large ones saturate the machine. One term

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ...engine_adapter.arrays import Floats, Singles
 from ..layout.action_vector import DEPTH, GO_ON, KEEP, PRUNE, THRESHOLD
 from ..vectorised import apart
 from .constants import NAMED, RECORDED
@@ -22,9 +23,7 @@ from .state import (
     RUNNING,
     SURVIVAL,
     Bytes,
-    Floats,
     Shorts,
-    Singles,
 )
 
 _ONE, _HALF = np.float32(1.0), np.float32(0.5)

@@ -10,9 +10,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-Singles = npt.NDArray[np.float32]
-Ints = npt.NDArray[np.int64]
+from ...engine_adapter.arrays import Floats, Ints, Singles
+
 Records = npt.NDArray[np.void]
 
 CELLS: Final = 256  # of a draft token's score, -4..4 standard deviations

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from ...engine_adapter.arrays import Floats, Ints, Singles
 from ..layout.action_vector import AHEAD, KEEP, OVERLAP, OVERLAPS, PRUNE, RULED_FROM
 from ..vectorised import apart
 from .action import stranger_length
-from .constants import CELLS, RECORDED, SIGMOID_CELLS, VALUES, Ints
+from .constants import CELLS, RECORDED, SIGMOID_CELLS, VALUES
 from .schedule import GOLDEN, NORMAL_SHIFT, gaussian, mixed, uniform
 from .state import (
     ACCEPTED,
@@ -50,9 +51,7 @@ from .state import (
     Bytes,
     Cells,
     Column,
-    Floats,
     Shorts,
-    Singles,
     Words,
 )
 

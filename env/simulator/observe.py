@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ...engine_adapter.arrays import Floats, Singles
 from ..estimate.acceptance import (
     FIRST_GUESS,
     GUESS_TRIALS,
@@ -50,9 +51,7 @@ from .state import (
     TRIED,
     VERIFIED,
     Column,
-    Floats,
     Shorts,
-    Singles,
 )
 
 _KEEP = np.float32(1.0 - 1.0 / REQUEST_MEMORY_STEPS)

@@ -13,6 +13,7 @@ from statistics import NormalDist
 import msgspec
 import numpy as np
 
+from ...engine_adapter.arrays import Floats, Singles
 from ..profile.engine_profile import Ahead, EngineProfile, Exit, Split, Work, synthetic_profile
 from ..workload.request_trace import Trace, TraceError, shipped_trace
 from .constants import (
@@ -23,11 +24,9 @@ from .constants import (
     ROW,
     SETTINGS,
     SIGMOID_CELLS,
-    Floats,
     Origins,
     RecordedDrafts,
     Records,
-    Singles,
     World,
 )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ...engine_adapter.arrays import Floats, Ints, Singles
 from ..vectorised import apart
 from .constants import NORMAL_CELLS
 from .state import (
@@ -49,11 +50,8 @@ from .state import (
     VERIFIED,
     Bytes,
     Column,
-    Floats,
-    Ints,
     Records,
     Shorts,
-    Singles,
     Words,
 )
 

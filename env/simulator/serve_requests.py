@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ...engine_adapter.arrays import Floats, Ints, Singles
 from ...engine_adapter.protocol import StepRecord, StopRule
 from ...engine_adapter.steering.stop_rule import LEAST, fitted
 from ..layout.action_vector import ACTION, KEEP, OVERLAP, PRUNE, outside
@@ -27,9 +28,6 @@ from .scenario import Scenario, ServiceClass
 from .simulated_record import Recorder
 from .simulator import Simulator
 from .state import GO_ON_FROM, HANDLE, KEEP_FROM, PHASE, RUNNING
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 MOST_STEPS = 100_000_000  # a replay that takes more is stuck
 STEPS_AT_ONCE = 4096
@@ -158,7 +156,7 @@ def _decision_table(
 
 def _acceptance_logits(
     model: AcceptanceModel, confidences: Sequence[Sequence[Sequence[float]]], positions: int
-) -> npt.NDArray[np.float32]:
+) -> Singles:
     """Return (decisions, positions) logits of acceptance, NaN where no confidence is known."""
     told = np.full((sum(map(len, confidences)), positions), np.nan)
     for row, known in enumerate(chain.from_iterable(confidences)):
@@ -211,7 +209,7 @@ def _drive(simulator: Simulator, decide: Decide, staleness: int) -> list[float]:
     return step_s
 
 
-def _set_default(simulator: Simulator, vector: npt.NDArray[np.float32], length: int) -> None:
+def _set_default(simulator: Simulator, vector: Singles, length: int) -> None:
     """Give requests that are admitted in this step the default length: no threshold, and a share of k_max."""
     vector[0, 0] = -1.0
     vector[0, 1] = 2.0 * min(max(length, 0), simulator.scenario.positions) / simulator.scenario.positions - 1.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...engine_adapter.arrays import Singles
 from ...engine_adapter.gate import Gate
 from ...engine_adapter.protocol import ActionSet, StepRecord, StopRule
 from ..layout.action_vector import AHEAD, OVERLAPS, PING_PONG, outside
@@ -16,7 +17,7 @@ from .constants import LOGITS, NAMED
 from .scenario import Scenario
 from .simulated_record import Recorder, hello
 from .simulator import Simulator
-from .state import DRAFTS, FREE, GO_ON_FROM, HANDLE, KEEP_FROM, PHASE, Singles
+from .state import DRAFTS, FREE, GO_ON_FROM, HANDLE, KEEP_FROM, PHASE
 
 
 class SimulatedEngine:

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from ...engine_adapter.arrays import Ints
 from ...engine_adapter.protocol import EventKind, Hello, Prune, RequestEvent, RequestRow, StepRecord
-from ..estimate.acceptance import Ints
 from ..profile.engine_profile import EngineProfile
 from .constants import LOGITS
 from .simulator import Simulator

@@ -11,12 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
+from ...engine_adapter.arrays import Bools, Floats, Ints, Singles
 from ..estimate.acceptance import FIRST_GUESS, LEVEL_VARIANCE
 from ..layout.action_vector import outside
 from ..profile.step_basis import DRAFT_BASIS, HOST_BASIS, VERIFY_BASIS
 from .constants import CELLS, CHANCES, PRICED, RecordedDrafts, World
 from .scenario import Scenario, build_origins, build_world
-from .state import MEAN, Bytes, Floats, Singles, State, allocate
+from .state import MEAN, Bytes, State, allocate
 from .step import step_engines
 
 FOREVER_S = 1e299
@@ -79,7 +80,7 @@ class Simulator:
         for e, episode in zip(places.tolist(), episodes.tolist(), strict=True):
             self._begin(e, np.random.default_rng([self._seed, e, episode]))
 
-    def _places(self, engines: npt.ArrayLike | None) -> npt.NDArray[np.int64]:
+    def _places(self, engines: npt.ArrayLike | None) -> Ints:
         return np.arange(self.engines) if engines is None else np.asarray(engines, np.int64).reshape(-1)
 
     def _begin(self, e: int, random: np.random.Generator) -> None:
@@ -149,11 +150,11 @@ class Simulator:
         step_engines(first, last, steps, until_s, raw, lengths, self.rewards, *self.state, *self.world)
 
     @property
-    def is_done(self) -> npt.NDArray[np.bool_]:
+    def is_done(self) -> Bools:
         """Return (engines,) which have served a workload that does not repeat."""
         engines = self.state.engines
         left = engines["running"] + engines["waiting"] + engines["queue_length"]
-        done: npt.NDArray[np.bool_] = (engines["exhausted"] != 0) & (left == 0)
+        done: Bools = (engines["exhausted"] != 0) & (left == 0)
         return done
 
     def requests(self) -> Singles:

@@ -11,13 +11,11 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ...engine_adapter.arrays import Floats, Ints, Singles
 from ..estimate.cost_curve import OCTAVES
 from ..layout.action_vector import ACTION
 from ..layout.observation import GLOBAL_FEATURES, REQUEST_FEATURES
 
-Floats = npt.NDArray[np.float64]
-Singles = npt.NDArray[np.float32]
-Ints = npt.NDArray[np.int64]
 Shorts = npt.NDArray[np.int32]
 Column = npt.NDArray[np.int32]  # (slots,) of one quantity
 Bytes = npt.NDArray[np.int8]

@@ -13,6 +13,7 @@ from typing import Any
 import numba
 import numpy as np
 
+from ...engine_adapter.arrays import Floats, Singles
 from ..layout.action_vector import OVERLAP, OVERLAPS, PING_PONG, SPLIT
 from ..layout.reward import reward
 from ..profile.step_basis import (
@@ -53,9 +54,7 @@ from .state import (
     SERVICE,
     TOKEN,
     Column,
-    Floats,
     Shorts,
-    Singles,
 )
 from .verify import (
     ALL_FRESH,

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from ...engine_adapter.arrays import Floats, Ints
 from ..vectorised import apart
-from .constants import RECORDED, Ints
+from .constants import RECORDED
 from .draft import recorded
 from .schedule import GOLDEN, mixed, uniform
 from .state import (
@@ -33,7 +34,6 @@ from .state import (
     VERIFIED,
     Bytes,
     Column,
-    Floats,
     Shorts,
     Words,
 )

@@ -14,12 +14,13 @@ from typing import Final
 
 import msgspec
 
+from ...engine_adapter.errors import UsageError
 from .held_out import is_training_prompt
 
 KINDS: Final = ("chat", "code", "maths", "summarisation", "tools")
 
 
-class PromptError(ValueError):
+class PromptError(UsageError):
     """Prompts cannot be used; the message names file and line."""
 
 

@@ -17,7 +17,9 @@ from importlib.resources.abc import Traversable
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
+
+from ...engine_adapter.arrays import Floats, Ints
+from ...engine_adapter.errors import UsageError
 
 COLUMNS: Final = ("arrival_s", "input_tokens", "output_tokens")
 SHIPPED: Final = {
@@ -28,7 +30,7 @@ SHIPPED: Final = {
 MOONCAKE_TICK_S: Final = 3.0  # its clock; all arrivals of a tick carry the tick's start
 
 
-class TraceError(ValueError):
+class TraceError(UsageError):
     """A trace cannot be used; the message names file and row, what was seen and what was expected."""
 
 
@@ -42,9 +44,9 @@ class Trace:
     """
 
     name: str
-    arrival_s: npt.NDArray[np.float64]
-    input_tokens: npt.NDArray[np.int64]
-    output_tokens: npt.NDArray[np.int64]
+    arrival_s: Floats
+    input_tokens: Ints
+    output_tokens: Ints
 
     def __len__(self) -> int:
         return len(self.arrival_s)

@@ -17,8 +17,8 @@ from importlib.resources.abc import Traversable
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from ...engine_adapter.arrays import Floats
 from .request_trace import Trace, TraceError
 
 WINDOW_S: Final = 600.0
@@ -38,7 +38,7 @@ class ClientWindow:
     shape: float
     scale: float
 
-    def arrivals_s(self, random: np.random.Generator) -> npt.NDArray[np.float64]:
+    def arrivals_s(self, random: np.random.Generator) -> Floats:
         """Draw the window's arrivals: as many as the rate says, as bursty as the law says.
 
         Gaps are drawn and then stretched to fill the window: drawing until it is full would miss the rate where

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from ...engine_adapter.arrays import Floats
 from .prompts import KINDS, Prompt
 from .request_trace import Trace, TraceError
 
@@ -50,7 +50,7 @@ class Swell:
         if not all(math.isfinite(value) and value > 0 for value in values) or self.peak_rps < self.low_rps:
             raise TraceError(f"swell of {values}; expected finite numbers above 0 and peak_rps >= low_rps")
 
-    def cumulative(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    def cumulative(self) -> tuple[Floats, Floats]:
         """Return times (m,) in seconds and the expected number of arrivals (m,) before each."""
         time_s = np.linspace(0.0, self.duration_s, _GRID)
         shape = np.sin(np.pi * time_s / self.duration_s).clip(0.0) ** (2 * self.sharpness)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...env.workload.held_out import is_training_prompt
-from .refusal import DrafterRefusal
+from .drafter_error import DrafterError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,10 +56,10 @@ class ChatFormat:
         try:
             text = str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
         except ValueError as error:
-            raise DrafterRefusal(f"the target's tokenizer: {error}; expected one with a chat template") from error
+            raise DrafterError(f"the target's tokenizer: {error}; expected one with a chat template") from error
         before, found, after = text.partition(_MARK)
         if not found:
-            raise DrafterRefusal("the target's chat template drops the user's turn; expected it in the prompt")
+            raise DrafterError("the target's chat template drops the user's turn; expected it in the prompt")
         return cls(before, after)
 
     def wrap(self, user_turn: str) -> str:
@@ -80,7 +80,7 @@ def read_corpus(path: Path, tokenizer: PreTrainedTokenizerBase, vocabulary_size:
         raw = path.read_bytes()
         text = gzip.decompress(raw).decode() if path.suffix == ".gz" else raw.decode()
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise DrafterRefusal(f"corpus {path}: {error}; expected .jsonl or .jsonl.gz") from error
+        raise DrafterError(f"corpus {path}: {error}; expected .jsonl or .jsonl.gz") from error
     rows = [
         _conversation(line, f"corpus {path} line {number}", chat, tokenizer, vocabulary_size)
         for number, line in enumerate(io.StringIO(text), 1)
@@ -97,14 +97,12 @@ def _conversation(
         prompt, answer = tuple(map(int, row["p"])), tuple(map(int, row["g"]))
         temperature, source = float(row["T"]), str(row.get("source", "self"))
     except (ValueError, KeyError, TypeError) as error:
-        raise DrafterRefusal(f"{where}: {error!r}; expected an object with p, g (token ids) and T") from error
+        raise DrafterError(f"{where}: {error!r}; expected an object with p, g (token ids) and T") from error
     if not prompt or not all(0 <= token < vocabulary_size for token in prompt + answer):
-        raise DrafterRefusal(
-            f"{where}: token ids outside the target's vocabulary of {vocabulary_size}; another model's"
-        )
+        raise DrafterError(f"{where}: token ids outside the target's vocabulary of {vocabulary_size}; another model's")
     turn = chat.unwrap(str(tokenizer.decode(list(prompt))))
     if turn is None:
-        raise DrafterRefusal(
+        raise DrafterError(
             f"{where}: the prompt is not in the target's chat format; was it made with another tokenizer or template?"
         )
     return Conversation(prompt, answer, temperature, source, is_training_prompt(turn))
@@ -129,7 +127,7 @@ def choose_draft_vocabulary(conversations: Iterable[Conversation], size: int, vo
     Answers drawn above T = 0.7 count a quarter: what is served is mostly cooler. Ties and gaps are filled by low ids.
     """
     if size > vocabulary_size:
-        raise DrafterRefusal(f"draft_vocabulary {size}: the target has only {vocabulary_size} tokens")
+        raise DrafterError(f"draft_vocabulary {size}: the target has only {vocabulary_size} tokens")
     counts: Counter[int] = Counter()
     for row in conversations:
         if row.is_training:

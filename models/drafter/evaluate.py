@@ -10,16 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as functional
 
+from ...engine_adapter.arrays import Bools, Floats
 from .features import ExampleAddress, FeatureCache
 from .network import Batch, DraftHead, pack
 
 Tensor = torch.Tensor
-Floats = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
 _BINS = 10
 
 
@@ -120,7 +118,7 @@ def _joined(parts: Sequence[Drafts]) -> Drafts:
     )
 
 
-def judge_confidence(confidence: Floats, accepted: Flags) -> ConfidenceFigures:
+def judge_confidence(confidence: Floats, accepted: Bools) -> ConfidenceFigures:
     """Compare confidences (n,) with what happened (n,)."""
     tested, hits = len(accepted), int(accepted.sum())
     rejected = tested - hits

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from ..embedded.cache import CacheError
 from ..embedded.eagle3 import expand_drafter, read_card
-from .refusal import DrafterRefusal
+from .drafter_error import DrafterError
 from .teacher import file_digest
 
 Tensor = torch.Tensor
@@ -58,5 +58,5 @@ def export_drafter(
     try:
         expand_drafter(folder / WEIGHTS, read_card(folder / CARD), target, expanded)
     except (CacheError, KeyError) as error:
-        raise DrafterRefusal(f"head in {folder} cannot be expanded for vLLM: {error}") from error
+        raise DrafterError(f"head in {folder} cannot be expanded for vLLM: {error}") from error
     return expanded

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from .corpus import Conversation
-from .refusal import DrafterRefusal
+from .drafter_error import DrafterError
 from .teacher import Teacher
 
 Tensor = torch.Tensor
@@ -137,7 +137,7 @@ def open_cache(folder: Path) -> FeatureCache:
         identity = msgspec.json.decode((folder / "cache.json").read_bytes(), type=CacheIdentity)
         return FeatureCache(folder, identity)
     except (OSError, msgspec.DecodeError, SafetensorError) as error:
-        raise DrafterRefusal(f"feature cache {folder}: {error}; delete the folder to build it anew") from error
+        raise DrafterError(f"feature cache {folder}: {error}; delete the folder to build it anew") from error
 
 
 def check_corpus_is_targets(teacher: Teacher, conversations: Sequence[Conversation]) -> float:
@@ -153,7 +153,7 @@ def check_corpus_is_targets(teacher: Teacher, conversations: Sequence[Conversati
         seen += len(row.answer)
     share = agreed / seen
     if share < GREEDY_AGREEMENT:
-        raise DrafterRefusal(
+        raise DrafterError(
             f"the corpus's greedy answers agree with target {teacher.folder} on {share:.0%} of tokens; expected "
             f"{GREEDY_AGREEMENT:.0%} or more: it was written by another model, or with another tokenizer"
         )
@@ -164,7 +164,7 @@ def _claim(folder: Path, identity: CacheIdentity) -> None:
     path = folder / "cache.json"
     if path.exists():
         if open_cache(folder).identity != identity:
-            raise DrafterRefusal(
+            raise DrafterError(
                 f"feature cache {folder} was made from another target, corpus or recipe; choose another `work` folder"
             )
         return
@@ -178,7 +178,7 @@ def check_space(folder: Path, row_bytes: int, tokens: int) -> None:
     needed = int(1.05 * row_bytes * tokens)
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise DrafterRefusal(
+        raise DrafterError(
             f"feature cache in {folder}: needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; "
             "choose another `work` folder or set cache_tokens"
         )

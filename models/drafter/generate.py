@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 from ...env.workload.prompts import training_prompts
 from ..embedded.precision import dtype_on
 from .corpus import ChatFormat
+from .drafter_error import DrafterError
 from .recipe import Recipe
-from .refusal import DrafterRefusal
 
 Progress = Callable[[int, int], None]
 TEMPERATURES: Final = (0.0, 0.0, 0.7, 1.0)
@@ -84,7 +84,7 @@ def _engine(recipe: Recipe, target: Path) -> Any:
     try:
         from vllm import LLM
     except ImportError as error:
-        raise DrafterRefusal(f"no corpus given and vLLM is not installed ({error}); name a corpus") from error
+        raise DrafterError(f"no corpus given and vLLM is not installed ({error}); name a corpus") from error
     return LLM(
         str(target),
         dtype=dtype_on(recipe.device),

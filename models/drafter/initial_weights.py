@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from .drafter_error import DrafterError
 from .features import FeatureCache
 from .network import FUSION, HIDDEN_NORM, INPUT_NORM, MLP_NORM, OUTPUT_NORM, HeadShape
-from .refusal import DrafterRefusal
 
 Tensor = torch.Tensor
 _RIDGE_EXAMPLES = 96
@@ -27,7 +27,7 @@ def read_own_weights(path: Path, shape: HeadShape) -> dict[str, Tensor]:
     try:
         stored = load_file(str(path))
     except (OSError, SafetensorError) as error:
-        raise DrafterRefusal(f"head {path}: {error}; expected a .safetensors file") from error
+        raise DrafterError(f"head {path}: {error}; expected a .safetensors file") from error
     weights = {name: _dequantised(name, stored) for name in stored if name in shape.parameters()}
     gains = [stored.get(f"fc_norm.{layer}.weight") for layer in range(shape.aux_layers)]
     if FUSION in weights and all(gain is not None for gain in gains):
@@ -40,9 +40,9 @@ def read_own_weights(path: Path, shape: HeadShape) -> dict[str, Tensor]:
         if name not in weights or tuple(weights[name].shape) != size
     ]
     if wrong:
-        raise DrafterRefusal(f"head {path}: made for another target or recipe: {wrong[0]} ({len(wrong)} such)")
+        raise DrafterError(f"head {path}: made for another target or recipe: {wrong[0]} ({len(wrong)} such)")
     if not all(bool(weight.isfinite().all()) for weight in weights.values()):
-        raise DrafterRefusal(f"head {path}: holds values that are not finite; it is corrupt")
+        raise DrafterError(f"head {path}: holds values that are not finite; it is corrupt")
     return weights
 
 

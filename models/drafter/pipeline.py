@@ -26,6 +26,7 @@ from .corpus import (
     read_corpus,
     response_tokens,
 )
+from .drafter_error import DrafterError
 from .evaluate import Acceptance, evaluate
 from .export import export_drafter
 from .features import (
@@ -41,7 +42,6 @@ from .generate import generate_corpus
 from .initial_weights import read_own_weights, ridge_start
 from .network import DraftHead, HeadShape
 from .recipe import Recipe
-from .refusal import DrafterRefusal
 from .teacher import Teacher, weights_digest
 from .train import Trainer, TrainingReport
 
@@ -93,12 +93,12 @@ def open_workshop(recipe: Recipe, stage: Stage) -> Workshop:
     torch.manual_seed(recipe.seed)
     torch.set_num_threads(recipe.threads)
     if recipe.device == "cuda" and not torch.cuda.is_available():
-        raise DrafterRefusal("device cuda: torch sees no GPU; use cpu")
+        raise DrafterError("device cuda: torch sees no GPU; use cpu")
     target = target_folder(recipe, stage)
     teacher = Teacher(target, recipe.device)
     aux_layers = recipe.aux_layers or teacher.shape.default_aux_layers()
     if not all(1 <= layer <= teacher.shape.layers for layer in aux_layers):
-        raise DrafterRefusal(f"aux_layers {aux_layers}: the target has layers 1 to {teacher.shape.layers}")
+        raise DrafterError(f"aux_layers {aux_layers}: the target has layers 1 to {teacher.shape.layers}")
     shape = HeadShape.of(teacher.shape, len(aux_layers), recipe.intermediate_size)
     if recipe.initial:
         read_own_weights(Path(recipe.initial), shape)
@@ -246,7 +246,7 @@ def _check_amount(
 ) -> None:
     found = response_tokens(chosen)
     if found < recipe.minimum_response_tokens or not held_out:
-        raise DrafterRefusal(
+        raise DrafterError(
             f"corpus {corpus}: {found} answer tokens on the training side and {len(held_out)} held-out conversations; "
             f"expected {recipe.minimum_response_tokens} or more and at least one; generate more text"
         )
@@ -256,7 +256,7 @@ def _check_checkpoint_space(workshop: Workshop) -> None:
     needed = 16 * sum(torch.Size(size).numel() for size in workshop.shape.parameters().values())
     free = shutil.disk_usage(workshop.recipe.work).free
     if needed > free:
-        raise DrafterRefusal(
+        raise DrafterError(
             f"work folder {workshop.recipe.work}: checkpoint and export need {needed / 1e6:.0f} MB, "
             f"{free / 1e6:.0f} MB are free"
         )

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from .refusal import DrafterRefusal
+from .drafter_error import DrafterError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,16 +61,16 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if len(self.depths) != len(self.depth_shares) or abs(sum(self.depth_shares) - 1) > 1e-6:
-            raise DrafterRefusal(
+            raise DrafterError(
                 f"depths {self.depths} and depth_shares {self.depth_shares}: expected one share per depth, sum 1"
             )
         if not 0 < self.draft_vocabulary < 2**15 or self.teacher_top > self.draft_vocabulary:
-            raise DrafterRefusal(
+            raise DrafterError(
                 f"draft_vocabulary {self.draft_vocabulary}, teacher_top {self.teacher_top}: expected a vocabulary of "
                 f"1 to {2**15 - 1} tokens and no larger teacher_top"
             )
         if self.device not in ("cpu", "cuda"):
-            raise DrafterRefusal(f"device {self.device!r}: expected cpu or cuda")
+            raise DrafterError(f"device {self.device!r}: expected cpu or cuda")
 
     def depth_at(self, progress: float) -> int:
         """Give the training-time-test depth at a share of the schedule."""
@@ -104,7 +104,7 @@ def read_recipe(path: Path, overrides: Mapping[str, object] | None = None) -> Re
     try:
         values: dict[str, object] = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise DrafterRefusal(f"recipe {path}: {error}; expected a readable TOML file") from error
+        raise DrafterError(f"recipe {path}: {error}; expected a readable TOML file") from error
     return make_recipe(values | dict(overrides or {}), str(path))
 
 
@@ -114,7 +114,7 @@ def make_recipe(values: Mapping[str, object], origin: str) -> Recipe:
     checked: dict[str, object] = {}
     for key, value in values.items():
         if key not in fields:
-            raise DrafterRefusal(f"{origin}: unknown setting {key!r}; known: {', '.join(sorted(fields))}")
+            raise DrafterError(f"{origin}: unknown setting {key!r}; known: {', '.join(sorted(fields))}")
         checked[key] = _as_type_of(fields[key], value, f"{origin}: {key}")
     return Recipe(**checked)  # type: ignore[arg-type]
 
@@ -125,5 +125,5 @@ def _as_type_of(default: object, value: object, name: str) -> object:
     if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not type(default):
-        raise DrafterRefusal(f"{name} = {value!r}: expected {type(default).__name__}")
+        raise DrafterError(f"{name} = {value!r}: expected {type(default).__name__}")
     return value

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as functional
 
 from ..embedded.precision import dtype_on
-from .refusal import DrafterRefusal
+from .drafter_error import DrafterError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,14 +106,14 @@ def read_target_shape(folder: Path) -> TargetShape:
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError) as error:
-        raise DrafterRefusal(f"target {folder}: {error}; expected a folder with config.json and weights") from error
+        raise DrafterError(f"target {folder}: {error}; expected a folder with config.json and weights") from error
     if config.model_type != "llama" or config.attention_bias or config.mlp_bias or config.hidden_act != "silu":
-        raise DrafterRefusal(
+        raise DrafterError(
             f"target {folder}: architecture {config.model_type!r}; expected a Llama-family model without biases"
         )
     rope = dict(config.rope_parameters or {})
     if rope.get("rope_type", "default") != "default":
-        raise DrafterRefusal(f"target {folder}: rope type {rope['rope_type']!r}; only the default is supported")
+        raise DrafterError(f"target {folder}: rope type {rope['rope_type']!r}; only the default is supported")
     eos = config.eos_token_id
     return TargetShape(
         hidden_size=config.hidden_size,
@@ -140,7 +140,7 @@ def _load_model(folder: Path, device: torch.device) -> Any:
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, local_files_only=True)
     except (OSError, ValueError, RuntimeError) as error:
-        raise DrafterRefusal(f"target {folder}: its weights do not load: {error}") from error
+        raise DrafterError(f"target {folder}: its weights do not load: {error}") from error
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -154,5 +154,5 @@ def weights_digest(folder: Path) -> str:
     """Identify a target by its weight files."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise DrafterRefusal(f"target {folder}: no .safetensors weights found")
+        raise DrafterError(f"target {folder}: no .safetensors weights found")
     return hashlib.sha256("".join(file_digest(file) for file in files).encode()).hexdigest()

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .drafter_error import DrafterError
 from .evaluate import Acceptance, evaluate
 from .features import ExampleAddress, FeatureCache
 from .network import Batch, DraftHead, pack
 from .objective import leading_cross_entropy, teacher_shares
 from .recipe import Recipe
-from .refusal import DrafterRefusal
 
 Tensor = torch.Tensor
 log = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ class Trainer:
         """Go on from a checkpoint of the same recipe."""
         content = _load_checkpoint(path)
         if content["learning"] != self.recipe.learning_digest():
-            raise DrafterRefusal(f"checkpoint {path}: of another recipe; choose another `work` folder or delete it")
+            raise DrafterError(f"checkpoint {path}: of another recipe; choose another `work` folder or delete it")
         with torch.no_grad():
             for name, weight in content["weights"].items():
                 self.head.parameters[name].copy_(weight)
@@ -225,7 +225,7 @@ def _load_checkpoint(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged zip or pickle raises almost anything
-        raise DrafterRefusal(f"checkpoint {path}: {error}; it is damaged, delete it to start anew") from error
+        raise DrafterError(f"checkpoint {path}: {error}; it is damaged, delete it to start anew") from error
     if not {"learning", "weights", "optimisers", "position"} <= set(content):
-        raise DrafterRefusal(f"checkpoint {path}: not written by this trainer; delete it to start anew")
+        raise DrafterError(f"checkpoint {path}: not written by this trainer; delete it to start anew")
     return content

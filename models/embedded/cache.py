@@ -23,13 +23,15 @@ from pathlib import Path
 
 import platformdirs
 
+from ...engine_adapter.errors import ModelError
+
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]  # what is being done, share done 0..1
 STAMP = "faser-stamp.json"
 
 
-class CacheError(RuntimeError):
+class CacheError(ModelError):
     """The model cache cannot be used or filled; the message says what to do."""
 
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ...env.estimate.acceptance import Floats, Ints
+from ...engine_adapter.arrays import Floats, Ints
 from ...env.profile.step_basis import DRAFT_BASIS, FIRST_EDGES, ROUND_EDGES, ROW_EDGES, VERIFY_BASIS
 from ...env.simulator.constants import NAMED
 from ...env.simulator.scenario import Scenario

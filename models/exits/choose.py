@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from ...engine_adapter.arrays import Bools, Floats, Ints
 from ...engine_adapter.pruning.cut import after_first_failure
 
-Floats = npt.NDArray[np.float64]
 WRONG_CEILING: Final = 0.02  # of the tokens that would have been accepted
 THRESHOLDS: Final = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6)
 
@@ -45,8 +44,8 @@ class ExitOutcome:
 
 
 def judge(
-    drafts: npt.NDArray[np.int64],
-    is_accepted: npt.NDArray[np.bool_],
+    drafts: Ints,
+    is_accepted: Bools,
     predicted: Floats,
     layer: int,
     threshold: float,
@@ -77,8 +76,8 @@ def judge(
 
 
 def ending(
-    drafts: npt.NDArray[np.int64],
-    is_accepted: npt.NDArray[np.bool_],
+    drafts: Ints,
+    is_accepted: Bools,
     scores: Floats,
     threshold: float,
     cost: StepSeconds,
@@ -99,13 +98,13 @@ def ending(
     )
 
 
-def accepted_tokens(drafts: npt.NDArray[np.int64], is_accepted: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+def accepted_tokens(drafts: Ints, is_accepted: Bools) -> Ints:
     """Return per draft how many tokens the target accepts."""
     full = after_first_failure(drafts, is_accepted)
     return np.asarray(np.where(full.has_bonus, drafts, full.kept - 1), dtype=np.int64)
 
 
-def survival(drafts: npt.NDArray[np.int64], confidences: Floats) -> Floats:
+def survival(drafts: Ints, confidences: Floats) -> Floats:
     """Return for each token the product of the confidences of its draft up to it: what ends drafts under a lease."""
     product = confidences.copy()
     starts = np.cumsum(drafts) - drafts
@@ -115,9 +114,7 @@ def survival(drafts: npt.NDArray[np.int64], confidences: Floats) -> Floats:
     return product
 
 
-def ended_by(
-    drafts: npt.NDArray[np.int64], scores: Floats, threshold: float
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+def ended_by(drafts: Ints, scores: Floats, threshold: float) -> tuple[Ints, Bools]:
     """Return the lengths of drafts that end before their first token under the threshold, and which tokens stay."""
     lengths = after_first_failure(drafts, scores >= threshold).kept - 1
     within = np.arange(drafts.sum()) - np.repeat(np.cumsum(drafts) - drafts, drafts)

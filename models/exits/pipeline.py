@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from ...engine_adapter.arrays import Floats
 from ...engine_adapter.protocol import Prune
 from ...env.workload.prompts import held_out_prompts, training_prompts
 from .choose import (
@@ -86,7 +86,7 @@ def write_exits(
     return figures
 
 
-def judge_heads(recording: Recording, predicted: dict[int, npt.NDArray[np.float64]], cost: StepSeconds) -> Figures:
+def judge_heads(recording: Recording, predicted: dict[int, Floats], cost: StepSeconds) -> Figures:
     """Compare every layer, and the drafter's own confidence, on the tokens of a recording."""
     accepted = recording.is_accepted.numpy()
     reached = recording.is_reached().numpy()
@@ -111,7 +111,7 @@ def judge_heads(recording: Recording, predicted: dict[int, npt.NDArray[np.float6
     )
 
 
-def fitted_cost(steps: npt.NDArray[np.float64], batch: int) -> StepSeconds:
+def fitted_cost(steps: Floats, batch: int) -> StepSeconds:
     """Fit seconds by rows: medians per number of rows, then a line; robust against a busy machine.
 
     :param steps: (steps, 3) rows, seconds of the forward pass, seconds with LM head and sampler.
@@ -123,7 +123,7 @@ def fitted_cost(steps: npt.NDArray[np.float64], batch: int) -> StepSeconds:
     return StepSeconds(max(fixed_s, 0.0), max(row_s, 1e-6), share, batch=batch)
 
 
-def _line(x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) -> tuple[float, float]:
+def _line(x: Floats, y: Floats) -> tuple[float, float]:
     values = np.unique(x)
     if len(values) < 2:
         return 0.0, float(np.median(y / x))

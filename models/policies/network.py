@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeAlias, cast
+from typing import Final, cast
 
 import numpy as np
-import numpy.typing as npt
 
+from ...engine_adapter.arrays import Singles
 from ...engine_adapter.compiled import compiled
 from ...env.layout.action_vector import ACTION
 from ...env.layout.observation import GLOBAL_FEATURES, OBSERVATION_VERSION, REQUEST_FEATURES
@@ -22,8 +22,6 @@ from ..embedded.cache import sha256_of
 from ..embedded.tensorfile import PendingTensor, Tensor, read, write
 from .advice import Advice
 from .policy import PolicyError
-
-Singles: TypeAlias = npt.NDArray[np.float32]
 
 MANIFEST_VERSION: Final = 1
 HEAD: Final = "advice"  # what the outputs are; others there were lost to the price policy

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from ...env.estimate.acceptance import Floats, Ints
+from ...engine_adapter.arrays import Floats, Ints
 from ...env.estimate.engine_state import EngineState
 from ...env.estimate.planning_view import PlanningView
 from ...env.spaces import Action
@@ -43,7 +43,7 @@ class Pace(msgspec.Struct, frozen=True):
         return cls(limits)
 
 
-class Outlook:
+class ClassForecast:
     """What the next step would do for each class, by the lengths that are asked for.
 
     Under a stop rule drafts end before their length: what price expects of all of them together scales what each
@@ -93,8 +93,8 @@ class PacedPolicy:
         if plan is None or not action.lengths[decoding].any():
             return action
         lengths = action.lengths[decoding]
-        outlook = Outlook(self._pace, view, plan, is_ruled=action.stop is not None)
-        kept, who = _within(outlook, lengths)
+        forecast = ClassForecast(self._pace, view, plan, is_ruled=action.stop is not None)
+        kept, who = _within(forecast, lengths)
         if who is None or np.array_equal(kept, lengths):
             return action
         whole = action.lengths.copy()
@@ -104,37 +104,37 @@ class PacedPolicy:
         return msgspec.structs.replace(action, lengths=whole, default_length=default, reason=reason)
 
 
-def _within(outlook: Outlook, lengths: Ints) -> tuple[Ints, int | None]:
+def _within(forecast: ClassForecast, lengths: Ints) -> tuple[Ints, int | None]:
     """Return lengths under which nobody is late, or the latest class least, and who was; None if nobody was."""
-    late, who = outlook.lateness(lengths)
+    late, who = forecast.lateness(lengths)
     if who is None or late <= 1.0:
         return lengths, None
-    return _cut(outlook, _stripped(outlook, lengths, who)), who
+    return _cut(forecast, _stripped(forecast, lengths, who)), who
 
 
-def _stripped(outlook: Outlook, lengths: Ints, who: int) -> Ints:
+def _stripped(forecast: ClassForecast, lengths: Ints, who: int) -> Ints:
     """Take the drafts of less urgent classes, the least urgent first, while that makes the late one less late."""
-    late, _ = outlook.lateness(lengths)
-    for victim in sorted({int(each) for each in outlook.priority if each > who}, reverse=True):
+    late, _ = forecast.lateness(lengths)
+    for victim in sorted({int(each) for each in forecast.priority if each > who}, reverse=True):
         if late <= 1.0:
             break
-        fewer = np.where(outlook.priority == victim, 0, lengths)
-        then, _ = outlook.lateness(fewer)
+        fewer = np.where(forecast.priority == victim, 0, lengths)
+        then, _ = forecast.lateness(fewer)
         if then > BETTER * late:
             continue
         late, lengths = then, fewer
     return lengths
 
 
-def _cut(outlook: Outlook, lengths: Ints) -> Ints:
+def _cut(forecast: ClassForecast, lengths: Ints) -> Ints:
     """Cut the longest drafts of everybody, as far as that makes the latest class less late."""
-    late, _ = outlook.lateness(lengths)
+    late, _ = forecast.lateness(lengths)
     best = lengths
     for longest in range(int(lengths.max(initial=0)) - 1, -1, -1):
         if late <= 1.0:
             break
         fewer = np.minimum(lengths, longest)
-        then, _ = outlook.lateness(fewer)
+        then, _ = forecast.lateness(fewer)
         if then < BETTER * late:
             late, best = then, fewer
     return best

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ...engine_adapter.errors import UsageError
 from ...env.estimate.engine_state import EngineState
 from ...env.spaces import Action
 
 
-class PolicyError(ValueError):
+class PolicyError(UsageError):
     """A policy's name that cannot be used; the message says what was seen, what is possible, what to do."""
 
 

@@ -15,20 +15,19 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from ...engine_adapter.arrays import Bools, Floats, Ints
 from ...engine_adapter.compiled import compiled
-from ...env.estimate.acceptance import Floats, Ints
 from ...env.estimate.confidence import Forecast
 from ...env.estimate.engine_state import EngineState
 from ...env.estimate.overlap_bound import PhaseTimes, draft_ahead_bound
 from ...env.estimate.planning_view import PlanningView
-from ...env.estimate.requests import Bools
 from ...env.estimate.split_cost import IdealSplit
 from ...env.spaces import Action, Capabilities
 from .advice import NEUTRAL, Advice
 from .baselines import uniform
-from .first_lesson import FirstLesson
+from .confidence_bootstrap import ConfidenceBootstrap
 from .probe import BUDGET_SHARE, Chances, ProbeAccount
-from .split_choice import Promises, SplitChoice
+from .split_choice import RateEstimates, SplitChoice
 from .step_grid import HYSTERESIS, PLANES, choose
 from .stop_rules import EDGE_LIST, NO_RULE, all_drafts, predict_stops, rule_of
 
@@ -55,7 +54,7 @@ class Plan(msgspec.Struct, frozen=True):
     depth: int  # deepest round
     drafted: float  # tokens in all
     even_rates: Floats  # (k_max + 1,) what it expects of one length for all, tokens/s
-    people: Chances | None = None  # None: the population as seen without stop rules
+    chances: Chances | None = None  # None: the population as seen without stop rules
 
 
 class OperatingPoint(msgspec.Struct):
@@ -91,7 +90,7 @@ class PricePolicy:
         self.plan: Plan | None = None  # the newest action's, whether or not a probe took its place
         self._held_for: tuple[int, Forecast | None, int] = (0, None, 0)  # requests, forecast if followed, split
         self._probes = ProbeAccount()
-        self._lesson = FirstLesson()
+        self._bootstrap = ConfidenceBootstrap()
         self._can_split = len(capabilities.splits) > 1
         self._splits = SplitChoice(len(capabilities.splits))
         self._advice = NEUTRAL
@@ -128,12 +127,12 @@ class PricePolicy:
 
     def _probed(self, plan: Plan, view: PlanningView) -> Action:
         requests = view.requests
-        if plan.depth == 0 and self._can_stop and self._lesson.begins(view, plan.rate):
+        if plan.depth == 0 and self._can_stop and self._bootstrap.begins(view, plan.rate):
             return uniform(view.size, 1, f"{requests} decoding: learning what confidence tells")
         if plan.depth > 0 and self._probes.looks_back(view, plan.rate / plan.even_rates.item(0) - 1.0):
             return uniform(view.size, 0, f"{requests} decoding: probing length 0")
         begin_s = view.catch_up_s() if self._probes.is_due(view) else 0.0
-        probe = self._probes.choose(view, plan.rate, plan.depth, plan.people, begin_s)
+        probe = self._probes.choose(view, plan.rate, plan.depth, plan.chances, begin_s)
         if probe is not None:
             return uniform(view.size, probe, f"{requests} decoding: probing length {probe}")
         return plan.action
@@ -147,8 +146,8 @@ class PricePolicy:
         self._point.rate = plan.rate
         is_trial = self._splits.is_trial(octave)  # whose few steps are to tell of the split alone
         action = plan.action if is_trial else self._probed(plan, planned)
-        promises = Promises(partial(self._promised, state, view), partial(self._promised_at_best, view))
-        self._splits.note(requests, octave, state.split == split, promises)
+        rates = RateEstimates(partial(self._promised, state, view), partial(self._promised_at_best, view))
+        self._splits.note(requests, octave, state.split == split, rates)
         return msgspec.structs.replace(action, split=split)
 
     def _promised(self, state: EngineState, view: PlanningView, split: int) -> float | None:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...engine_adapter.arrays import Floats
 from ...engine_adapter.compiled import compiled
-from ...env.estimate.acceptance import Floats
 from ...env.estimate.planning_view import PlanningView
 
 BUDGET_SHARE = 0.01  # of the time
@@ -67,13 +67,13 @@ class ProbeAccount:
         view: PlanningView,
         rate: float,
         depth: int,
-        people: Chances | None = None,
+        chances: Chances | None = None,
         begin_s: float = 0.0,
     ) -> int | None:
         """Return the length to probe for all who decode, or None; `rate` is what is had now.
 
         :param depth: the deepest draft in force: nothing new would be learnt from it.
-        :param people: what is known of the requests' acceptance; None: the population's.
+        :param chances: what is known of the requests' acceptance; None: the population's.
         :param begin_s: what the drafter must make up for before anything is drafted, charged to a probe.
         """
         is_due = self.is_due(view)
@@ -84,7 +84,7 @@ class ProbeAccount:
         if not is_due:
             return None
         population = view.population
-        mean, deviation = people or (population.mean, population.deviation)
+        mean, deviation = chances or (population.mean, population.deviation)
         outlook = np.empty((5, len(mean) + 1))
         _look_ahead(mean, deviation, population.delivery, view.requests, outlook)
         least_s, most_s = _time_range_s(view, *outlook[:3])

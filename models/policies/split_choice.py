@@ -75,7 +75,7 @@ class SplitTrial(msgspec.Struct):
         self.begin(None)
 
 
-class Promises(NamedTuple):
+class RateEstimates(NamedTuple):
     """What a policy expects, tokens per second."""
 
     of: Callable[[int], float | None]  # of the best plan under a split; None: nothing is known of it
@@ -101,7 +101,7 @@ class SplitChoice:
         """Return whether the split is only tried."""
         return self._standing(octave).tried is not None
 
-    def note(self, requests: int, octave: int, is_shown: bool, promises: Promises) -> None:
+    def note(self, requests: int, octave: int, is_shown: bool, rates: RateEstimates) -> None:
         """Count one decision; begin or judge a trial when it is time.
 
         :param is_shown: whether the newest step ran under the split that is planned for
@@ -117,14 +117,14 @@ class SplitChoice:
             standing.split, lost = 0, standing.asked
             standing.keep(lost, HOPELESS_PATIENCE)
         elif standing.tried is not None:
-            self._judge(standing, promises)
+            self._judge(standing, rates)
         elif (split := standing.next_trial()) is not None:
-            if standing.split == 0 and promises.at_best() < (1.0 + GAIN) * (promises.of(0) or 0.0):
+            if standing.split == 0 and rates.at_best() < (1.0 + GAIN) * (rates.of(0) or 0.0):
                 standing.keep(split)  # without a trial
             else:
                 standing.begin(split)
 
-    def _judge(self, standing: SplitTrial, promises: Promises) -> None:
+    def _judge(self, standing: SplitTrial, rates: RateEstimates) -> None:
         tried = standing.tried
         assert tried is not None
         if standing.shown < LEAST_RECORDS:
@@ -133,7 +133,7 @@ class SplitChoice:
             if standing.shown >= TRIAL_RECORDS:
                 standing.begin(0, is_back=True)
             return
-        ahead, behind = promises.of(tried), promises.of(standing.split)
+        ahead, behind = rates.of(tried), rates.of(standing.split)
         if not ahead or not behind:  # such as beside prompts, which tell nothing
             if standing.shown >= PATIENCE:
                 standing.keep(tried, UNTOLD_PATIENCE)

@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from ...engine_adapter.arrays import Floats
 from ...engine_adapter.compiled import compiled
-from ...env.estimate.acceptance import Floats
 from ...env.estimate.planning_view import PlanningView
 
 # Planes of a table, (4, thresholds, k_max + 1), each expected of one step: draft tokens, emitted tokens, rows through

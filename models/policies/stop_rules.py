@@ -11,9 +11,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from ...engine_adapter.arrays import Floats, Ints
 from ...engine_adapter.compiled import compiled
 from ...engine_adapter.protocol import StopRule
-from ...env.estimate.acceptance import GUESS_TRIALS, Floats, Ints
+from ...env.estimate.acceptance import GUESS_TRIALS
 from ...env.estimate.confidence import EDGES, Confidence, Forecast
 from ...env.estimate.planning_view import PlanningView
 from .probe import Chances

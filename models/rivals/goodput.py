@@ -14,7 +14,7 @@ import re
 import numpy as np
 from msgspec.structs import replace
 
-from ...env.estimate.acceptance import Floats, Ints
+from ...engine_adapter.arrays import Floats, Ints
 from ...env.estimate.confidence import EDGES, Forecast
 from ...env.estimate.engine_state import EngineState
 from ...env.spaces import Action, Capabilities

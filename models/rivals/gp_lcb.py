@@ -11,7 +11,7 @@ from collections import deque
 
 import numpy as np
 
-from ...env.estimate.acceptance import Floats
+from ...engine_adapter.arrays import Floats
 from ...env.estimate.engine_state import EngineState
 from ...env.spaces import Action, Capabilities
 from ..policies.baselines import uniform

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...env.estimate.acceptance import Ints
+from ...engine_adapter.arrays import Ints
 from ...env.estimate.engine_state import EngineState
 
 LONGEST_STEPS = 4.0  # a gap beyond so many mean steps was an idle engine, not a slow step

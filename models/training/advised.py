@@ -1,7 +1,7 @@
 """Advising the price policy, as a gymnasium environment: `faser/AdvisedServing-v0`.
 
 Importing this module registers it. models/training/train.py has many of them, each in a process of its own. Every
-episode has a twin (models/training/twin.py) under price without advice, so that nothing is learnt from an easy engine
+episode has a baseline run (baseline_run.py) under price without advice, so that nothing is learnt from an easy engine
 or a lucky draft.
 """
 
@@ -17,20 +17,21 @@ import numpy as np
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecEnv
 
+from ...engine_adapter.arrays import Singles
 from ...env.layout.action_vector import require_numbers
 from ...env.layout.observation import Observation, observe_vector
 from ...env.speculative_serving import Observations, observation_space
 from ..evaluation.evaluate import Decide
 from ..policies.advice import SPAN_DECISIONS, Advice
 from ..policies.learned import LearnedPolicy
-from ..policies.network import Network, Singles
+from ..policies.network import Network
 from ..policies.price import PricePolicy
+from .baseline_run import BaselineRun, BaselineTask, Course, tasks
 from .config import TrainConfig
-from .twin import BaselineTask, Course, Twin, tasks
 
 ENV_ID: Final = "faser/AdvisedServing-v0"
 UNSEEN: Final = 7_000_000  # added to the seed: engines for judging, neither trained in nor held out for the table
-TRAINED_SHARE, JUDGED_SHARE = 5 / 6, 1 / 4  # tasks of each process, of the worlds; met again, their twins are kept
+TRAINED_SHARE, JUDGED_SHARE = 5 / 6, 1 / 4  # tasks of each process, of the worlds; their baseline runs are kept
 
 
 class AdvisedServing(gymnasium.Env[Observations, Singles]):
@@ -38,7 +39,7 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
     A server whose draft lengths the price policy chooses, under the agent's advice; a step is a span of 16 decisions.
 
     ## Description
-    Engines of a list of tasks (models/training/twin.py), one after the other, served through the decision core as in
+    Engines of a list of tasks (baseline_run.py), one after the other, served through the decision core as in
     a daemon.
 
     ## Action Space
@@ -48,7 +49,7 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
     That of `faser/SpeculativeServing-v0`, with `config.slots` rows of requests.
 
     ## Rewards
-    Tokens emitted in the span less those of the twin in the same time, in spans' worth of the twin's, within -2..2.
+    Tokens emitted in the span less the baseline run's in the same time, in spans' worth of the latter, within -2..2.
     Where the load drifts only tokens of requests within their objectives count.
 
     ## Starting State
@@ -72,17 +73,17 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
         seed = config.seed + 1000 * number
         self._tasks = tasks(config, seed, math.ceil(TRAINED_SHARE * config.worlds))
         self._judged = tasks(config, seed + UNSEEN, math.ceil(JUDGED_SHARE * config.worlds))
-        self._twins: dict[BaselineTask, Twin] = {}
+        self._baselines: dict[BaselineTask, BaselineRun] = {}
         self._random = np.random.default_rng([seed, 6])
         space: Any = observation_space(config.slots)
         self.observation_space = space
         self.action_space = spaces.Box(-1.0, 1.0, (len(Advice._fields),))
         self.render_mode = None
 
-    def _twin(self, task: BaselineTask) -> Twin:
-        if task not in self._twins:
-            self._twins[task] = Twin.of(task, self._config, self._decide)
-        return self._twins[task]
+    def _baseline(self, task: BaselineTask) -> BaselineRun:
+        if task not in self._baselines:
+            self._baselines[task] = BaselineRun.of(task, self._config, self._decide)
+        return self._baselines[task]
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -92,7 +93,7 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
         if seed is not None:
             self._random = np.random.default_rng([seed, 6])
         task = self._tasks[int(self._random.integers(len(self._tasks)))]
-        self._yardstick = self._twin(task)
+        self._yardstick = self._baseline(task)
         self._course = Course(task, self._slots, self._decide)
         self._policy = PricePolicy(self._course.engine.capabilities)
         self._course.begin(self._policy)
@@ -100,7 +101,7 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
         return self._seen(), {}
 
     def step(self, action: Singles) -> tuple[Observations, float, bool, bool, dict[str, Any]]:
-        """Serve for a span under this advice; the reward is in spans' worth of the twin's tokens.
+        """Serve for a span under this advice; the reward is in spans' worth of the baseline run's tokens.
 
         Raises ValueError for advice that holds NaN or infinity.
         """
@@ -112,30 +113,30 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
             course.step(self._policy)
         after_s = course.engine.clock_s
         emitted = course.amount - before
-        twins = self._yardstick.by(after_s) - self._yardstick.by(before_s)
+        baseline_tokens = self._yardstick.by(after_s) - self._yardstick.by(before_s)
         worth = max(self._yardstick.rate * (after_s - before_s), 1e-9)
         self._spans += 1
         is_over = self._spans >= self._config.spans
-        return self._seen(), float(np.clip((emitted - twins) / worth, -2.0, 2.0)), False, is_over, {}
+        return self._seen(), float(np.clip((emitted - baseline_tokens) / worth, -2.0, 2.0)), False, is_over, {}
 
     def _seen(self) -> Observations:
         view = observe_vector(self._course.state, self._slots)
         return {"requests": view.requests, "globals": view.globals}
 
     def judged(self, network: Network) -> list[float]:
-        """Return, for each task that is judged, the log of what is emitted under the network over what the twin did."""
+        """Return, for each task that is judged, the log of the tokens under the network over the baseline run's."""
         return [self._gain(task, network) for task in self._judged]
 
     def _gain(self, task: BaselineTask, network: Network) -> float:
-        twin, course = self._twin(task), Course(task, self._slots, self._decide)
+        baseline, course = self._baseline(task), Course(task, self._slots, self._decide)
         policy = LearnedPolicy(network, course.engine.capabilities)
         course.begin(policy)
         before_s, before = course.engine.clock_s, course.amount
         for _ in range(self._config.spans * SPAN_DECISIONS):
             course.step(policy)
         after_s = course.engine.clock_s
-        twins = twin.by(after_s) - twin.by(before_s)
-        return math.log(max(course.amount - before, 1.0) / max(twins, 1.0))
+        baseline_tokens = baseline.by(after_s) - baseline.by(before_s)
+        return math.log(max(course.amount - before, 1.0) / max(baseline_tokens, 1.0))
 
     def looks(self) -> tuple[Singles, Singles]:
         """Return the least and greatest of each global feature under price, (features,) each, over the tasks."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from faser.engine_adapter.protocol import StepRecord, decode_from_engine, encode
 from faser.engine_adapter.steering.orders import StepOrder
-from faser.engine_adapter.steering.record import RecordBuilder, StepTrace
+from faser.engine_adapter.steering.record import RawStep, RecordBuilder
 from faser.engine_adapter.steering.steering import BatchOutcome, Steering
 
 SCRIPT = Path(__file__).with_name("random_sidecar.py")
@@ -52,8 +52,8 @@ class KilledSidecar:
             inherited(steering, order, outcome)
             self._after_step(order.lease_epoch > 0)
 
-        def build(builder: RecordBuilder, trace: StepTrace) -> StepRecord:
-            found = built(builder, trace)
+        def build(builder: RecordBuilder, raw: RawStep) -> StepRecord:
+            found = built(builder, raw)
             message = decode_from_engine(encode(found))
             assert isinstance(message, StepRecord)
             self.records.append(message)

@@ -16,7 +16,7 @@ from faser.env.estimate.engine_state import EngineState
 from faser.env.profile.engine_profile import load_profile
 from faser.env.spaces import Capabilities
 from faser.models.policies.policy import PolicyError
-from faser.models.policies.survey import REST, Deck, Survey, dealt, patterns
+from faser.models.policies.profiling import REST, Deck, ProfilingPolicy, dealt, patterns
 from faser.models.registry import make_policy
 
 FASER = [sys.executable, "-P", "-c", "from faser.controller.cli.main import main; main()"]
@@ -59,14 +59,17 @@ def test_a_deck_deals_all_patterns_before_any_comes_again() -> None:
 
 
 def test_the_survey_is_a_policy_with_a_seed() -> None:
-    assert isinstance(make_policy("survey:3", Capabilities(k_max=2)), Survey)
+    assert isinstance(make_policy("survey:3", Capabilities(k_max=2)), ProfilingPolicy)
     with pytest.raises(PolicyError, match="expected a number"):
         make_policy("survey:sheep", Capabilities(k_max=2))
 
 
 def test_the_survey_prunes_in_half_of_the_steps_where_there_are_exit_heads() -> None:
     state = EngineState(Capabilities(k_max=2))
-    plain, pruning = Survey(Capabilities(k_max=2)), Survey(Capabilities(k_max=2, released_prune=Prune(5, 0.25)))
+    plain, pruning = (
+        ProfilingPolicy(Capabilities(k_max=2)),
+        ProfilingPolicy(Capabilities(k_max=2, released_prune=Prune(5, 0.25))),
+    )
     assert {plain.act(state).prune for _ in range(50)} == {None}
     asked = [pruning.act(state).prune for _ in range(200)]
     assert set(asked) == {None, Prune(5, 0.25)}

@@ -19,7 +19,7 @@ import zmq
 from faser.controller.config import Config, LinkConfig, PolicyConfig, StoreConfig
 from faser.controller.daemon.daemon import Daemon
 from faser.controller.decision import session as session_module
-from faser.controller.errors import StoreError, UnknownPolicyError
+from faser.controller.errors import StoreError
 from faser.controller.link.ask import ask
 from faser.controller.link.engine_router import MAX_INCOMING_BYTES
 from faser.controller.replay.replay import replay
@@ -27,6 +27,7 @@ from faser.controller.telemetry.schema import open_for_reading
 from faser.controller.telemetry.sessions import read_sessions
 from faser.engine_adapter.link.engine_link import EngineLink
 from faser.engine_adapter.protocol import HEADER, MAX_FRAME_BYTES, VERSION, HelloRequest, Release, encode
+from faser.models.policies.policy import PolicyError
 
 Start = Callable[..., Any]
 Make = Callable[..., Any]
@@ -345,7 +346,7 @@ def test_a_store_that_cannot_be_written_ends_the_start_and_frees_the_endpoint(co
 
 
 def test_an_unknown_policy_ends_the_start(config: Config) -> None:
-    with pytest.raises(UnknownPolicyError, match="unknown policy 'prize'"):
+    with pytest.raises(PolicyError, match="unknown policy 'prize'"):
         Daemon(dataclasses.replace(config, policy=PolicyConfig(spec="prize")))
 
 

@@ -16,8 +16,9 @@ import pytest
 from faser.controller.config import Config, PolicyConfig, load, settings
 from faser.controller.daemon.daemon import Daemon
 from faser.controller.daemon.reload import FIXED, prepare
-from faser.controller.errors import ConfigError, UnknownPolicyError
+from faser.controller.errors import ConfigError
 from faser.controller.link.ask import ask
+from faser.models.policies.policy import PolicyError
 
 CHANGES: dict[type, Callable[[Any], Any]] = {
     bool: lambda value: not value,
@@ -51,9 +52,9 @@ def test_a_policy_that_one_engine_cannot_have_rejects_everything(
     engine.hello()
     engine.step()
     engine.action()
-    with pytest.raises(UnknownPolicyError, match="engine boot-1 cannot have it"):
+    with pytest.raises(PolicyError, match="engine boot-1 cannot have it"):
         prepare(config, dataclasses.replace(config, policy=PolicyConfig("fixed:9")), daemon._sessions)
-    with pytest.raises(UnknownPolicyError, match="unknown policy"):
+    with pytest.raises(PolicyError, match="unknown policy"):
         prepare(config, dataclasses.replace(config, policy=PolicyConfig("guess")), daemon._sessions)
 
 

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 from faser.controller.cli.replay import ReplayOptions, run_replay
-from faser.controller.errors import ModelError, StoreError, UnknownPolicyError, UsageError
+from faser.controller.errors import ModelError, StoreError, UsageError
 from faser.controller.replay.counterfactual import LIMIT, NAMES, Speed, estimate_speed
 from faser.controller.telemetry.store import EngineEntry, RunEntry, StepEntry, Store
 from faser.engine_adapter.protocol import Hello, StepRecord
 from faser.env.profile.engine_profile import EngineProfile, save_profile, shipped_profile
 from faser.env.simulator.serve_requests import Orders, ServedRequests, replay
+from faser.models.policies.policy import PolicyError
 
 REQUESTS = 30
 COSTS = shipped_profile()
@@ -172,7 +173,7 @@ def test_a_difference_counts_beyond_error_and_spread(
 def test_what_cannot_be_simulated_is_an_error_of_ours(
     telemetry: Path, records: list[StepRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UnknownPolicyError):
+    with pytest.raises(PolicyError):
         estimate_speed(telemetry, "nonsense")
     stranger = msgspec.structs.replace(hello(COSTS), model="another")
     with pytest.raises(ModelError, match=r"a profile of model .*; expected another.*; profile again"):

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from faser.controller.cli.replay import ReplayOptions, run_replay
-from faser.controller.errors import StoreError, UnknownPolicyError, UsageError
+from faser.controller.errors import StoreError, UsageError
 from faser.controller.replay.forward_pass_metrics import (
     ForwardPass,
     QueuedRequests,
@@ -33,6 +33,7 @@ from faser.controller.replay.forward_pass_metrics import (
 from faser.controller.replay.forward_pass_replay import CANNOT, replay_passes
 from faser.env.estimate.engine_state import EngineState
 from faser.env.spaces import Action
+from faser.models.policies.policy import PolicyError
 
 SAMPLE = Path(__file__).with_name("forward_passes.jsonl")
 ZIPPED = gzip.compress(SAMPLE.read_bytes(), mtime=0)  # no time within: two workers must name the cases alike
@@ -87,7 +88,7 @@ def test_a_policy_by_batch_size_answers_as_it_would() -> None:
     # with prompts: five requests of which three decode, then six of which five do
     assert found.asked == [2, 1, 1, 1, 4, 4, 2, 2, 4, 4]
     assert found.lengths == {1: 5 + 6 + 6, 2: 3 + 5 + 2, 4: 4}
-    with pytest.raises(UnknownPolicyError):
+    with pytest.raises(PolicyError):
         replay_passes(read_forward_passes(SAMPLE), "nonsense")
 
 

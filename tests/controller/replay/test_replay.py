@@ -21,7 +21,7 @@ import pytest
 from faser.controller.cli.replay import ReplayOptions, run_replay
 from faser.controller.config import Config, PolicyConfig
 from faser.controller.daemon.daemon import Daemon
-from faser.controller.errors import StoreError, UnknownPolicyError, UsageError
+from faser.controller.errors import StoreError, UsageError
 from faser.controller.link.ask import ask, order
 from faser.controller.link.status_orders import Switch
 from faser.controller.replay.offpolicy import Sample, estimate
@@ -31,6 +31,7 @@ from faser.controller.telemetry.retention import NS_PER_HOUR
 from faser.controller.telemetry.schema import event_row, open_for_reading
 from faser.controller.telemetry.sessions import _event, read_sessions
 from faser.engine_adapter.protocol import MAX_DRAFT_LENGTH, ActionSet, RequestEvent, RequestRow, StepRecord
+from faser.models.policies.policy import PolicyError
 
 REQUESTS = 12
 
@@ -217,7 +218,7 @@ def test_another_policy_is_asked_on_the_same_states(run: Any) -> None:
     assert replay(path, "fixed:2").agreement == 1.0
     assert report.off_policy is not None
     assert (report.off_policy.samples, report.off_policy.accepted) == (0, None)
-    with pytest.raises(UnknownPolicyError):
+    with pytest.raises(PolicyError):
         replay(path, "nonsense")
     with pytest.raises(UsageError, match="add --policy"):
         ReplayOptions(path, is_counterfactual=True)

@@ -27,13 +27,13 @@ class Play:
     is_alone: bool = False  # nobody else was there
 
     def step(self, weights: dict[str, float], is_wanted: bool) -> tuple[GroupTurn, set[str]]:
-        if self.last.is_apart:
+        if self.last.is_deferred:
             self.flying |= weights.keys() - self.sat_out.keys()  # their prompts ended in the last step
         turn = self.groups.turn(weights, is_wanted)
         verified = set(weights) - turn.held
         self.is_lost = bool(verified & self.flying)
         self.is_alone = weights.keys() <= self.flying
-        self.flying = verified if turn.is_apart else set()
+        self.flying = verified if turn.is_deferred else set()
         self.sat_out = Counter({name: self.sat_out[name] + 1 if name in turn.held else 0 for name in weights})
         self.last = turn
         return turn, verified
@@ -51,7 +51,7 @@ def test_somebody_is_verified_and_nobody_sits_out_three_steps_in_a_row(steps: St
         assert turn.held <= weights.keys()
         assert verified or not weights
         assert max(play.sat_out.values(), default=0) <= 2
-        assert turn.is_apart == (is_wanted and len(weights) > 1)
+        assert turn.is_deferred == (is_wanted and len(weights) > 1)
 
 
 @given(steps=STEPS)

@@ -41,11 +41,11 @@ class Engine:
         self.step += 1
         ready = [r for r in self.running if self.step >= r.next_decode_eligible_step]
         scheduled = {r.request_id: 1 + len(r.spec_token_ids) for r in ready}
-        come = self.flying if self.groups.is_apart or self.flying else []
-        self.flying = ready if self.groups.is_apart else []
+        come = self.flying if self.groups.is_deferred or self.flying else []
+        self.flying = ready if self.groups.is_deferred else []
         for request in ready:  # as vLLM does: a draft is there until it is scheduled, and again when it has come
             request.spec_token_ids = []
-        for request in come if self.groups.is_apart else [*come, *ready]:
+        for request in come if self.groups.is_deferred else [*come, *ready]:
             request.spec_token_ids = [0] * LENGTH
         self.groups.latch(dict.fromkeys(scheduled, LENGTH))
         report = StepReport(verify_s=verify_s, draft_s=draft_s, is_drafter_ready=is_ready)
@@ -68,7 +68,7 @@ def test_groups_take_turns_once_the_process_is_ready() -> None:
     assert first | second == ALL
     assert not first & second
     assert third == first
-    assert one.groups.is_apart
+    assert one.groups.is_deferred
 
 
 @pytest.mark.parametrize("requests", [2, 4, 8, 16])
@@ -105,7 +105,7 @@ def test_a_process_that_takes_no_job_ends_the_groups_at_once() -> None:
     one.run()
     one.run(is_ready=False)
     assert one.run(is_ready=False) == ALL
-    assert not one.groups.is_apart
+    assert not one.groups.is_deferred
 
 
 def test_whoever_reads_a_prompt_is_in_every_step() -> None:
@@ -133,18 +133,18 @@ def test_nobody_is_kept_out_where_nobody_drafts() -> None:
         one.groups.deal(one.running, one.step + 1)
         one.groups.latch(dict.fromkeys(ALL, 0))
         one.groups.note(dict.fromkeys(ALL, 1), 4, 1.0, StepReport(is_drafter_ready=True))
-        assert not one.groups.is_apart
+        assert not one.groups.is_deferred
 
 
 @pytest.mark.parametrize(("apart_s", "share"), [(0.3, 0.9), (0.7, 0.0)])
 def test_auto_settles_for_what_was_measured_to_be_faster(apart_s: float, share: float) -> None:
     """Two half steps against a whole one of 1 s."""
     one = engine("auto")
-    apart = 0
+    deferred = 0
     for step in range(8 * EVIDENCE_STEPS):
-        one.run(time_s=apart_s if one.groups.is_apart else 1.0)
-        apart += one.groups.is_apart and step >= 4 * EVIDENCE_STEPS
-    assert share <= apart / (4 * EVIDENCE_STEPS) <= share + 0.1
+        one.run(time_s=apart_s if one.groups.is_deferred else 1.0)
+        deferred += one.groups.is_deferred and step >= 4 * EVIDENCE_STEPS
+    assert share <= deferred / (4 * EVIDENCE_STEPS) <= share + 0.1
 
 
 def test_auto_tries_nothing_where_a_phase_is_too_short_to_hide() -> None:

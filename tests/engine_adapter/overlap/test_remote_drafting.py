@@ -168,12 +168,12 @@ def test_what_nobody_waits_for_is_met_in_the_next_step(remote: RemoteDrafting, p
     assert remote.is_ready
     process.answer = {"a": DRAFTED}
     remote.begin_step()
-    assert remote.met == {"a": DRAFTED}
+    assert remote.late_drafts == {"a": DRAFTED}
     assert process.waited == [PATIENCE * FIRST_GUESS_S]
     assert remote.rounds == (1, 1, 1)
     assert not remote.is_parted
     remote.begin_step()
-    assert remote.met == {}
+    assert remote.late_drafts == {}
 
 
 def test_the_stop_rule_of_the_step_that_asked_ends_what_is_met(remote: RemoteDrafting, process: Pretender) -> None:
@@ -181,7 +181,7 @@ def test_the_stop_rule_of_the_step_that_asked_ends_what_is_met(remote: RemoteDra
     remote.part([wish("a")], rule)
     process.answer = {"a": DRAFTED}
     remote.begin_step()
-    assert remote.met_stop is rule
+    assert remote.late_stop is rule
 
 
 def test_who_goes_on_without_its_draft_never_gets_it(remote: RemoteDrafting, process: Pretender) -> None:
@@ -189,7 +189,7 @@ def test_who_goes_on_without_its_draft_never_gets_it(remote: RemoteDrafting, pro
     remote.drop({"a"})
     process.answer = {"a": DRAFTED, "b": DRAFTED}
     remote.begin_step()
-    assert remote.met == {"b": DRAFTED}
+    assert remote.late_drafts == {"b": DRAFTED}
 
 
 def test_a_job_that_nobody_wants_any_more_is_left_for_the_next(remote: RemoteDrafting, process: Pretender) -> None:
@@ -208,13 +208,13 @@ def test_an_answer_that_does_not_come_is_given_up_and_the_process_not_ready(
 ) -> None:
     remote.part([wish("a")], stop=None)
     remote.begin_step()
-    assert remote.met == {}
+    assert remote.late_drafts == {}
     assert process.cancelled == 1
     assert not remote.part([wish("b")], stop=None)
     assert not remote.is_ready
     process.answer = {"a": DRAFTED}
     remote.begin_step()
-    assert remote.met == {}, "too late"
+    assert remote.late_drafts == {}, "too late"
     assert remote.is_ready
 
 

@@ -77,7 +77,7 @@ class Runner(FaserRunnerV1, Vllm):
         given: Any = self.process
         self.remote = RemoteDrafting(given, ALWAYS)
         self._notes = object()  # type: ignore[assignment]
-        self._late, self._stopwatch = {}, HostPhases()
+        self._late_tokens, self._stopwatch = {}, HostPhases()
         tokens = np.arange(300, dtype=np.int32).reshape(3, 100)
         booked = [3, 1, 1] if is_list else [0, 0, 0]  # vLLM has written what it sampled
         self.input_batch = SimpleNamespace(
@@ -151,16 +151,16 @@ def outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm.v1.outputs", made)  # type: ignore[arg-type]
 
 
-def apart(lengths: dict[str, int], stop: StopRule | None = None) -> Runner:
+def deferred(lengths: dict[str, int], stop: StopRule | None = None) -> Runner:
     runner = Runner(False, lengths, stop)
     assert runner._order is not None
-    runner._order.is_apart, runner._order.frontier, runner.is_paired = True, 0, True
+    runner._order.is_deferred, runner._order.frontier, runner.is_paired = True, 0, True
     return runner
 
 
 def scheduled(*names: str, finished: tuple[str, ...] = ()) -> Any:
     return SimpleNamespace(
-        faser=StepOrder({}, is_apart=True), num_scheduled_tokens=dict.fromkeys(names, 1),
+        faser=StepOrder({}, is_deferred=True), num_scheduled_tokens=dict.fromkeys(names, 1),
         finished_req_ids=set(finished), total_num_scheduled_tokens=len(names), scheduled_spec_decode_tokens={},
     )  # fmt: skip
 
@@ -182,67 +182,67 @@ def next_step(runner: Runner, *names: str, finished: tuple[str, ...] = ()) -> An
     """Let a step pass that has these requests, none of which drafts; return what is handed to the scheduler."""
     runner.execute_model(scheduled(*names, finished=finished))
     runner.draft_remotely(torch.tensor([[1]] * 3), [0, 0, 0])
-    return runner.with_met(None)
+    return runner.with_late_drafts(None)
 
 
 @pytest.mark.usefixtures("outputs")
 def test_a_group_is_asked_for_and_handed_over_a_step_later_by_name() -> None:
-    runner = apart({"a": 3, "b": 2, "c": 0})
+    runner = deferred({"a": 3, "b": 2, "c": 0})
     assert runner.propose() == [[], [], []], "vLLM's own drafter is not asked either"
     assert [[wish.request for wish in sent] for sent in runner.process.sent] == [["a", "b"]]
     assert runner._notes is None, "exit heads would read another drafting's candidates"
-    assert runner.with_met(None) is None
-    met = next_step(runner, "c")
-    assert (met.req_ids, met.draft_token_ids) == (["a"], [[61, 62, 63]]), "b's never came"
+    assert runner.with_late_drafts(None) is None
+    late_drafts = next_step(runner, "c")
+    assert (late_drafts.req_ids, late_drafts.draft_token_ids) == (["a"], [[61, 62, 63]]), "b's never came"
     assert next_step(runner, "c") is None
 
 
 @pytest.mark.usefixtures("outputs")
 def test_what_is_met_goes_behind_this_steps_own_drafts() -> None:
-    runner = apart({"a": 3, "b": 2, "c": 0})
+    runner = deferred({"a": 3, "b": 2, "c": 0})
     runner.propose()
     runner.execute_model(scheduled("c"))
     runner.draft_remotely(torch.tensor([[1]] * 3), [0, 0, 0])
     given: Any = SimpleNamespace(req_ids=["c"], draft_token_ids=[[7]])
-    joined = runner.with_met(given)
+    joined = runner.with_late_drafts(given)
     assert joined is not None
     assert (joined.req_ids, joined.draft_token_ids) == (["c", "a"], [[7], [61, 62, 63]])
 
 
 @pytest.mark.usefixtures("outputs")
 def test_who_is_scheduled_without_its_draft_never_gets_it() -> None:
-    runner = apart({"a": 3, "b": 2, "c": 0})
+    runner = deferred({"a": 3, "b": 2, "c": 0})
     runner.propose()
     assert next_step(runner, "a") is None
 
 
 @pytest.mark.usefixtures("outputs")
 def test_a_group_is_cut_by_the_stop_rule_of_the_step_that_asked() -> None:
-    runner = apart({"a": 3, "b": 0, "c": 0}, RULE)
+    runner = deferred({"a": 3, "b": 0, "c": 0}, RULE)
     runner.propose()
     assert next_step(runner, "c").draft_token_ids == [[61, 62]]
 
 
 @pytest.mark.usefixtures("outputs")
 def test_drafts_that_come_later_count_in_their_requests_next_row() -> None:
-    runner = apart({"a": 3, "b": 2, "c": 0}, RULE)
+    runner = deferred({"a": 3, "b": 2, "c": 0}, RULE)
     runner.drafter = SimpleNamespace(ends=None, has_book=True)
     runner.propose()
     runner.execute_model(scheduled("c"))
     runner.draft_remotely(torch.tensor([[1]] * 3), [0, 0, 0])
-    met, own = StepReport(drafted=[0, 0, 0]), StepReport(drafted=[0, 1, 0])
-    runner.report_frontiers(met)
-    assert met.apart == {"a": (0.9, 0.8, 0.1)}, "the dropped token's too"
-    assert met.is_drafter_ready
-    runner.with_met(None)
+    late, own = StepReport(drafted=[0, 0, 0]), StepReport(drafted=[0, 1, 0])
+    runner.report_frontiers(late)
+    assert late.deferred == {"a": (0.9, 0.8, 0.1)}, "the dropped token's too"
+    assert late.is_drafter_ready
+    runner.with_late_drafts(None)
     runner.report_frontiers(own)
-    assert (own.drafted, own.apart) == ([2, 1, 0], {})
+    assert (own.drafted, own.deferred) == ([2, 1, 0], {})
     runner.report_frontiers(own)
     assert own.drafted == [2, 1, 0], "once"
 
 
 def test_a_process_that_takes_no_job_leaves_the_group_to_vllms_drafter() -> None:
-    runner = apart({"a": 3, "b": 2, "c": 0})
+    runner = deferred({"a": 3, "b": 2, "c": 0})
     runner.process.send = lambda wishes: False  # type: ignore[method-assign,assignment]
     runner.process.is_ready = False
     assert runner.propose() == [[40, 41, 42], [40, 41], []]

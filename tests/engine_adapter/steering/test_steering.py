@@ -25,7 +25,7 @@ from faser.engine_adapter.link.engine_link import (
     TRIES_AGAIN_S,
     EngineLink,
 )
-from faser.engine_adapter.link.quiet_moment import Lulls
+from faser.engine_adapter.link.quiet_moment import QuietMoments
 from faser.engine_adapter.steering.lease import Lease
 from faser.engine_adapter.steering.orders import StepReport
 from faser.engine_adapter.steering.sampled_tokens import SampledTokens
@@ -196,7 +196,7 @@ def test_confidences_of_drafts_that_came_between_two_steps_of_a_request() -> Non
     adapter.record(adapter.order({"a": 1}, 0.0), outcome({"a": 1}, {}, [[1]]))
     between = outcome({"b": 1}, {}, [[1]])
     assert between.report is not None
-    between.report.apart = {"a": (0.9, 0.8), "gone": (0.1,)}
+    between.report.deferred = {"a": (0.9, 0.8), "gone": (0.1,)}
     adapter.record(adapter.order({"b": 1}, 0.0), between)
     adapter.record(adapter.order({"a": 2}, 0.0), outcome({"a": 2}, {"a": [5]}, [[5, 6]]))
     records = [sent for sent in link.sent if isinstance(sent, wire.StepRecord)]
@@ -617,7 +617,7 @@ def test_behind_a_long_step_only_the_record_leaves_the_interpreter_to_the_engine
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "faser.engine_adapter.steering.steering.LULLS", Lulls()
+        "faser.engine_adapter.steering.steering.QUIET_MOMENTS", QuietMoments()
     )  # as where the runner is in another process
     adapter, link = steering()
     adapter.arrive("a", Request())
@@ -631,9 +631,9 @@ def test_behind_a_long_step_only_the_record_leaves_the_interpreter_to_the_engine
 def test_the_record_behind_which_nobody_is_left_does_not_rest_for_no_step_follows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lulls = Lulls()
-    lulls.tell()
-    monkeypatch.setattr("faser.engine_adapter.steering.steering.LULLS", lulls)
+    quiet_moments = QuietMoments()
+    quiet_moments.tell()
+    monkeypatch.setattr("faser.engine_adapter.steering.steering.QUIET_MOMENTS", quiet_moments)
     adapter, link = steering()
     adapter.arrive("a", Request())
     for running, waiting in ((1, 0), (0, 1), (0, 0)):

@@ -6,9 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from faser.engine_adapter.arrays import Floats
 from faser.env.calibration.ahead_fit import LEAST_STEPS, AheadSteps, Chains, fit_ahead
 from faser.env.calibration.step_fit import CalibrationError
-from faser.env.calibration.step_samples import Floats, StepSamples
+from faser.env.calibration.step_samples import StepSamples
 from faser.env.profile.step_basis import DRAFT_BASIS, VERIFY_BASIS
 
 VERIFY = np.array([0.1 if name == "step" else 0.0 for name in VERIFY_BASIS])

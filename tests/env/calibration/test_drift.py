@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from faser.engine_adapter.arrays import Floats
 from faser.env.calibration.drift import WINDOW_S, drift
 
-Floats = np.ndarray
 COST_S = np.array([0.05, 0.1, 0.2, 0.4, 0.8, 1.6])
 
 

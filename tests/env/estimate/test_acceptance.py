@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from faser.env.estimate.acceptance import FIRST_GUESS, Floats, Population, count_trials, shrink
+from faser.engine_adapter.arrays import Floats
+from faser.env.estimate.acceptance import FIRST_GUESS, Population, count_trials, shrink
 
 TRUE = np.array([0.8, 0.6, 0.5, 0.4])
 
@@ -37,51 +38,53 @@ def draw(random: np.random.Generator, chance: Floats, requests: int) -> tuple[Fl
     return count_trials(drafts, np.zeros(requests, np.int64), accepted, len(TRUE))
 
 
-def learn(people: Population, trials: Floats, successes: Floats, known: tuple[Floats, Floats] | None = None) -> None:
+def learn(
+    population: Population, trials: Floats, successes: Floats, known: tuple[Floats, Floats] | None = None
+) -> None:
     nothing = np.zeros(len(trials), np.int64)
-    people.learn(trials, successes, known or (trials, successes), nothing, nothing)
+    population.learn(trials, successes, known or (trials, successes), nothing, nothing)
 
 
 def test_the_population_converges_per_position() -> None:
-    random, people = np.random.default_rng(0), Population(len(TRUE))
+    random, population = np.random.default_rng(0), Population(len(TRUE))
     for _ in range(200):
-        learn(people, *draw(random, TRUE, 16))
-    assert np.abs(people.mean - TRUE).max() < 0.06
-    assert people.deviation.max() < 0.05
+        learn(population, *draw(random, TRUE, 16))
+    assert np.abs(population.mean - TRUE).max() < 0.06
+    assert population.deviation.max() < 0.05
 
 
 def test_before_evidence_the_first_guess_holds_with_wide_doubt() -> None:
-    people = Population(4)
-    assert people.mean.tolist() == [FIRST_GUESS] * 4
-    assert people.deviation.min() > 0.2
+    population = Population(4)
+    assert population.mean.tolist() == [FIRST_GUESS] * 4
+    assert population.deviation.min() > 0.2
 
 
 def test_doubt_returns_while_nothing_is_tried() -> None:
-    random, people = np.random.default_rng(0), Population(len(TRUE))
+    random, population = np.random.default_rng(0), Population(len(TRUE))
     for _ in range(100):
-        learn(people, *draw(random, TRUE, 16))
-    sure = people.deviation[0]
+        learn(population, *draw(random, TRUE, 16))
+    sure = population.deviation[0]
     for _ in range(3000):
-        learn(people, np.zeros((1, 4)), np.zeros((1, 4)))
-    assert people.deviation[0] > 4 * sure
+        learn(population, np.zeros((1, 4)), np.zeros((1, 4)))
+    assert population.deviation[0] > 4 * sure
 
 
 def test_the_population_follows_a_change() -> None:
-    random, people = np.random.default_rng(0), Population(len(TRUE))
+    random, population = np.random.default_rng(0), Population(len(TRUE))
     for chance in (TRUE, TRUE * 0.3):
         for _ in range(400):
-            learn(people, *draw(random, chance, 16))
-    assert abs(people.mean[0] - 0.24) < 0.06
+            learn(population, *draw(random, chance, 16))
+    assert abs(population.mean[0] - 0.24) < 0.06
 
 
 def learn_levels(levels: Floats) -> tuple[Population, Floats, Floats]:
-    random, people = np.random.default_rng(1), Population(len(TRUE))
+    random, population = np.random.default_rng(1), Population(len(TRUE))
     trials, successes = np.zeros((2, len(levels), len(TRUE)))
     for _ in range(60):
         tried, hit = draw(random, levels[:, None] * TRUE, len(levels))
         trials, successes = trials * 0.98 + tried, successes * 0.98 + hit
-        learn(people, tried, hit, (trials, successes))
-    return people, trials, successes
+        learn(population, tried, hit, (trials, successes))
+    return population, trials, successes
 
 
 def test_alike_requests_are_shrunk_together_and_unlike_ones_are_not() -> None:
@@ -96,8 +99,8 @@ def test_alike_requests_are_shrunk_together_and_unlike_ones_are_not() -> None:
 
 
 def test_delivery_is_the_share_of_allowed_drafts_that_come() -> None:
-    people = Population(3)
+    population = Population(3)
     for _ in range(200):
         nothing = np.zeros((4, 3))
-        people.learn(nothing, nothing, (nothing, nothing), np.array([3, 3, 3, 3]), np.array([3, 0, 0, 1]))
-    assert people.delivery == pytest.approx([0.5, 0.25, 0.25], abs=0.02)
+        population.learn(nothing, nothing, (nothing, nothing), np.array([3, 3, 3, 3]), np.array([3, 0, 0, 1]))
+    assert population.delivery == pytest.approx([0.5, 0.25, 0.25], abs=0.02)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from faser.engine_adapter.arrays import Floats
 from faser.engine_adapter.protocol import StopRule
 from faser.engine_adapter.steering.stop_rule import advance, kept_tokens
 from faser.env.estimate.acceptance import count_trials
 from faser.env.estimate.confidence import EDGES, Confidence, DraftRows, complete, foresee, unfold
 from faser.env.estimate.step_rows import Confidences
 
-Floats = npt.NDArray[np.float64]
 K_MAX = 4
 ALL = len(EDGES) - 1
 

@@ -18,11 +18,11 @@ from faser.controller.cli.drafter import stops
 from faser.env.workload.held_out import is_training_prompt
 from faser.models.drafter import pipeline as workshop_module
 from faser.models.drafter.corpus import ChatFormat
+from faser.models.drafter.drafter_error import DrafterError
 from faser.models.drafter.export import export_drafter, quantised
 from faser.models.drafter.initial_weights import read_own_weights
 from faser.models.drafter.pipeline import Workshop, open_workshop, train_drafter
 from faser.models.drafter.recipe import Recipe, make_recipe, read_recipe
-from faser.models.drafter.refusal import DrafterRefusal
 from faser.models.drafter.train import TrainingReport
 
 WORDS = 60
@@ -233,7 +233,7 @@ def test_another_architecture_is_refused(target: Path, corpus: Path, tmp_path: P
     other.mkdir()
     write_tokenizer(other)
     write_model(other, "mistral")
-    with pytest.raises(DrafterRefusal, match="architecture 'mistral'; expected a Llama-family"):
+    with pytest.raises(DrafterError, match="architecture 'mistral'; expected a Llama-family"):
         opened(other, corpus, tmp_path / "work")
     assert not (tmp_path / "work").exists()
 
@@ -242,28 +242,28 @@ def test_a_corpus_of_another_model_is_refused(target: Path, corpus: Path, tmp_pa
     rows = [json.loads(line) for line in corpus.read_text().splitlines()]
     foreign = tmp_path / "foreign.jsonl"
     foreign.write_text("\n".join(json.dumps(row | {"g": [(t + 7) % 64 for t in row["g"]]}) for row in rows))
-    with pytest.raises(DrafterRefusal, match="written by another model"):
+    with pytest.raises(DrafterError, match="written by another model"):
         opened(target, foreign, tmp_path / "work")
     foreign.write_text("\n".join(json.dumps(row | {"p": row["p"][1:]}) for row in rows))
-    with pytest.raises(DrafterRefusal, match="not in the target's chat format"):
+    with pytest.raises(DrafterError, match="not in the target's chat format"):
         opened(target, foreign, tmp_path / "work")
     foreign.write_text(json.dumps(rows[0] | {"g": [64] * 20}))
-    with pytest.raises(DrafterRefusal, match="outside the target's vocabulary of 64"):
+    with pytest.raises(DrafterError, match="outside the target's vocabulary of 64"):
         opened(target, foreign, tmp_path / "work")
 
 
 def test_too_little_data_is_refused(target: Path, corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(DrafterRefusal, match="expected 50000 or more"):
+    with pytest.raises(DrafterError, match="expected 50000 or more"):
         opened(target, corpus, tmp_path / "work", minimum_response_tokens=50_000)
 
 
 def test_corrupt_and_foreign_heads_are_refused(target: Path, corpus: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.safetensors"
     bad.write_bytes(b"\x10\0\0\0\0\0\0\0 not a header at all")
-    with pytest.raises(DrafterRefusal, match=r"expected a \.safetensors file"):
+    with pytest.raises(DrafterError, match=r"expected a \.safetensors file"):
         opened(target, corpus, tmp_path / "work", initial=str(bad))
     save_file({"fc.weight": torch.zeros(4, 12)}, str(bad))
-    with pytest.raises(DrafterRefusal, match="made for another target or recipe"):
+    with pytest.raises(DrafterError, match="made for another target or recipe"):
         opened(target, corpus, tmp_path / "work", initial=str(bad))
 
 
@@ -272,7 +272,7 @@ def test_a_full_disk_is_refused_before_the_cache_is_filled(
 ) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _folder: usage(10, 9, 1000))
-    with pytest.raises(DrafterRefusal, match=r"needs .* GB"):
+    with pytest.raises(DrafterError, match=r"needs .* GB"):
         opened(target, corpus, tmp_path)
     assert not list(tmp_path.rglob("part-*"))
 
@@ -283,7 +283,7 @@ def test_a_full_disk_is_refused_before_text_is_generated(
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _folder: usage(10, 9, 1000))
     monkeypatch.setattr(workshop_module, "generate_corpus", lambda *_: pytest.fail("work has started"))
-    with pytest.raises(DrafterRefusal, match=r"needs 1\.\d GB"):
+    with pytest.raises(DrafterError, match=r"needs 1\.\d GB"):
         open_workshop(make_recipe({"target": str(target), "work": str(tmp_path)}, "test"), quiet)
 
 
@@ -293,34 +293,34 @@ def test_too_little_space_for_all_features_is_refused_before_any_is_computed(
     # Enough for the held-out features, which come first, not for those to train on.
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _folder: usage(10**6, 0, 200_000))
-    with pytest.raises(DrafterRefusal, match=r"needs .* GB"):
+    with pytest.raises(DrafterError, match=r"needs .* GB"):
         opened(target, corpus, tmp_path)
     assert not list(tmp_path.rglob("part-*"))
 
 
 def test_a_cache_of_another_recipe_is_refused(target: Path, corpus: Path, tmp_path: Path) -> None:
     opened(target, corpus, tmp_path)
-    with pytest.raises(DrafterRefusal, match="choose another `work` folder"):
+    with pytest.raises(DrafterError, match="choose another `work` folder"):
         opened(target, corpus, tmp_path, teacher_top=4)
 
 
 def test_a_checkpoint_of_another_recipe_is_refused(target: Path, corpus: Path, tmp_path: Path) -> None:
     workshop = opened(target, corpus, tmp_path)
     workshop.trainer().save(workshop.checkpoint)
-    with pytest.raises(DrafterRefusal, match="of another recipe"):
+    with pytest.raises(DrafterError, match="of another recipe"):
         opened(target, corpus, tmp_path, matrix_rate=0.1).trainer()
     workshop.checkpoint.write_bytes(b"half a zip")
-    with pytest.raises(DrafterRefusal, match="it is damaged"):
+    with pytest.raises(DrafterError, match="it is damaged"):
         opened(target, corpus, tmp_path).trainer()
 
 
 def test_a_recipe_with_an_unknown_or_wrong_setting_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text("tokens = 10\nlearning_rate = 3\n")
-    with pytest.raises(DrafterRefusal, match="unknown setting 'learning_rate'"):
+    with pytest.raises(DrafterError, match="unknown setting 'learning_rate'"):
         read_recipe(path)
     path.write_text('tokens = "many"\n')
-    with pytest.raises(DrafterRefusal, match="tokens = 'many': expected int"):
+    with pytest.raises(DrafterError, match="tokens = 'many': expected int"):
         read_recipe(path)
     path.write_text("matrix_rate = 1\ndepths = [1, 2]\n")
     assert read_recipe(path, {"tokens": 7}).tokens == 7

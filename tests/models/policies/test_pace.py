@@ -9,10 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from faser.engine_adapter.arrays import Bools, Ints
 from faser.engine_adapter.protocol import RequestEvent, RequestRow, StepRecord, StopRule
-from faser.env.estimate.acceptance import Ints
 from faser.env.estimate.engine_state import EngineState, observe
-from faser.env.estimate.requests import Bools
 from faser.env.spaces import Action, Capabilities
 from faser.models.policies.pace import Pace, PacedPolicy, _stripped
 from faser.models.policies.policy import Policy, PolicyError
@@ -95,7 +94,7 @@ def test_the_less_urgent_class_costs_the_urgent_one_nothing() -> None:
 
 
 class Imagined:
-    """An outlook in which class 0 is late, less so by `gain` if nobody of a class drafts."""
+    """A forecast in which class 0 is late, less so by `gain` if nobody of a class drafts."""
 
     def __init__(self, gain: float, of: int) -> None:
         self.priority = np.array([0, 0, 5, 5])

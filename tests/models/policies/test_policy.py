@@ -390,8 +390,8 @@ def test_nothing_is_probed_that_reading_prompts_would_eat_up() -> None:
         for _ in range(40):
             state.unsplit_cost.learn_drafting(StepCost(608, 600, 8, 0, 1, 8, 0.1, 5e-5 * 600, 0.0, all_draft=True))
         state.load.steady_prefill_rows = prompt_rows
-        people = Chances(np.full(K_MAX, 0.5), np.full(K_MAX, 0.4))
-        return ProbeAccount().choose(state.view(), 8 / 0.0105, 0, people)
+        chances = Chances(np.full(K_MAX, 0.5), np.full(K_MAX, 0.4))
+        return ProbeAccount().choose(state.view(), 8 / 0.0105, 0, chances)
 
     assert probe(10.0) is not None
     assert probe(10_000.0) is None
@@ -401,8 +401,8 @@ def test_amid_prompts_most_of_the_credit_for_probes_waits() -> None:
     def probe(prefill_share: float) -> int | None:
         state = make_state(dict.fromkeys(range(1, 9), 0.6), row_ms=0.05)
         state.load.prefill_share = prefill_share
-        people = Chances(np.full(K_MAX, 0.5), np.full(K_MAX, 0.4))
-        return ProbeAccount().choose(state.view(), 1.0, 0, people, begin_s=5.0 * state.load.step_s)
+        chances = Chances(np.full(K_MAX, 0.5), np.full(K_MAX, 0.4))
+        return ProbeAccount().choose(state.view(), 1.0, 0, chances, begin_s=5.0 * state.load.step_s)
 
     assert probe(0.0) is not None
     assert probe(0.9) is None
@@ -412,10 +412,10 @@ def test_batches_of_a_new_size_are_probed_at_once() -> None:
     def probe(requests: int) -> int | None:
         account._next_record = 0
         view = msgspec.structs.replace(state.view(), requests=requests)
-        return account.choose(view, 1.0, 0, people, begin_s=2.0 * state.load.step_s)
+        return account.choose(view, 1.0, 0, chances, begin_s=2.0 * state.load.step_s)
 
     state = make_state(dict.fromkeys(range(1, 9), 0.6), row_ms=0.05)
-    account, people = ProbeAccount(), Chances(np.full(K_MAX, 0.5), np.full(K_MAX, 0.4))
+    account, chances = ProbeAccount(), Chances(np.full(K_MAX, 0.5), np.full(K_MAX, 0.4))
     assert probe(8) is not None
     account._credit_s = 0.0
     assert probe(9) is None, "of the same size as eight"
@@ -434,18 +434,18 @@ def test_probes_that_change_nothing_get_rarer_and_one_that_does_brings_the_budge
         return (account._credit_s - before) / 1e-3
 
     state = make_state(dict.fromkeys(range(1, 9), 0.6), row_ms=0.05)
-    account, people = ProbeAccount(), Chances(np.full(K_MAX, 0.5), np.full(K_MAX, 0.4))
+    account, chances = ProbeAccount(), Chances(np.full(K_MAX, 0.5), np.full(K_MAX, 0.4))
     account.choose(state.view(), 1e9, 0)
     account._credit_s = 0.0
     assert earned_s(account, 0) == pytest.approx(BUDGET_SHARE, rel=0.01)
     for _ in range(HALVING_PROBES):
         account._credit_s, account._next_record = 1e3, 0
-        assert account.choose(state.view(), 1.0, 0, people) is not None
+        assert account.choose(state.view(), 1.0, 0, chances) is not None
     account._credit_s = 0.0
     assert earned_s(account, 0) == pytest.approx(BUDGET_SHARE / 2, rel=0.01)
     assert earned_s(account, 2) == pytest.approx(BUDGET_SHARE, rel=0.01), "another depth is in force now"
     for _ in range(100):
         account._credit_s, account._next_record = 1e3, 0
-        account.choose(state.view(), 1.0, 0, people)
+        account.choose(state.view(), 1.0, 0, chances)
     account._credit_s = 0.0
     assert earned_s(account, 0) == pytest.approx(BUDGET_SHARE * LEAST_ZEAL, rel=0.01), "never nothing"

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from faser.controller.decision.decide import LeaseTerms, decide
+from faser.engine_adapter.arrays import Floats, Ints
 from faser.engine_adapter.protocol import RequestEvent, RequestRow, StepRecord, StopRule
 from faser.engine_adapter.steering.stop_rule import advance
 from faser.env.estimate.engine_state import EngineState
@@ -21,7 +21,6 @@ from faser.env.spaces import Capabilities
 from faser.models.policies.policy import Policy
 from faser.models.registry import make_policy
 
-Floats = npt.NDArray[np.float64]
 K_MAX = 5
 RUNNER_MS = ([1, 2, 4, 8, 16, 32, 64, 128, 256, 512], [15.4, 16.5, 17, 20, 25, 40, 63, 108, 212, 424])
 LOOP_MS = ([1, 8, 32, 64], [0.4, 0.62, 1.2, 1.8])
@@ -100,9 +99,7 @@ class SyntheticEngine:
             0, int(drafted.max()), int(drafted.sum()),
         )  # fmt: skip
 
-    def _draft(
-        self, limits: npt.NDArray[np.int64], stop: StopRule | None
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _draft(self, limits: Ints, stop: StopRule | None) -> tuple[Ints, Ints]:
         """Return how many tokens are drafted and how many of them kept."""
         if not self.spread:
             return limits, limits
@@ -124,7 +121,7 @@ class SyntheticEngine:
         self.confidences = [tuple(row[:k]) for row, k in zip(sure.tolist(), drafted.tolist(), strict=True)]
         return drafted, kept
 
-    def cost_s(self, verified: npt.NDArray[np.int64], limits: npt.NDArray[np.int64]) -> tuple[float, float]:
+    def cost_s(self, verified: Ints, limits: Ints) -> tuple[float, float]:
         """Return seconds of verifying (all but drafting) and of ragged drafting."""
         rows = self.batch + int(verified.sum())
         runner_ms = np.interp(rows, *RUNNER_MS) * self.slower(rows)

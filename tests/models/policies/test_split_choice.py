@@ -14,7 +14,7 @@ from faser.models.policies.split_choice import (
     LEAST_RECORDS,
     PATIENCE,
     TRIAL_RECORDS,
-    Promises,
+    RateEstimates,
     SplitChoice,
 )
 
@@ -63,7 +63,7 @@ def choose(
     for _ in range(records):
         planned.append(choice.at(requests, requests.bit_length()))
         is_shown = can_split or planned[-1] == 0
-        choice.note(requests, requests.bit_length(), is_shown, Promises(rates.__getitem__, lambda: best))
+        choice.note(requests, requests.bit_length(), is_shown, RateEstimates(rates.__getitem__, lambda: best))
     return planned
 
 

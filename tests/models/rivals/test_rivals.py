@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from faser.engine_adapter.arrays import Floats
 from faser.engine_adapter.protocol import RequestEvent, RequestRow, StepRecord
 from faser.env.estimate.confidence import EDGES, Forecast
 from faser.env.estimate.cost_table import StepCost
@@ -34,12 +35,10 @@ class Costs:
     def __init__(self, row_s: float, round_s: float = 0.0, free_rows: float = 0.0) -> None:
         self.row_s, self.round_s, self.free_rows = row_s, round_s, free_rows
 
-    def verify_time_s(self, rows: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    def verify_time_s(self, rows: npt.ArrayLike) -> Floats:
         return 0.01 + self.row_s * np.maximum(np.asarray(rows, np.float64) - self.free_rows, 0.0)
 
-    def draft_time_s(
-        self, rows: npt.ArrayLike, rounds: npt.ArrayLike, drafted: npt.ArrayLike
-    ) -> npt.NDArray[np.float64]:
+    def draft_time_s(self, rows: npt.ArrayLike, rounds: npt.ArrayLike, drafted: npt.ArrayLike) -> Floats:
         return self.round_s * np.asarray(rounds, np.float64)
 
     def learn(self, step: StepCost) -> None:

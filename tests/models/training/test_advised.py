@@ -1,4 +1,4 @@
-"""Advice to the price policy: neutral advice changes nothing, leanings lean, what is earned is earned over a twin."""
+"""Advice to the price policy: neutral advice changes nothing, leanings lean, earnings are over a baseline run."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from faser.models.policies.policy import Policy
 from faser.models.policies.price import PricePolicy
 from faser.models.registry import make_policy
 from faser.models.training.advised import ENV_ID, AdvisedServing
+from faser.models.training.baseline_run import BaselineRun, BaselineTask, Course
 from faser.models.training.config import TrainConfig
 from faser.models.training.train import train
-from faser.models.training.twin import BaselineTask, Course, Twin
 
 TINY = TrainConfig(
     worlds=3, slots=8, engines=2, rollout_steps=4, total_steps=16, minibatch=8, judge_every=1, hidden=8, spans=4,
@@ -136,17 +136,17 @@ def test_the_reason_names_the_advice() -> None:
 
 
 @pytest.mark.parametrize("load", [4, DRIFT])
-def test_a_twin_knows_what_was_emitted_by_when(load: int) -> None:
+def test_a_baseline_run_knows_what_was_emitted_by_when(load: int) -> None:
     task = BaselineTask(EAGLE, load, 7)
-    twin = Twin.of(task, TINY, decided)
+    baseline = BaselineRun.of(task, TINY, decided)
     course = Course(task, TINY.slots, decided)
     policy = PricePolicy(course.engine.capabilities)
     course.begin(policy)
     for _ in range(TINY.spans * SPAN_DECISIONS):
         course.step(policy)
-        assert twin.by(course.engine.clock_s) == pytest.approx(course.amount)
-    last_s = float(twin.seconds[-1])
-    assert twin.by(last_s + 2.0) == pytest.approx(float(twin.amounts[-1]) + 2.0 * twin.rate)
+        assert baseline.by(course.engine.clock_s) == pytest.approx(course.amount)
+    last_s = float(baseline.seconds[-1])
+    assert baseline.by(last_s + 2.0) == pytest.approx(float(baseline.amounts[-1]) + 2.0 * baseline.rate)
 
 
 def test_gymnasium_and_sb3_accept_the_environment() -> None:

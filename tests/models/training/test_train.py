@@ -34,11 +34,11 @@ from faser.models.policies.policy import PolicyError
 from faser.models.registry import make_policy
 from faser.models.training import train as training_run
 from faser.models.training.advised import AdvisedServing
+from faser.models.training.baseline_run import BaselineRun, tasks
 from faser.models.training.checkpoint import NAME, TrainingProgress, load_checkpoint, save_checkpoint
 from faser.models.training.config import TrainConfig, load_config
 from faser.models.training.torch_network import DeepSets, SetPolicy
 from faser.models.training.train import train
-from faser.models.training.twin import Twin, tasks
 
 TINY = TrainConfig(
     worlds=3, slots=8, engines=2, rollout_steps=8, total_steps=48, minibatch=8, judge_every=2, hidden=8, spans=4,
@@ -266,6 +266,7 @@ def test_a_share_of_the_training_engines_prunes() -> None:
     assert not any(profile.exits for profile in training(60, 0))
     plain, pruned = (replace(TINY, exits_share=share, worlds=2) for share in (0.0, 1.0))
     rates = [
-        [Twin.of(task, config, decided).rate for task in tasks(config, config.seed, 2)] for config in (plain, pruned)
+        [BaselineRun.of(task, config, decided).rate for task in tasks(config, config.seed, 2)]
+        for config in (plain, pruned)
     ]
     assert rates[0] != rates[1], "engines that prune serve as those without heads"

@@ -1,4 +1,4 @@
-"""Drafts made once to learn what the drafter's confidence tells, where nothing is drafted for want of knowing it.
+"""Drafts single tokens once to bootstrap the confidence model, which without any drafts would never get data.
 
 A forecast of stop rules needs drafts that were tested, and where no length for all pays none are made: whether rules
 would pay is then never learnt. Pure, no clock; called by models/policies/price.py.
@@ -18,7 +18,7 @@ DRAFTS: Final = 176  # a forecast needs 150 that were tested, and some belong to
 MARGIN: Final = 0.02  # a drafter whose confidence tells all must promise this much more tokens/s
 
 
-class FirstLesson:
+class ConfidenceBootstrap:
     """Counts its drafts: so many in a policy's life."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Pairs of simulated engines with the same requests and the same luck: one is served under advice, its twin without.
+"""Pairs of simulated engines with the same requests and the same luck: one is served under advice, one without.
 
 Called by models/training/advised.py. Engines run through the decision core, as in a daemon.
 """
@@ -11,8 +11,8 @@ from typing import Final
 
 import numpy as np
 
+from ...engine_adapter.arrays import Floats
 from ...engine_adapter.protocol import ActionSet
-from ...env.estimate.acceptance import Floats
 from ...env.estimate.engine_state import EngineState
 from ...env.simulator.simulated_engine import SimulatedEngine
 from ..evaluation.evaluate import DRIFT, FULL, Decide
@@ -26,7 +26,7 @@ DRIFTING: Final = 0.2  # of the tasks, have a load that drifts
 BLIND: Final = 0.2  # of the tasks, have a drafter without confidence
 FILL_STEPS: Final = 600  # a batch that is not full by then never will be
 SETTLE_STEPS: Final = 40  # of a drifting load, instead of filling
-TWIN_SHARE: Final = 1.5  # of an episode's decisions: a twin in no hurry makes fewer in the same time
+BASELINE_SHARE: Final = 1.5  # of an episode's decisions: a baseline run in no hurry makes fewer in the same time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +94,7 @@ class Course:
 
 
 @dataclass(frozen=True, slots=True)
-class Twin:
+class BaselineRun:
     """What price without advice emits of a task by when: (steps,) each."""
 
     seconds: Floats
@@ -102,11 +102,11 @@ class Twin:
     rate: float  # per second, from where the batch is full
 
     @classmethod
-    def of(cls, task: BaselineTask, config: TrainConfig, decide: Decide) -> Twin:
+    def of(cls, task: BaselineTask, config: TrainConfig, decide: Decide) -> BaselineRun:
         """Serve the task."""
         course, spans = Course(task, config.slots, decide), config.spans
         policy = PricePolicy(course.engine.capabilities)
-        found, begun, left = [(0.0, 0.0)], 0, int(TWIN_SHARE * spans * SPAN_DECISIONS)
+        found, begun, left = [(0.0, 0.0)], 0, int(BASELINE_SHARE * spans * SPAN_DECISIONS)
         while left:
             course.step(policy)
             found.append((course.engine.clock_s, course.amount))

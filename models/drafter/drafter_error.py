@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ...engine_adapter.errors import ModelError
 
-class DrafterRefusal(Exception):
+
+class DrafterError(ModelError):
     """Say what was seen, what was expected and what to do; nothing has been written when it is raised."""

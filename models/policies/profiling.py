@@ -36,7 +36,7 @@ class Deck:
         return self.left.pop()
 
 
-class Survey:
+class ProfilingPolicy:
     """Another pattern in each step."""
 
     def __init__(self, capabilities: Capabilities, seed: int = 0) -> None:
@@ -48,7 +48,7 @@ class Survey:
         self._rest_steps = 0
 
     @classmethod
-    def parse(cls, text: str, capabilities: Capabilities) -> Survey:
+    def parse(cls, text: str, capabilities: Capabilities) -> ProfilingPolicy:
         """Read the seed of survey:SEED."""
         if not text.isdecimal() or len(text) > 9:
             raise PolicyError(f"policy 'survey:{text}': expected a number, e.g. survey:0")

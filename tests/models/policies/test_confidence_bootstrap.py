@@ -14,8 +14,8 @@ from faser.env.estimate.planning_view import PlanningView
 from faser.env.simulator.simulated_engine import SimulatedEngine
 from faser.env.spaces import Capabilities
 from faser.models.evaluation.worlds import held_out
-from faser.models.policies import first_lesson, probe
-from faser.models.policies.first_lesson import DRAFTS, FROM_RECORD, FirstLesson
+from faser.models.policies import confidence_bootstrap, probe
+from faser.models.policies.confidence_bootstrap import DRAFTS, FROM_RECORD, ConfidenceBootstrap
 from faser.models.policies.probe import LOOK_BACK_RECORDS, NEARLY_AS_GOOD, ProbeAccount
 from faser.models.registry import make_policy
 
@@ -35,57 +35,57 @@ def run(
 
 
 @pytest.fixture
-def lessons(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def bootstraps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The records behind which all were to draft for learning's sake."""
-    found, begins = list[int](), FirstLesson.begins
+    found, begins = list[int](), ConfidenceBootstrap.begins
 
-    def noted(self: FirstLesson, view: PlanningView, rate: float) -> bool:
+    def noted(self: ConfidenceBootstrap, view: PlanningView, rate: float) -> bool:
         if is_wanted := begins(self, view, rate):
             found.append(view.records)
         return is_wanted
 
-    monkeypatch.setattr(FirstLesson, "begins", noted)
+    monkeypatch.setattr(ConfidenceBootstrap, "begins", noted)
     return found
 
 
 def test_where_no_length_pays_confidence_is_learnt_once_and_only_from_drafts_for_its_sake(
-    lessons: list[int], monkeypatch: pytest.MonkeyPatch
+    bootstraps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "NEW_SIZE_CREDIT_STEPS", 0.0)  # probes of a new size teach it as well
     assert run("price", "cpu-embedded", 16, 300).confidence.forecast is not None
-    assert lessons[0] >= FROM_RECORD
-    assert DRAFTS / 16 <= len(lessons) <= DRAFTS / 16 + 2
-    monkeypatch.setattr(FirstLesson, "begins", lambda *_: False)
+    assert bootstraps[0] >= FROM_RECORD
+    assert DRAFTS / 16 <= len(bootstraps) <= DRAFTS / 16 + 2
+    monkeypatch.setattr(ConfidenceBootstrap, "begins", lambda *_: False)
     assert run("price", "cpu-embedded", 16, 300).confidence.forecast is None
 
 
-def test_nothing_is_learnt_by_who_could_not_act_on_it(lessons: list[int]) -> None:
+def test_nothing_is_learnt_by_who_could_not_act_on_it(bootstraps: list[int]) -> None:
     run("price:history", "cpu-embedded", 16, 100)
     run("price", "cpu-embedded", 16, 100, is_async=True)
     run("price", "cpu-embedded", 16, 100, has_confidence=False)
-    assert lessons == []
+    assert bootstraps == []
 
 
-def test_a_drafter_that_could_not_pay_even_if_it_were_never_verified_in_vain_costs_no_lesson(
-    lessons: list[int],
+def test_a_drafter_that_could_not_pay_even_if_it_were_never_verified_in_vain_costs_no_bootstrap(
+    bootstraps: list[int],
 ) -> None:
     run("price", "cpu-weak-drafter", 128, 200)
-    assert lessons == []
+    assert bootstraps == []
 
 
 @pytest.mark.parametrize(("requests", "steps"), [(1, 176), (16, 11), (64, 3), (128, 3)])
-def test_a_lesson_is_as_long_as_a_forecast_needs_and_of_a_crowd_a_sample_counts(
+def test_a_bootstrap_is_as_long_as_a_forecast_needs_and_of_a_crowd_a_sample_counts(
     requests: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(first_lesson, "_could_pay", lambda *_: True)
+    monkeypatch.setattr(confidence_bootstrap, "_could_pay", lambda *_: True)
     confidence = SimpleNamespace(is_told=True, forecast=None)
     view = SimpleNamespace(records=FROM_RECORD, requests=requests, confidence=confidence, is_sitting_out=True)
-    lesson = FirstLesson()
-    assert not any(lesson.begins(cast(PlanningView, view), 1.0) for _ in range(10))  # nobody would draft
+    bootstrap = ConfidenceBootstrap()
+    assert not any(bootstrap.begins(cast(PlanningView, view), 1.0) for _ in range(10))  # nobody would draft
     view.is_sitting_out = False
-    assert sum(lesson.begins(cast(PlanningView, view), 1.0) for _ in range(1000)) == steps
+    assert sum(bootstrap.begins(cast(PlanningView, view), 1.0) for _ in range(1000)) == steps
     confidence.forecast = object()
-    assert not FirstLesson().begins(cast(PlanningView, view), 1.0)
+    assert not ConfidenceBootstrap().begins(cast(PlanningView, view), 1.0)
 
 
 def following(records: int) -> PlanningView:
