@@ -1,18 +1,18 @@
 """What the simulator's model is worth: `python benchmarks/fidelity.py SURVEY --answers FILE --run A --repeat B`.
 
 SURVEY is what `faser profile --telemetry FILE` kept. Fits it as `faser calibrate` does, with whole cells held out, and
-writes the profile (env/profile/profiles/embedded.json unless told otherwise) and the figures of
-docs/guide/simulator.md into benchmarks/results/fidelity.json. Acceptance is refitted to the answers in FILE, if given
-(`faser demo --policy fixed:4 --seed N --output FOLDER`): a survey's own texts repeat themselves. A and B are
-telemetry of two runs of one load, never fitted (`faser demo --seed M --peak-rps R`, twice): `faser fidelity` replays
-A through that profile, levelled to --level if given: telemetry of another load just before, because a shared machine
-has faster and slower hours.
+writes the profile (env/profile/profiles/embedded.json unless told otherwise) and the figures of docs/results.md into
+benchmarks/results/fidelity.json. Acceptance is refitted to the answers in FILE, if given
+(`faser demo --policy fixed:4 --seed N --output FOLDER`): a survey's own texts repeat themselves. A and B are telemetry
+of two runs of one load, never fitted (`faser demo --seed M --peak-rps R`, twice): `faser fidelity` replays A through
+that profile, levelled to --level if given: telemetry of another load just before, because a shared machine has faster
+and slower hours.
 
-With --ahead-survey, --ahead and --ahead-repeat the same for an engine with a drafter's process
-(docs/guide/simulator.md, drafting ahead): a survey that drafts ahead at times, and two runs that always do; its
-profile is written beside the other, as embedded_ahead.json. With --pruned-survey, --pruned and --pruned-repeat for
-one that prunes. A mechanism that is not given stays in the file as it was, without SURVEY so does all else; a new
-profile without --run has no replay. Takes a minute or two.
+With --ahead-survey, --ahead and --ahead-repeat the same for an engine with a drafter's process (docs/results.md,
+drafting ahead): a survey that drafts ahead at times, and two runs that always do; its profile is written beside the
+other, as embedded_ahead.json. With --pruned-survey, --pruned and --pruned-repeat for one that prunes. A mechanism that
+is not given stays in the file as it was, without SURVEY so does all else; a new profile without --run has no replay.
+Takes a minute or two.
 """
 
 from __future__ import annotations

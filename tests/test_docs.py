@@ -13,6 +13,7 @@ import pytest
 import faser
 
 ROOT = Path(faser.__file__).parent
+GUIDES = ROOT / "docs" / "guide"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
@@ -64,6 +65,20 @@ def _defines(path: Path, name: str) -> bool:
 def _code(text: str) -> str:
     """Return code blocks and code spans only."""
     return "\n".join([*re.findall(r"```[a-z]*\n(.*?)```", text, re.S), *re.findall(r"`[^`\n]+`", text)])
+
+
+def _programs(page: str) -> list[str]:
+    """Return what a page has in Python, whole programs each."""
+    return re.findall(r"```python\n(.*?)```", (GUIDES / page).read_text(), re.S)
+
+
+@pytest.mark.parametrize(
+    "program", [*_programs("policies.md"), *_programs("training.md")], ids=lambda program: f"{len(program)}-characters"
+)
+def test_a_guides_program_runs(program: str, tmp_path: Path) -> None:
+    (path := tmp_path / "program.py").write_text(program)
+    result = subprocess.run([sys.executable, "-P", str(path)], capture_output=True, text=True, cwd="/")
+    assert result.returncode == 0, result.stderr
 
 
 def test_every_dependency_has_its_reason_in_the_decisions() -> None:
