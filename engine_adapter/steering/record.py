@@ -184,7 +184,9 @@ class RecordBuilder:
             else:
                 decode += 1
                 drafts += verified
+            limit = lengths.get(request_id, 0)
             if generated and not delivered:  # it ended while the step ran: vLLM threw its tokens away and counts none
+                rows.append(RequestRow(entry.handle, scheduled, limit, 0, 0, 0, 0, 0, context, is_prefill))
                 continue
             if delivered and not entry.has_emitted:
                 entry.has_emitted = True
@@ -195,7 +197,7 @@ class RecordBuilder:
                 RequestRow(
                     entry.handle,
                     scheduled,
-                    lengths.get(request_id, 0),
+                    limit,
                     drafted[row] if drafted else 0,
                     verified - invalid.get(request_id, 0) if invalid else verified,
                     left,

@@ -315,7 +315,7 @@ def test_tokens_behind_a_stop_are_accepted_and_not_emitted() -> None:
     assert record.miscounted == 0
 
 
-def test_a_request_that_ended_while_its_step_ran_has_no_row_and_its_work_counts() -> None:
+def test_of_a_request_that_ended_while_its_step_ran_only_the_work_counts() -> None:
     """vLLM throws its tokens away and counts neither them nor its drafts; the target computed the rows all the same."""
     adapter, link = steering()
     for name in "ab":
@@ -326,7 +326,9 @@ def test_a_request_that_ended_while_its_step_ran_has_no_row_and_its_work_counts(
     adapter.record(order, replace(outcome(scheduled, drafts, [[1, 2, 3], [1, 5]]), delivered={"b": 2}, counted=(2, 1)))
     record = link.sent[-1]
     assert isinstance(record, wire.StepRecord)
-    assert [(row.handle, row.verified, row.accepted, row.emitted) for row in record.rows] == [(2, 2, 1, 2)]
+    told = [(row.handle, row.scheduled, row.verified, row.accepted, row.emitted) for row in record.rows]
+    assert told == [(1, 3, 0, 0, 0), (2, 3, 2, 1, 2)]
+    assert not any(row.is_prefill for row in record.rows)
     assert (record.decode_tokens, record.draft_tokens, record.miscounted) == (2, 4, 0)
 
 
