@@ -182,7 +182,7 @@ def start(
     """Return the engine that was started, and what it logged."""
     monkeypatch.setenv("FASER_EXIT_HEADS", path)
     engine = PruningEngine(**({"backend": "CPU_ATTN", "groups": 1, "decoder": "LlamaModel"} | given))
-    logger = logging.getLogger("vllm.faser.engine_adapter.runner_pruning")
+    logger = logging.getLogger("vllm.faser.engine_adapter.pruning.runner")
     monkeypatch.setattr(logger, "handlers", [caplog.handler])
     monkeypatch.setattr(logger, "propagate", False)
     with caplog.at_level(logging.INFO, logger.name):
