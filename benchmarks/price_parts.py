@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 from unittest.mock import patch
 
 import numpy as np
@@ -86,7 +86,7 @@ class PolicyPart:
     """One mechanism, how it is switched off, and where it can matter."""
 
     name: str
-    replaced: Mapping[str, object] = field(default_factory=dict)  # names of models/policies/price.py
+    replaced: Mapping[str, Any] = field(default_factory=dict)  # names of models/policies/price.py
     worlds: Callable[[], tuple[WorldSpec, ...]] = held_out
     policy: str = "price"  # without the part
 
