@@ -164,9 +164,9 @@ def test_the_report_of_a_telemetry_file_alone_has_tables_and_three_pictures(tele
 
 
 def test_the_report_shows_what_clients_saw_and_escapes_it(telemetry: Path, tmp_path: Path) -> None:
-    good = RequestResult(0, "chat", "a", 0.0, 0.0, 1.0, "finished", output_tokens=3)
+    good = RequestResult(0, "chat", "a", 0.0, 0.0, "finished", output_tokens=3)
     good.token_times_s, good.token_counts = [0.5, 1.0], [1, 3]
-    bad = RequestResult(1, "chat", "b", 0.0, 0.0, 1.0, "failed", "<script>")
+    bad = RequestResult(1, "chat", "b", 0.0, 0.0, "failed", "<script>")
     write_report(telemetry, tmp_path / "report.html", LoadSummary.of([good, bad], 2, 0.01))
     page = (tmp_path / "report.html").read_text()
     assert "1 finished, 1 failed" in page
