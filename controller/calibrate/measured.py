@@ -24,7 +24,8 @@ from ...env.calibration.exit_fit import PruneObservation
 from ...env.calibration.step_samples import StepSamples
 from ..errors import StoreError
 from ..telemetry.schema import open_for_reading
-from ..telemetry.tables import StepTable, read_engines, read_request_rows, read_steps
+from ..telemetry.tables import StepTable
+from ..telemetry.telemetry_file import TelemetryFile
 
 MOST_TOKENS: Final = 1 << 24  # of one request, or rows of a step: beyond lies a damaged file
 
@@ -56,20 +57,21 @@ class Life:
 def read_measured(path: Path) -> Measured:
     """Read a telemetry file; raise StoreError for an empty, foreign or damaged one, or times that cannot be."""
     try:
-        engines, steps = read_engines(path), read_steps(path)
-        if not len(steps):
-            raise StoreError(f"{path} holds no steps", "telemetry of an engine that worked")
-        _require_times(path, steps)
-        rows = []
-        for number, cells in enumerate(read_request_rows(path)):
-            rows.append(cells)
-            if not cells:
-                raise StoreError(f"{path}, {_row(steps, number)}: no requests in it", "a step that did something")
-        arrivals = _arrivals(path, steps)
+        with TelemetryFile(path) as file:
+            engines, steps = file.engines(), file.steps()
+            if not len(steps):
+                raise StoreError(f"{path} holds no steps", "telemetry of an engine that worked")
+            _require_times(path, steps)
+            rows = []
+            for number, cells in enumerate(file.request_rows()):
+                rows.append(cells)
+                if not cells:
+                    raise StoreError(f"{path}, {_row(steps, number)}: no requests in it", "a step that did something")
+            arrivals = _arrivals(file, steps)
     except StoreError as error:
         raise StoreError(error.seen if str(path) in error.seen else f"{path}: {error.seen}", error.expected,
                          error.remedy) from None  # fmt: skip
-    except (sqlite3.Error, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         raise StoreError(f"{path} cannot be read: {error}", "a whole telemetry file", "the file may be cut") from None
     return Measured(path, engines, steps, rows, _samples(steps, rows, arrivals))
 
@@ -98,11 +100,9 @@ def _require_times(path: Path, steps: StepTable) -> None:
         raise StoreError(f"{path}, {_row(steps, at)}: time_s goes back", "steps in the engine's order")
 
 
-def _arrivals(path: Path, steps: StepTable) -> Floats:
+def _arrivals(file: TelemetryFile, steps: StepTable) -> Floats:
     """Return how many requests arrived before each step."""
-    query = "SELECT engine, counter, count(*) FROM events WHERE kind = 'arrival' AND counter IS NOT NULL GROUP BY 1, 2"
-    with closing(open_for_reading(path)) as database:
-        found = {(engine, counter): number for engine, counter, number in database.execute(query).fetchall()}
+    found = file.arrivals()
     keys = zip(steps.engine.tolist(), steps.counter.tolist(), strict=True)
     return np.array([found.get(key, 0) for key in keys], np.float64)
 

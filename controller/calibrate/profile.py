@@ -38,7 +38,7 @@ from ..engine.serve import (
 )
 from ..errors import EndpointError, EngineError, UsageError
 from ..link.endpoint import socket_folder
-from ..telemetry.tables import read_engines
+from ..telemetry.telemetry_file import TelemetryFile
 from ..whole_file import require_place
 from .calibrate import LEAST_REPEATS, CalibrateOptions, calibrate
 from .starvation import WaitingMeter, save_waiting
@@ -160,8 +160,11 @@ def _introduction(telemetry: Path) -> Hello:
     """Return the engine's introduction as soon as the sidecar has stored it."""
     end_s = time.monotonic() + _INTRODUCTION_S
     while time.monotonic() < end_s:
-        if telemetry.is_file() and (engines := read_engines(telemetry)):
-            return engines[-1]
+        if telemetry.is_file():
+            with TelemetryFile(telemetry) as file:
+                engines = file.engines()
+            if engines:
+                return engines[-1]
         time.sleep(0.1)
     raise EngineError("vLLM runs but did not introduce itself to the sidecar", remedy="run: faser doctor")
 

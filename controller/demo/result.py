@@ -12,10 +12,12 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
+from ...engine_adapter.protocol import Hello
 from ..engine.load_summary import LoadSummary
 from ..quantiles import Quantiles
 from ..reports.run_report import client_rows, engine_rows
-from ..telemetry.tables import TelemetrySummary, read_engines, read_lengths, read_steps, summarise
+from ..telemetry.tables import TelemetrySummary
+from ..telemetry.telemetry_file import TelemetryFile
 
 
 class Percentiles(msgspec.Struct, frozen=True):
@@ -105,9 +107,9 @@ def collect(
 ) -> tuple[DemoResult, TelemetrySummary | None]:
     """Put a run's figures together; what was never measured is null or 0."""
     has_telemetry = telemetry.is_file()
-    steps = summarise(read_steps(telemetry), read_lengths(telemetry)) if has_telemetry else None
+    engine, steps = _told(telemetry) if has_telemetry else (EngineFacts(), None)
     result = DemoResult(
-        engine=_engine_facts(telemetry) if has_telemetry else EngineFacts(),
+        engine=engine,
         requests=RequestCounts(load.finished, load.failed, load.cancelled, dict(load.failures))
         if load
         else RequestCounts(0, 0, 0, {}),
@@ -161,8 +163,12 @@ def final_table(result: DemoResult, load: LoadSummary | None, steps: TelemetrySu
     return table
 
 
-def _engine_facts(telemetry: Path) -> EngineFacts:
-    engines = read_engines(telemetry)
+def _told(telemetry: Path) -> tuple[EngineFacts, TelemetrySummary]:
+    with TelemetryFile(telemetry) as file:
+        return _engine_facts(file.engines()), file.summary()
+
+
+def _engine_facts(engines: list[Hello]) -> EngineFacts:
     if not engines:
         return EngineFacts()
     hello = engines[-1]

@@ -17,7 +17,8 @@ from ...engine_adapter.protocol import Hello
 from ..engine.load_summary import LoadSummary
 from ..errors import StoreError
 from ..quantiles import Quantiles
-from ..telemetry.tables import TelemetrySummary, read_engines, read_lengths, read_steps, summarise
+from ..telemetry.tables import TelemetrySummary, summarise
+from ..telemetry.telemetry_file import TelemetryFile
 from .figures import draw_figures
 
 _NOTHING: Final = "-"
@@ -42,8 +43,8 @@ class Section:
 
 def write_report(telemetry: Path, report: Path, load: LoadSummary | None = None, title: str = "FASER report") -> None:
     """Write the report of a telemetry file; raise StoreError if one cannot be read or the other not written."""
-    steps, lengths = read_steps(telemetry), read_lengths(telemetry)
-    engines = read_engines(telemetry)
+    with TelemetryFile(telemetry) as file:
+        steps, lengths, engines = file.steps(), file.lengths(), file.engines()
     sections = [Section("Engine and drafter", engine_rows(summarise(steps, lengths)))]
     if load:
         sections.insert(0, Section("What clients saw", client_rows(load)))

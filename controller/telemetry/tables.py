@@ -1,39 +1,19 @@
-"""Reading telemetry files: step tables as arrays, request rows, engines, and the figures computed from them.
+"""A telemetry file's steps and draft lengths as arrays, and the figures computed from them.
 
-Called by the demo, the report and the benchmarks; may read while a sidecar writes. Never writes. Every figure is
-defined here once, from what the engine reported, whatever a client saw.
+Filled by controller/telemetry/telemetry_file.py; read by the demo, the report and calibration. Every figure is defined
+here once, from what the engine reported, whatever a client saw.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import closing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Final
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from ...engine_adapter.arrays import Bools, Floats, Ints
-from ...engine_adapter.protocol import MAX_DRAFT_LENGTH, Hello, RequestRow
-from ..errors import StoreError
+from ...engine_adapter.protocol import MAX_DRAFT_LENGTH
 from ..quantiles import Quantiles
-from .packing import unpack_rows
-from .schema import open_for_reading
-
-_INT_COLUMNS: Final = (
-    "engine", "counter", "step", "running", "waiting", "prefill_tokens", "decode_tokens", "draft_tokens", "drafted",
-    "verified", "pruned", "accepted", "emitted", "lease_epoch", "dropped", "rejected", "caught_up", "wrongly_pruned",
-    "frontier_hits",
-)  # fmt: skip
-_FLOAT_COLUMNS: Final = (
-    "time_s", "step_s", "schedule_s", "verify_s", "sample_s", "draft_s", "overlap_s", "adapter_s", "kv_usage",
-    "prune_s", "saved_rows",
-)  # fmt: skip
-_TOLD_COLUMNS: Final = ("draft_rounds", "drawn_tokens", "prune_layer", "frontier")
-_DECISION_COLUMNS: Final = ("decision_sequence", "decision_is_sent", "decision_s", "decision_price")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,54 +111,6 @@ class TelemetrySummary:
     decision_us: Quantiles
     peak_running: int
     seconds_of_steps: float = field(default=0.0)
-
-
-def read_engines(path: Path) -> list[Hello]:
-    """Return the engines of a file as they introduced themselves, in order of their key."""
-    with closing(open_for_reading(path)) as database:
-        rows = database.execute("SELECT hello FROM engines ORDER BY id").fetchall()
-    engines = []
-    for (text,) in rows:
-        try:
-            named = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-            told = [named[name] for name in Hello.__struct_fields__ if name in named]  # what came later is missing
-            ordered = msgspec.json.encode(["hello", *told])
-            engines.append(msgspec.json.decode(ordered, type=Hello))
-        except (msgspec.MsgspecError, KeyError) as error:
-            raise StoreError(f"an engine's introduction in {path} cannot be read: {error}") from None
-    return engines
-
-
-def read_steps(path: Path) -> StepTable:
-    """Return every step of a file."""
-    names = (*_INT_COLUMNS, *_FLOAT_COLUMNS, *_TOLD_COLUMNS, *_DECISION_COLUMNS)
-    query = f"SELECT {', '.join(names)} FROM steps ORDER BY engine, counter, id"
-    with closing(open_for_reading(path)) as database:
-        columns = list(zip(*database.execute(query), strict=True)) or [()] * len(names)
-    arrays: dict[str, npt.NDArray[np.generic]] = {
-        name: np.asarray(column, np.int64 if name in _INT_COLUMNS else np.float64)
-        for name, column in zip(names, columns, strict=True)
-    }
-    return StepTable(**arrays)  # type: ignore[arg-type]
-
-
-def read_request_rows(path: Path) -> Iterator[list[RequestRow]]:
-    """Yield the request rows of each step, in the order of `read_steps`."""
-    with closing(open_for_reading(path)) as database:
-        for (blob,) in database.execute("SELECT rows FROM steps ORDER BY engine, counter, id"):
-            yield unpack_rows(blob)
-
-
-def read_lengths(path: Path) -> DraftedLengths:
-    """Return the draft lengths of every decoding request in every step."""
-    cells = [
-        (index, row.draft_limit, row.drafted)
-        for index, rows in enumerate(read_request_rows(path))
-        for row in rows
-        if row.emitted
-    ]
-    table = np.asarray(cells, np.int64).reshape(-1, 3)
-    return DraftedLengths(table[:, 0], table[:, 1], table[:, 2])
 
 
 def summarise(steps: StepTable, lengths: DraftedLengths) -> TelemetrySummary:

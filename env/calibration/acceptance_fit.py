@@ -1,6 +1,6 @@
 """Fits the acceptance generator: to verified drafts of telemetry, or to the accept lengths of published traces.
 
-Called by controller/calibrate/calibrate.py, docs and tests. Deterministic: what is drawn for the comparison is drawn
+Called by env/calibration/profile_fit.py, docs and tests. Deterministic: what is drawn for the comparison is drawn
 with a fixed seed.
 """
 

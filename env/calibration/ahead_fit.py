@@ -1,6 +1,6 @@
 """What drafting ahead did in measured steps, as one `Ahead`: how often it was of use, what that hid, what it slowed.
 
-Called by controller/calibrate/calibrate.py and controller/calibrate/fidelity.py. A step is busy if the drafter worked
+Called by env/calibration/profile_fit.py and controller/calibrate/fidelity.py. A step is busy if the drafter worked
 beside its verification; step costs come from the other steps, and what is fitted here is by how much busy ones
 differ.
 """

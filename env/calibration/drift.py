@@ -1,6 +1,6 @@
 """How the machine's own speed drifted while it was measured: equal steps, minutes apart, tell.
 
-Called by controller/calibrate/calibrate.py. On a shared host a step may take a tenth longer for some minutes,
+Called by env/calibration/profile_fit.py. On a shared host a step may take a tenth longer for some minutes,
 whatever it does; left in, that is in every cell of those minutes. It is found by a median polish in two directions,
 kinds of steps and time, from steps of cells that are fitted: held-out ones have no say in it, and no model either.
 """

@@ -1,6 +1,6 @@
 """What exit heads did in measured steps, as one `Exit` per layer: what they find, what they miss, what looking takes.
 
-Called by controller/calibrate/calibrate.py. The rates are those at the thresholds that were in force while it was
+Called by env/calibration/profile_fit.py. The rates are those at the thresholds that were in force while it was
 measured.
 """
 

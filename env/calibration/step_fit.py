@@ -1,6 +1,6 @@
 """From measured steps to coefficients: cells, medians, held-out cells, non-negative least squares on relative error.
 
-Called by controller/calibrate/calibrate.py and tests. A cell is one kind of step, named by what really happened in
+Called by env/calibration/profile_fit.py and tests. A cell is one kind of step, named by what really happened in
 it; its value is the median of its repeats. Whole cells are held out, chosen by a hash of their name, and never
 fitted.
 """

@@ -147,7 +147,7 @@ class Simulator:
         self._run(0, self.engines, self._raw(vectors), self._no_lengths, FOREVER_S, steps)
 
     def _run(self, first: int, last: int, raw: Singles, lengths: Bytes, until_s: float, steps: int = 1) -> None:
-        step_engines(first, last, steps, until_s, raw, lengths, self.rewards, *self.state, *self.world)
+        step_engines(first, last, steps, until_s, raw, lengths, self.rewards, tuple(self.state), tuple(self.world))
 
     @property
     def is_done(self) -> Bools:

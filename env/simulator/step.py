@@ -27,6 +27,7 @@ from ..profile.step_basis import (
 )
 from ..vectorised import apart, borrowed, hold, row
 from .action import take_action
+from .constants import World
 from .draft import AHEAD_TOKENS, BARS, DRAFT_ATTENDED, DRAFTING, DRAWN, FIRST_ROWS, KEPT_ROWS, ROUNDS, draft
 from .imported_sources import digest_of
 from .observe import SCRATCH, observe
@@ -53,8 +54,10 @@ from .state import (
     SCHEDULED,
     SERVICE,
     TOKEN,
+    Bytes,
     Column,
     Shorts,
+    State,
 )
 from .verify import (
     ALL_FRESH,
@@ -214,22 +217,21 @@ def _account(engine: Any, ints: Shorts, times: Floats, objectives: Floats, resul
 
 
 def _entry(sources: str) -> Any:
-    """Return the compiled entry; numba's cache is keyed by `sources` too, so that a change in any part renews it."""
+    """Return the compiled entry, which takes `tuple(state)` and `tuple(world)`.
+
+    Numba's cache is keyed by `sources` too, so that a change in any part renews it.
+    """
 
     @numba.njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
     def step_engines(
-        first: int, last: int, count: int, until_s: float, raw: Singles, named: Any, rewards: Floats,
-        engines: Any, all_ints: Any, all_traits: Any, all_keys: Any, all_times: Any, all_evidence: Any,
-        all_population: Any, all_octaves: Any, all_queue_s: Any, all_queue_row: Any, all_lengths: Any,
-        all_vectors: Any, all_rules: Any, all_chances: Any, all_cells: Any, all_coefficients: Any, all_shown: Any,
-        all_globals: Any, all_terms: Any, all_results: Any,
-        all_settings: Any, profiles: Any, all_graphs: Any, all_splits: Any, all_tables: Any, sigmoid: Any, normal: Any,
-        rows: Any, spans: Any, all_objectives: Any, priority: Any, offsets: Any, decisions: Any,
-        told: Any,
+        first: int, last: int, count: int, until_s: float, raw: Singles, named: Bytes, rewards: Floats,
+        state_arrays: tuple[Any, ...], world_arrays: tuple[Any, ...],
     ) -> None:  # fmt: skip
         if len(sources) == 0:
             return
-        slots, positions, terms_most = all_ints.shape[2], all_rules.shape[2], max(_V, _D, _H)
+        # Numba unpacks a plain tuple 2 us sooner than a NamedTuple, a third of a step of one engine.
+        state, world = State(*state_arrays), World(*world_arrays)
+        slots, positions, terms_most = state.ints.shape[2], state.rules.shape[2], max(_V, _D, _H)
         own = (
             np.zeros(WORK), np.zeros(terms_most), np.zeros(terms_most), np.zeros((NOTES, slots), np.int32),
             np.zeros((TOKEN, slots), np.float32), np.zeros((BARS, positions), np.float32),
@@ -237,19 +239,30 @@ def _entry(sources: str) -> Any:
         )  # fmt: skip
         work, basis, scratch_basis, notes = borrowed(own[0]), borrowed(own[1]), borrowed(own[2]), borrowed(own[3])
         token, bars, scratch, counts = borrowed(own[4]), borrowed(own[5]), borrowed(own[6]), borrowed(own[7])
-        settings = all_settings[0]
+        settings = world.settings[0]
+        sigmoid, normal, rows, priority = world.sigmoid, world.normal, world.rows, world.priority
+        offsets, decisions, told = world.offsets, world.decisions, world.told
         for turn in range(count * (last - first)):  # all steps of one engine, then the next engine
             e = first + turn // count
-            engine = engines[e]
+            engine = state.engines[e]
             is_done = engine.exhausted != 0 and engine.running + engine.waiting + engine.queue_length == 0
             if engine.clock_s >= until_s or is_done:
                 continue
-            profile = profiles[engine.profile]
-            ints, times, traits, keys = row(all_ints, e), row(all_times, e), row(all_traits, e), row(all_keys, e)
-            evidence, population = row(all_evidence, e), row(all_population, e)
-            lengths, vectors = row(all_lengths, e), row(all_vectors, e)
-            queue_s, queue_row, coefficients = row(all_queue_s, e), row(all_queue_row, e), row(all_coefficients, e)
-            rules, terms = row(all_rules, e), row(all_terms, e)
+            profile = world.profiles[engine.profile]
+            ints, times, traits, keys = (
+                row(state.ints, e),
+                row(state.times, e),
+                row(state.traits, e),
+                row(state.keys, e),
+            )
+            evidence, population = row(state.evidence, e), row(state.population, e)
+            lengths, vectors = row(state.lengths, e), row(state.vectors, e)
+            queue_s, queue_row, coefficients = (
+                row(state.queue_s, e),
+                row(state.queue_row, e),
+                row(state.coefficients, e),
+            )
+            rules, terms = row(state.rules, e), row(state.terms, e)
             place = take_action(
                 engine, settings, ints, evidence, lengths, vectors, rules, row(raw, e), row(named, e), notes, token
             )
@@ -258,7 +271,7 @@ def _entry(sources: str) -> Any:
             in_system = engine.running + engine.waiting
             if in_system > 0:
                 _pause(engine, profile, settings, coefficients, normal, basis)
-            span = row(spans, engine.workload)
+            span = row(world.spans, engine.workload)
             arrive(engine, profile, settings, rows, span[0], span[1], queue_s, queue_row)
             engine.began_s = engine.clock_s
             phase = 2.0 * math.pi * (engine.clock_s / engine.swing_period_s + engine.swing_phase)
@@ -281,23 +294,23 @@ def _entry(sources: str) -> Any:
             verify(engine, profile, settings, ints, keys, offsets, decisions, work, notes)
             draft(
                 engine, profile, settings, ints, traits, keys, population, lengths[place], vector, rules,
-                row(all_chances, e), row(all_cells, e), row(all_tables, engine.profile), sigmoid, normal, offsets,
+                row(state.chances, e), row(state.cells, e), row(world.tables, engine.profile), sigmoid, normal, offsets,
                 decisions, told, work, notes, token, bars,
             )  # fmt: skip
             _hand_over(ints)
             _time(
-                engine, profile, settings, vector, coefficients, row(all_graphs, engine.profile),
-                row(all_splits, engine.profile), normal, work, basis, scratch_basis,
+                engine, profile, settings, vector, coefficients, row(world.graphs, engine.profile),
+                row(world.splits, engine.profile), normal, work, basis, scratch_basis,
             )  # fmt: skip
             engine.clock_s += engine.step_s
             engine.in_system_s += (in_system + engine.new_arrivals) * engine.step_s
-            good = _account(engine, ints, times, row(all_objectives, engine.profile), row(all_results, e))
+            good = _account(engine, ints, times, row(world.objectives, engine.profile), row(state.results, e))
             engine.elapsed_s = engine.clock_s - end_s
             engine.busy_s += engine.elapsed_s - (engine.idle_s - idle_s)
             engine.steps += 1
             observe(
-                engine, profile, settings, ints, times, evidence, population, row(all_octaves, e), priority,
-                row(all_shown, e), row(all_globals, e), scratch, counts, work[ALL_FRESH],
+                engine, profile, settings, ints, times, evidence, population, row(state.octaves, e), priority,
+                row(state.shown, e), row(state.globals, e), scratch, counts, work[ALL_FRESH],
             )  # fmt: skip
             terms[0], terms[1], terms[2], terms[3] = (
                 good, work[ALL_FRESH], engine.in_system_s - served_s, work[WASTED],

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import faser
 from faser.engine_adapter import compiled
 from faser.env import speculative_serving
 from faser.env import vectorised as kernel
@@ -23,8 +22,8 @@ from faser.env.simulator.imported_sources import digest_of, imported_sources
 from faser.env.simulator.simulator import Simulator
 from faser.env.simulator.speed import scenario
 
-STEP = Path(simulator_step.__file__)
-ENV = Path(faser.__file__).parent / "env"
+STEP = Path(simulator_step.__file__).resolve()
+ENV = STEP.parents[1]
 KERNEL = [path for path in ENV.rglob("*.py") if "import apart" in path.read_text() or path == STEP]
 
 
@@ -55,8 +54,10 @@ def test_a_column_given_twice_is_seen(call: str) -> None:
 def test_the_cache_of_machine_code_watches_every_file_of_the_kernel() -> None:
     watched = imported_sources(STEP)
     assert set(KERNEL) <= watched
-    assert {Path(module.__file__) for module in (kernel, compiled, cost_table_kernel)} <= watched
-    assert {Path(each.__file__) for each in (simulator, speculative_serving)}.isdisjoint(watched)  # they call it
+    assert {Path(module.__file__).resolve() for module in (kernel, compiled, cost_table_kernel)} <= watched
+    assert {Path(each.__file__).resolve() for each in (simulator, speculative_serving)}.isdisjoint(
+        watched
+    )  # they call it
 
 
 def test_a_change_of_what_a_module_imports_changes_the_digest_and_another_file_does_not(tmp_path: Path) -> None:

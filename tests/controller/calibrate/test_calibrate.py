@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 import faser
-from faser.controller.calibrate.calibrate import CalibrateOptions, calibrate, load_profile_or_fail, with_ahead
+from faser.controller.calibrate.calibrate import CalibrateOptions, calibrate, load_profile_or_fail
 from faser.controller.calibrate.fidelity import FidelityOptions, recorded_requests, run_fidelity
 from faser.controller.calibrate.measured import ahead_steps, read_measured
 from faser.controller.calibrate.profile import ProfileOptions, run_profile
@@ -26,6 +26,7 @@ from faser.controller.errors import EngineError, ModelError, StoreError, UsageEr
 from faser.controller.telemetry.store import EngineEntry, RunEntry, StepEntry, Store
 from faser.engine_adapter.protocol import Hello, Prune, RequestEvent, RequestRow, StepRecord
 from faser.env.calibration.accept_traces import SHIPPED
+from faser.env.calibration.profile_fit import with_ahead
 from faser.env.profile.engine_profile import (
     Ahead,
     Card,
@@ -220,7 +221,7 @@ def make_ahead_records(seed: int, share: float, requests: int = 60, seconds: flo
 
 
 def test_drafting_ahead_is_found_again_from_telemetry_and_replayed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hello = make_hello(boot_id="simulated", frontier=4)
     first, second, third = (
@@ -251,9 +252,15 @@ def test_drafting_ahead_is_found_again_from_telemetry_and_replayed(
     measured = read_measured(first)
     steps = ahead_steps(measured, measured.samples)
     few = replace(steps, is_busy=steps.is_busy & (np.cumsum(steps.is_busy) < 9))
+    same, refusal = with_ahead(profile, few)
+    assert same is profile
+    assert "beside which drafts were made ahead" in refusal
     out = StringIO()
-    assert with_ahead(profile, few, Console(file=out, width=200)) is profile
+    with monkeypatch.context() as never_enough:
+        never_enough.setattr("faser.env.calibration.ahead_fit.LEAST_STEPS", 1000)
+        calibrate(CalibrateOptions((first,), tmp_path / "few.json", base=base, json=True), Console(file=out, width=200))
     assert "drafting ahead is not fitted: " in out.getvalue()
+    assert load_profile(tmp_path / "few.json").ahead is None
     save_profile(msgspec.structs.replace(profile, ahead=Ahead(ready=0.0, acceptance=1.0)), blind)
     run_fidelity(FidelityOptions(second, blind, runs=4, json=True))
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["verify_error"]["median"] > 0.1

@@ -10,6 +10,7 @@ import sys
 import time
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,13 +25,21 @@ from faser.controller.engine.load_generator import LoadGenerator, LoadOptions
 from faser.controller.engine.load_summary import RequestResult
 from faser.controller.engine.reaper import descendants
 from faser.controller.errors import EngineError, UsageError
-from faser.controller.telemetry.tables import read_lengths, read_steps
+from faser.controller.telemetry.telemetry_file import TelemetryFile
 from faser.env.workload.held_out import is_held_out_prompt
 from faser.env.workload.prompts import KINDS
 
 pytestmark = pytest.mark.alone
 
 FASER = [sys.executable, "-P", "-c", "from faser.controller.cli.main import main; main()"]
+
+
+def recorded(result: dict[str, Any]) -> tuple[int, int]:
+    """Return how many steps and draft lengths the run's telemetry holds."""
+    with TelemetryFile(Path(result["telemetry_path"])) as file:
+        return len(file.steps()), len(file.lengths().drafted)
+
+
 PROMISED = {
     "engine", "requests", "tokens_per_s", "ttft_ms", "tpot_ms", "e2e_ms", "steps", "decisions", "steps_under_lease",
     "dropped_records", "gaps", "acceptance_rate", "mean_draft_length", "draft_length_histogram",
@@ -183,7 +192,7 @@ def test_a_short_demo_serves_steers_and_reports(demo: list[str], tmp_path: Path)
     assert result["gaps"] == result["dropped_records"] == 0
     assert result["lease_share_after_first_second"] > 0.95
     assert result["steps_with_mixed_lengths"] > 0
-    assert result["steps"] == len(read_steps(Path(result["telemetry_path"])))
+    assert result["steps"] == recorded(result)[0]
     assert Path(result["report_path"]).read_text().count("<svg") == 3
 
 
@@ -217,8 +226,9 @@ def test_ctrl_c_under_load_leaves_no_process_a_readable_file_and_the_figures(dem
     result = json.loads(output.splitlines()[-1])
     assert result["is_interrupted"] is True
     assert result["requests"]["failed"] == 0
-    assert result["steps"] == len(read_steps(Path(result["telemetry_path"]))) > 0
-    assert len(read_lengths(Path(result["telemetry_path"])).drafted) > 0
+    steps, lengths = recorded(result)
+    assert result["steps"] == steps > 0
+    assert lengths > 0
 
 
 @pytest.mark.engine
@@ -250,7 +260,7 @@ def test_an_engine_that_is_killed_under_load_is_one_line_behind_the_figures(
     assert result == json.loads((tmp_path / "run/result.json").read_text())
     assert result["is_interrupted"] is False
     assert result["requests"]["failed"] + result["requests"]["cancelled"] > 0
-    assert result["steps"] == len(read_steps(Path(result["telemetry_path"]))) > 0
+    assert result["steps"] == recorded(result)[0] > 0
     assert "<svg" in Path(result["report_path"]).read_text()
 
 

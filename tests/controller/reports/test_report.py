@@ -3,23 +3,21 @@
 import math
 import re
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from sqlite_utils import Database
 
 from faser.controller.engine.load_summary import LoadSummary, RequestResult
 from faser.controller.errors import StoreError
 from faser.controller.reports.run_report import write_report
+from faser.controller.telemetry.schema import open_for_reading
 from faser.controller.telemetry.store import EngineEntry, RunEntry, StepEntry, Store
-from faser.controller.telemetry.tables import (
-    read_engines,
-    read_lengths,
-    read_request_rows,
-    read_steps,
-    summarise,
-)
+from faser.controller.telemetry.tables import TelemetrySummary
+from faser.controller.telemetry.telemetry_file import TelemetryFile
 from faser.engine_adapter.protocol import ActionSet, Hello, RequestRow, StepRecord
 
 HELLO = Hello(
@@ -57,6 +55,11 @@ def write(path: Path, records: list[StepRecord]) -> Path:
     return path
 
 
+def figures(path: Path) -> TelemetrySummary:
+    with TelemetryFile(path) as file:
+        return file.summary()
+
+
 @pytest.fixture
 def telemetry(tmp_path: Path) -> Path:
     records = [step(n, [row(1, 2, 2, emitted=3), row(2, 2, 2)], lease=0 if n < 5 else 7) for n in range(30)]
@@ -69,15 +72,16 @@ def test_what_the_drafter_did_is_read_back_and_silence_is_not_zero(tmp_path: Pat
     rows[0].confidences = (0.5, 0.25, 0.125)  # one more than verified: the next token was dropped
     told = msgspec.structs.replace(step(1, rows), caught_up=40, draft_rounds=3, drawn_tokens=7)
     path = write(tmp_path / "telemetry.sqlite", [told, step(2, rows)])
-    steps = read_steps(path)
+    with TelemetryFile(path) as file:
+        steps, first_rows = file.steps(), next(file.request_rows())
     assert steps.caught_up.tolist() == [40, 0]
     assert (steps.draft_rounds[0], steps.drawn_tokens[0]) == (3.0, 7.0)
     assert np.isnan([steps.draft_rounds[1], steps.drawn_tokens[1]]).all()
-    assert next(read_request_rows(path)) == rows
+    assert first_rows == rows
 
 
 def test_the_figures_of_a_file_are_what_the_records_say(telemetry: Path) -> None:
-    summary = summarise(read_steps(telemetry), read_lengths(telemetry))
+    summary = figures(telemetry)
     assert summary.steps == 40
     assert summary.decisions == summary.decisions_sent == 20
     assert summary.steps_under_lease == 35
@@ -94,7 +98,7 @@ def test_the_figures_of_a_file_are_what_the_records_say(telemetry: Path) -> None
 
 
 def test_mixed_lengths_count_what_was_in_force_and_mixed_drafts_what_was_drafted(telemetry: Path) -> None:
-    summary = summarise(read_steps(telemetry), read_lengths(telemetry))
+    summary = figures(telemetry)
     assert summary.steps_with_mixed_lengths == 10  # limits 4 and 1
     assert summary.steps_with_mixed_drafts == 0  # both drafted 1; the request in its prompt does not count
 
@@ -103,18 +107,46 @@ def test_two_engines_do_not_make_gaps_of_each_other(tmp_path: Path) -> None:
     first = {"a": 0, "b": 100}  # b was met late
     records = [step(first[boot] + n, [row(1, 1, 1)], boot_id=boot) for n in range(10) for boot in ("a", "b")]
     telemetry = write(tmp_path / "two.sqlite", records)
-    summary = summarise(read_steps(telemetry), read_lengths(telemetry))
+    summary = figures(telemetry)
     assert (summary.steps, summary.gaps, summary.dropped_records) == (20, 0, 6)
 
 
 def test_rows_and_engines_come_back_as_they_were(telemetry: Path) -> None:
-    assert read_engines(telemetry) == [HELLO]
-    assert next(read_request_rows(telemetry)) == [row(1, 2, 2, emitted=3), row(2, 2, 2)]
+    with TelemetryFile(telemetry) as file:
+        assert file.engines() == [HELLO]
+        assert next(file.request_rows()) == [row(1, 2, 2, emitted=3), row(2, 2, 2)]
+
+
+def test_a_file_that_grows_while_it_is_read_is_seen_as_it_was(tmp_path: Path) -> None:
+    path = write(tmp_path / "growing.sqlite", [step(1, [row(1, 2, 2)])])
+    with TelemetryFile(path) as file:
+        assert len(file.steps()) == 1
+        write(path, [step(2, [row(1, 2, 2)])])
+        assert file.lengths().step_index.tolist() == [0]
+    assert figures(path).steps == 2
+
+
+def test_a_report_opens_its_file_once_and_names_it_where_it_is_cut(
+    telemetry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+
+    def counted(path: Path) -> Database:
+        opened.append(path)
+        return open_for_reading(path)
+
+    monkeypatch.setattr("faser.controller.telemetry.telemetry_file.open_for_reading", counted)
+    write_report(telemetry, tmp_path / "report.html")
+    assert opened == [telemetry]
+    with closing(sqlite3.connect(telemetry)) as database:
+        database.execute("ALTER TABLE steps DROP COLUMN rows")
+    with pytest.raises(StoreError, match=r"telemetry\.sqlite cannot be read: no such column: rows; expected a whole"):
+        write_report(telemetry, tmp_path / "report.html")
 
 
 def test_a_file_without_steps_has_figures_and_a_report(tmp_path: Path) -> None:
     telemetry = write(tmp_path / "empty.sqlite", [])
-    summary = summarise(read_steps(telemetry), read_lengths(telemetry))
+    summary = figures(telemetry)
     assert summary.steps == 0
     assert math.isnan(summary.acceptance_rate)
     write_report(telemetry, tmp_path / "report.html")
@@ -144,13 +176,13 @@ def test_the_report_shows_what_clients_saw_and_escapes_it(telemetry: Path, tmp_p
 
 def test_what_is_no_telemetry_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no telemetry file"):
-        read_steps(tmp_path / "none.sqlite")
+        TelemetryFile(tmp_path / "none.sqlite")
     other = sqlite3.connect(tmp_path / "other.sqlite")
     other.execute("CREATE TABLE t (x)")
     other.commit()
     other.close()
     with pytest.raises(StoreError, match="another program"):
-        read_steps(tmp_path / "other.sqlite")
+        TelemetryFile(tmp_path / "other.sqlite")
 
 
 def test_an_unwritable_report_is_refused(telemetry: Path, tmp_path: Path) -> None:

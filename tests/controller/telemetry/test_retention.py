@@ -17,7 +17,7 @@ from faser.controller.telemetry.packing import pack_draws, unpack_draws
 from faser.controller.telemetry.retention import BITE_STEPS, Retention, prune, used_bytes
 from faser.controller.telemetry.schema import ADDED, SCHEMA_VERSION, TABLES, open_for_reading
 from faser.controller.telemetry.store import EngineEntry, RunEntry, StepEntry, Store
-from faser.controller.telemetry.tables import read_steps
+from faser.controller.telemetry.telemetry_file import TelemetryFile
 from faser.engine_adapter.protocol import ActionSet
 
 RUN = RunEntry(7, 1_000, "0.1.0", "{}")
@@ -132,7 +132,8 @@ def test_a_column_that_the_first_schema_did_not_have_is_added_to_older_files() -
 def test_an_older_file_is_read_as_it_is_and_brought_up_to_date_by_a_writer(fill: Any, path: Path, version: int) -> None:
     fill(10).close()
     older(path, version)
-    assert len(read_steps(path)) == 10
+    with TelemetryFile(path) as file:
+        assert len(file.steps()) == 10
     assert check(path).faults == []
     with closing(sqlite3.connect(path)) as raw:
         assert raw.execute("PRAGMA user_version").fetchone() == (version,)  # reading changed nothing

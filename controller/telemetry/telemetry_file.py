@@ -1,0 +1,119 @@
+"""One telemetry file, opened once for all that is asked of it: engines, steps, request rows, draft lengths, figures.
+
+Called by the demo, the report and calibration; may read while a sidecar writes, and sees the file as it was when the
+first question was asked. Never writes.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ...engine_adapter.protocol import Hello, RequestRow
+from ..errors import StoreError
+from .packing import unpack_rows
+from .schema import open_for_reading
+from .tables import DraftedLengths, StepTable, TelemetrySummary, summarise
+
+_INT_COLUMNS: Final = (
+    "engine", "counter", "step", "running", "waiting", "prefill_tokens", "decode_tokens", "draft_tokens", "drafted",
+    "verified", "pruned", "accepted", "emitted", "lease_epoch", "dropped", "rejected", "caught_up", "wrongly_pruned",
+    "frontier_hits",
+)  # fmt: skip
+_FLOAT_COLUMNS: Final = (
+    "time_s", "step_s", "schedule_s", "verify_s", "sample_s", "draft_s", "overlap_s", "adapter_s", "kv_usage",
+    "prune_s", "saved_rows",
+)  # fmt: skip
+_TOLD_COLUMNS: Final = ("draft_rounds", "drawn_tokens", "prune_layer", "frontier")
+_DECISION_COLUMNS: Final = ("decision_sequence", "decision_is_sent", "decision_s", "decision_price")
+_IN_ORDER: Final = "ORDER BY engine, counter, id"
+
+
+class TelemetryFile:
+    """A file being read; use it as a context. Each question raises StoreError where the file is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file; raise StoreError if it is none of ours."""
+        self.path = path
+        self._database = open_for_reading(path)
+
+    def __enter__(self) -> TelemetryFile:
+        with self._damage_told():
+            self._database.execute("BEGIN")  # all answers are of one moment
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._database.close()
+
+    def engines(self) -> list[Hello]:
+        """Return the engines as they introduced themselves, in order of their key."""
+        with self._damage_told():
+            rows = self._database.execute("SELECT hello FROM engines ORDER BY id").fetchall()
+        return [self._hello(text) for (text,) in rows]
+
+    def _hello(self, text: str) -> Hello:
+        try:
+            named = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+            told = [named[name] for name in Hello.__struct_fields__ if name in named]  # what came later is missing
+            return msgspec.json.decode(msgspec.json.encode(["hello", *told]), type=Hello)
+        except (msgspec.MsgspecError, KeyError) as error:
+            raise StoreError(f"an engine's introduction in {self.path} cannot be read: {error}") from None
+
+    def steps(self) -> StepTable:
+        """Return every step."""
+        names = (*_INT_COLUMNS, *_FLOAT_COLUMNS, *_TOLD_COLUMNS, *_DECISION_COLUMNS)
+        with self._damage_told():
+            rows = self._database.execute(f"SELECT {', '.join(names)} FROM steps {_IN_ORDER}")
+            columns = list(zip(*rows, strict=True)) or [()] * len(names)
+        arrays: dict[str, npt.NDArray[np.generic]] = {
+            name: np.asarray(column, np.int64 if name in _INT_COLUMNS else np.float64)
+            for name, column in zip(names, columns, strict=True)
+        }
+        return StepTable(**arrays)  # type: ignore[arg-type]
+
+    def request_rows(self) -> Iterator[list[RequestRow]]:
+        """Yield the request rows of each step, in the order of `steps`."""
+        with self._damage_told():
+            for (blob,) in self._database.execute(f"SELECT rows FROM steps {_IN_ORDER}"):
+                yield unpack_rows(blob)
+
+    def lengths(self) -> DraftedLengths:
+        """Return the draft lengths of every decoding request in every step."""
+        cells = [
+            (index, row.draft_limit, row.drafted)
+            for index, rows in enumerate(self.request_rows())
+            for row in rows
+            if row.emitted
+        ]
+        table = np.asarray(cells, np.int64).reshape(-1, 3)
+        return DraftedLengths(table[:, 0], table[:, 1], table[:, 2])
+
+    def summary(self) -> TelemetrySummary:
+        """Return the figures of the file."""
+        return summarise(self.steps(), self.lengths())
+
+    def arrivals(self) -> dict[tuple[int, int], int]:
+        """Return how many requests arrived before a step, by engine and counter; no entry: none."""
+        query = """SELECT engine, counter, count(*) FROM events WHERE kind = 'arrival' AND counter IS NOT NULL
+            GROUP BY 1, 2"""
+        with self._damage_told():
+            return {(engine, counter): number for engine, counter, number in self._database.execute(query)}
+
+    @contextmanager
+    def _damage_told(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise StoreError(
+                f"{self.path} cannot be read: {error}", "a whole telemetry file", "the file may be cut"
+            ) from None
