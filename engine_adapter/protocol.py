@@ -1,7 +1,7 @@
 """The wire vocabulary: every message between engine and sidecar, with units and bounds.
 
-Both ends import this file; docs/reference/protocol.md is generated from it. A frame is two header bytes (magic, version)
-and one msgpack array-like struct whose first element is the message's tag. Never pickle: msgspec only builds
+Both ends import this file; docs/reference/protocol.md is generated from it. A frame is two header bytes (magic,
+version) and one msgpack array-like struct whose first element is the message's tag. Never pickle: msgspec only builds
 the types below.
 
 Request handles, not request ids, travel in every step: an engine counts its requests from 1 within one boot,

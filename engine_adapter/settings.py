@@ -177,7 +177,7 @@ SETTINGS: Final = {
     "drafter_cores": Setting(
         "FASER_DRAFTER_CORES",
         "",
-        "Cores of a process that drafts ahead (docs/design/overlap.md), such as 1 or 2-3; all: unpinned; empty: no process.",
+        "Cores of a process that drafts ahead (docs/design/overlap.md), as 1 or 2-3; all: unpinned; empty: no process.",
         _cores,
     ),
     "frontier": Setting(

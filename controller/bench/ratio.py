@@ -1,6 +1,6 @@
 """The benchmarks' statistics: paired ratios with intervals, the envelope ratio, goodput. Pure.
 
-Called by controller/bench/result.py and the scripts in benchmarks/. docs/guide/benchmark.md has the definitions in words.
+Called by controller/bench/result.py and the scripts in benchmarks/. docs/guide/benchmark.md has the definitions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tables and views of the telemetry file, and how wire messages become their rows.
 
-Called by the store's writer (rows in) and by readers (open_for_reading). docs/reference/telemetry.md describes every column
-and a test holds it to that. Engines are a key of every table: one file carries many.
+Called by the store's writer (rows in) and by readers (open_for_reading). docs/reference/telemetry.md describes every
+column and a test holds it to that. Engines are a key of every table: one file carries many.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Owned by the V1 runner mixin. Heads predict after layer L which draft tokens the target accepts; rows behind each
 request's first predicted rejection are dropped from the remaining layers, the LM head and the sampler. The rules
-that keep outputs exact are in cut.py and docs/design/pruning.md. Everything is built before anything is replaced, so any
-failure is a step without pruning, logged once; vLLM's own tensors are never written to.
+that keep outputs exact are in cut.py and docs/design/pruning.md. Everything is built before anything is replaced, so
+any failure is a step without pruning, logged once; vLLM's own tensors are never written to.
 """
 
 from __future__ import annotations
