@@ -32,7 +32,7 @@ from faser.env.calibration.acceptance_fit import describe, fit_acceptance
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULT: Final = ROOT / "benchmarks" / "results" / "fidelity.json"
-PROFILE: Final = ROOT / "env" / "profiles" / "embedded.json"
+PROFILE: Final = ROOT / "env" / "profile" / "profiles" / "embedded.json"
 MECHANISMS: Final = {"ahead": "ahead", "pruned": "exits"}  # and what of a profile they are
 NAME: Final = "embedded"
 KEPT: Final = ("ahead",)  # whose profile ships, beside the one without

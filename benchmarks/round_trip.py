@@ -5,10 +5,10 @@ a record of 64 or 256 requests and waits until the answering action set is in th
 find it; once back to back and once every 5 ms, in turns of 70 steps, since a shared machine has slower seconds: the
 median of the turns' medians stands beside their quartiles. Bounds (idle cores): 64 requests p50 <= 300 us and
 p99 <= 2 ms, 256 requests p50 <= 800 us. First each process has a core of its own (`cores` is `own`), as
-docs/guide/operations.md advises; then the system's scheduler puts them where it likes (`any`), so that most wake-ups
-go to another core that sleeps. `bare_us` is the trip of 64 requests' bytes at the same pace between two processes
-that do nothing else, placed alike: what the machine's sockets and wake-ups cost. On a busy machine compare the CPU
-time per decision, which is printed beside.
+docs/guide/operations.md advises; then the system's scheduler puts them where it likes (`any`), so that most wake-ups go
+to another core that sleeps. `bare_us` is the trip of 64 requests' bytes at the same pace between two processes that do
+nothing else, placed alike: what the machine's sockets and wake-ups cost. On a busy machine compare the CPU time per
+decision, which is printed beside.
 """
 
 from __future__ import annotations

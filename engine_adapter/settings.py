@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from .errors import EndpointError
 from .protocol import MAX_DRAFT_LENGTH
 
 ANYWHERE: Final = "all"  # cores: wherever the engine may run
@@ -23,7 +22,7 @@ MAX_CORES: Final = 4096
 IPC_PATH_LIMIT: Final = 107  # sun_path of Linux, without the trailing zero
 
 
-class SettingError(EndpointError):
+class SettingError(ValueError):
     """A FASER_* variable or a path that cannot be used; one line: seen, expected, what to do."""
 
 
@@ -178,7 +177,7 @@ SETTINGS: Final = {
     "drafter_cores": Setting(
         "FASER_DRAFTER_CORES",
         "",
-        "Cores of a process that drafts ahead (docs/design/overlap.md): 1 or 2-3; all: unpinned; empty: no process.",
+        "Cores of a process that drafts ahead (docs/design/overlap.md), as 1 or 2-3; all: unpinned; empty: no process.",
         _cores,
     ),
     "frontier": Setting(

@@ -1,7 +1,6 @@
 """The benchmarks' statistics: paired ratios with intervals, the envelope ratio, goodput. Pure.
 
-Called by controller/bench/result.py and the scripts in benchmarks/. docs/guide/benchmark.md has the definitions in
-words.
+Called by controller/bench/result.py and the scripts in benchmarks/. docs/guide/benchmark.md has the definitions.
 """
 
 from __future__ import annotations
@@ -12,11 +11,13 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 from scipy import stats
 
-from ...engine_adapter.arrays import Floats, Ints
 from ..engine.load_summary import RequestResult
 
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 Interval = Callable[[Floats], tuple[float, float]]  # of the mean of (n,) values, n >= 2
 
 OURS: Final = "faser"

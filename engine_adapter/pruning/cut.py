@@ -2,8 +2,7 @@
 
 Row j of a request that verifies k draft tokens holds token j (row 0: the last confirmed token) and tests token j+1.
 Behind the first row whose check fails every row leaves; that row's own test stays, and no bonus token follows it
-(docs/design/pruning.md says why nothing less is exact). For `Pruning` in forward pass and sampler, and for training
-heads.
+(docs/design/pruning.md says why nothing less is exact). For `Pruning` in forward pass and sampler, and to train heads.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Bools, Ints
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 class CutBatch:
