@@ -19,7 +19,7 @@ from faser.env.estimate.acceptance import Floats
 from faser.env.estimate.planning_view import PlanningView
 from faser.models.evaluation.worlds import WorldSpec, going_ahead, held_out, side_by_side
 from faser.models.policies import price
-from faser.models.policies.first_lesson import FirstLesson
+from faser.models.policies.confidence_bootstrap import ConfidenceBootstrap
 from faser.models.policies.probe import ProbeAccount
 from faser.models.policies.split_choice import SplitChoice
 from faser.models.policies.step_grid import Choice, choose
@@ -68,7 +68,7 @@ class NoLooksBack(ProbeAccount):
         return False
 
 
-class NoLesson(FirstLesson):
+class NoBootstrap(ConfidenceBootstrap):
     """Learns what confidence tells from whatever happens to be drafted."""
 
     def begins(self, view: PlanningView, rate: float) -> bool:
@@ -104,7 +104,7 @@ PARTS: Final = (
     PolicyPart("stop rules", worlds=confident, policy="price:history"),
     PolicyPart("probes", {"ProbeAccount": NoProbes}),
     PolicyPart("look-backs", {"ProbeAccount": NoLooksBack}),
-    PolicyPart("first lesson", {"FirstLesson": NoLesson}, confident),
+    PolicyPart("first lesson", {"ConfidenceBootstrap": NoBootstrap}, confident),
     PolicyPart("split trials", {"SplitChoice": lambda splits: SplitChoice(1)}, side_by_side),
     PolicyPart("frontier bound (else always asked)", {"AHEAD_GAIN": -1.0}, going_ahead),
     PolicyPart("drafting ahead (else never asked)", {"AHEAD_GAIN": math.inf}, going_ahead),
