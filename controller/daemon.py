@@ -23,7 +23,7 @@ import zmq
 from .. import __version__
 from ..engine_adapter.protocol import Goodbye, Hello, HelloRequest, Release, StepRecord
 from .audit import AuditFile, DecisionNote, audit_event
-from .config import Config
+from .config import Config, require_files
 from .control import Refusal, carry_out, decode_order
 from .decide import Decision, LeaseTerms
 from .endpoint import IPC, Endpoint, status_address
@@ -68,6 +68,7 @@ class Daemon:
 
     def __init__(self, config: Config, reload: Callable[[], Config] | None = None) -> None:
         check_policy(config.policy.spec)
+        require_files(config)
         warm_up(config.policy.spec)
         # Time since the host booted, which cannot be set back; an engine that obeyed a higher one says so in its hello.
         self.epoch = time.clock_gettime_ns(time.CLOCK_BOOTTIME)

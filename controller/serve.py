@@ -23,10 +23,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from ..engine_adapter.settings import SettingError, ensure_private_folder, runtime_folder
 from ..models.embedded import EMBEDDED_K_MAX, TARGET_NAME, CacheError, ensure_embedded_drafter, ensure_embedded_target
 from ..models.precision import is_bfloat16_slow
-from .config import Config, settings
+from .config import Config, require_files, settings
 from .endpoint import Endpoint
 from .engine import RunningEngine
 from .errors import EndpointError, EngineError, ModelError, StoreError, UsageError
+from .home import is_homeless
 from .launch import (
     EngineLaunch,
     embedded_dtype,
@@ -206,6 +207,7 @@ def start_sidecar(config: Config, log: Path | None = None) -> ProcessTree | None
         if "running sidecar" in error.seen:
             return None
         raise
+    require_files(config)
     command = [sys.executable, "-P", "-c", "from faser.controller.cli import main; main()", "sidecar"]
     log = log or log_folder() / f"sidecar-{os.getpid()}.log"
     log.unlink(missing_ok=True)
@@ -217,7 +219,11 @@ def sidecar_environment(config: Config) -> dict[str, str]:
     pairs = (
         (setting, getattr(getattr(config, key.split(".")[0]), key.split(".")[1])) for key, setting in settings().items()
     )
-    return {setting.variable: str(int(value) if isinstance(value, bool) else value) for setting, value in pairs}
+    return {
+        setting.variable: str(int(value) if isinstance(value, bool) else value)
+        for setting, value in pairs
+        if not is_homeless(value)
+    }
 
 
 def log_folder() -> Path:

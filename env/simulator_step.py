@@ -11,9 +11,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 
+from ..engine_adapter.compiled import kept
 from .action_vector import OVERLAP, OVERLAPS, PING_PONG, SPLIT
 from .kernel import apart, borrowed, hold, row
 from .reward import reward
@@ -235,7 +235,6 @@ def _account(engine: Any, ints: Shorts, times: Floats, objectives: Floats, resul
 def _entry(sources: str) -> Any:
     """Return the compiled entry; numba's cache is keyed by `sources` too, so that a change in any part renews it."""
 
-    @numba.njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
     def step_engines(
         first: int, last: int, count: int, until_s: float, raw: Singles, named: Any, rewards: Floats,
         engines: Any, all_ints: Any, all_traits: Any, all_keys: Any, all_times: Any, all_evidence: Any,
@@ -327,7 +326,7 @@ def _entry(sources: str) -> Any:
             )  # fmt: skip
         hold(own)
 
-    return step_engines
+    return kept(step_engines, nogil=True, error_model="numpy")
 
 
 def _sources() -> str:
