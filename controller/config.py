@@ -17,19 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias, TypeVar, get_args, get_type_hints
 
-import platformdirs
-
 from ..engine_adapter.protocol import Mode
 from ..engine_adapter.settings import SETTINGS as ENGINE_SETTINGS
 from ..engine_adapter.settings import default_endpoint
 from .errors import ConfigError
+from .home import STATE, config_file, is_homeless, require_home, state_file
 
 Value: TypeAlias = str | int | float | bool | Path
 T = TypeVar("T", str, int, float, bool, Path)
 
 CONFIG_VARIABLE: Final = "FASER_CONFIG"
-DEFAULT_STORE: Final = platformdirs.user_state_path("faser") / "telemetry.sqlite"
-DEFAULT_MODES: Final = platformdirs.user_state_path("faser") / "modes.json"
+HOMELESS: Final = "default, but there is no home folder"
+DEFAULT_STORE: Final = STATE / "telemetry.sqlite"
+DEFAULT_MODES: Final = STATE / "modes.json"
 # Read elsewhere, so not unknown.
 OTHER_VARIABLES: Final = (
     *(setting.name for setting in ENGINE_SETTINGS.values()),
@@ -45,6 +45,12 @@ NOT_OURS: Final = ("FASER_SERVICE_", "FASER_PORT")
 def _option(default: T, help: str, *, variable: str = "", low: float = -math.inf, high: float = math.inf) -> T:
     """Describe one setting; `variable` stands in for the environment name FASER_<PART>_<FIELD>."""
     return dataclasses.field(default=default, metadata={"help": help, "variable": variable, "low": low, "high": high})  # type: ignore[return-value, unused-ignore]
+
+
+def _place(default: Path, help: str, *, variable: str = "") -> Path:
+    """Describe a file of the user's own, which is looked for when a configuration without it is made."""
+    metadata = {"help": help, "variable": variable, "low": -math.inf, "high": math.inf, "default": default}
+    return dataclasses.field(default_factory=functools.partial(state_file, default), metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,7 @@ class ModeConfig:
     default: str = _option(
         "active", "active, advisory (decides, sends nothing), canary or off, for engines that were not switched"
     )
-    state: Path = _option(DEFAULT_MODES, "the file in which switched modes survive a restart")  # noqa: RUF009 - a Path is immutable
+    state: Path = _place(DEFAULT_MODES, "the file in which switched modes survive a restart")  # noqa: RUF009 - makes a field
     canary_share: float = _option(0.1, "share of requests, chosen by their id, that a canary steers", low=0.0, high=1.0)
     canary_epsilon: float = _option(
         0.1, "chance that a canary request's length is drawn evenly from all lengths", low=0.0, high=1.0
@@ -131,7 +137,7 @@ class StoreConfig:
     """The telemetry file."""
 
     enabled: bool = _option(True, "record telemetry and decisions")
-    path: Path = _option(DEFAULT_STORE, "the SQLite file", variable="FASER_STORE")  # noqa: RUF009 - a Path is immutable
+    path: Path = _place(DEFAULT_STORE, "the SQLite file", variable="FASER_STORE")  # noqa: RUF009 - makes a field
     queue_records: int = _option(20_000, "records that may wait for the disk before they are dropped", low=1)
     flush_s: float = _option(0.5, "time between two commits", low=0.01, high=60.0)
     max_mb: int = _option(
@@ -190,9 +196,9 @@ class Config:
     link: LinkConfig = LinkConfig()
     policy: PolicyConfig = PolicyConfig()
     lease: LeaseConfig = LeaseConfig()
-    mode: ModeConfig = ModeConfig()
+    mode: ModeConfig = dataclasses.field(default_factory=ModeConfig)
     guard: GuardConfig = GuardConfig()
-    store: StoreConfig = StoreConfig()
+    store: StoreConfig = dataclasses.field(default_factory=StoreConfig)
     audit: AuditConfig = AuditConfig()
     http: HttpConfig = HttpConfig()
     trace: TraceConfig = TraceConfig()
@@ -235,12 +241,13 @@ def settings() -> Mapping[str, ConfigSetting]:
 
 
 def _describe(part: str, owner: type, entry: dataclasses.Field[Value]) -> ConfigSetting:
-    if not isinstance(entry.default, (str, int, float, Path)):
+    default = entry.metadata.get("default", entry.default)
+    if not isinstance(default, (str, int, float, Path)):
         raise AssertionError(f"{part}.{entry.name} has no default")
     variable = entry.metadata["variable"] or f"FASER_{part}_{entry.name}".upper()
     low, high = entry.metadata["low"], entry.metadata["high"]
     kind = get_type_hints(owner)[entry.name]
-    return ConfigSetting(f"{part}.{entry.name}", kind, entry.default, entry.metadata["help"], variable, low, high)
+    return ConfigSetting(f"{part}.{entry.name}", kind, default, entry.metadata["help"], variable, low, high)
 
 
 def load(
@@ -263,29 +270,35 @@ def load(
     return Effective(_build(values), origins)
 
 
+def require_files(config: Config) -> None:
+    """Raise ConfigError, before anything is opened, if the sidecar would write below a home that is not there."""
+    needed = {"mode.state": config.mode.state} | ({"store.path": config.store.path} if config.store.enabled else {})
+    require_home((path, settings()[key].variable) for key, path in needed.items())
+
+
 Layer: TypeAlias = tuple[str, Mapping[str, tuple[Value, str]]]
 
 
 def _file_layer(file: Path | None, environment: Mapping[str, str]) -> Layer:
     named = file or (Path(environment[CONFIG_VARIABLE]) if environment.get(CONFIG_VARIABLE) else None)
-    path = named or default_file()
+    path = named or config_file()
+    if path is None:
+        return "file", {}
     try:
         with path.open("rb") as stream:
             document = tomllib.load(stream)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # HOME may be /dev/null
         if named is None:
             return "file", {}
         raise ConfigError(f"no configuration file {path}", "an existing TOML file", "check --config") from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", remedy="check its permissions") from None
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}",
+            remedy=f"check its permissions or set {CONFIG_VARIABLE}",
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}", "lines like [policy] and spec = 'price'") from None
     return "file", {key: (value, str(path)) for key, value in _flatten(document, path)}
-
-
-def default_file() -> Path:
-    """Return the configuration file that is read when none is named."""
-    return platformdirs.user_config_path("faser") / "config.toml"
 
 
 def _flatten(document: Mapping[str, object], path: Path) -> Iterable[tuple[str, Value]]:
@@ -374,8 +387,10 @@ def _build(values: Mapping[str, Value]) -> Config:
 
 
 def as_json(effective: Effective) -> str:
-    """Return the values by key as one JSON object."""
-    return json.dumps({key: effective.value(key) for key in settings()}, default=str, indent=2)
+    """Return the values by key as one JSON object; null for a file without a place."""
+    values = {key: effective.value(key) for key in settings()}
+    found = {key: None if is_homeless(value) else value for key, value in values.items()}
+    return json.dumps(found, default=str, indent=2)
 
 
 def as_toml(effective: Effective) -> str:
@@ -387,5 +402,7 @@ def as_toml(effective: Effective) -> str:
             lines += ["", f"[{part}]"]
         # JSON's strings, numbers and booleans are TOML's too.
         value = json.dumps(effective.value(key), default=str, ensure_ascii=False)
-        lines.append(f"{name} = {value}  # {effective.origins[key]}; {setting.variable}: {setting.help}")
+        is_lost = is_homeless(effective.value(key))
+        origin = HOMELESS if is_lost else effective.origins[key]
+        lines.append(f"{'# ' * is_lost}{name} = {value}  # {origin}; {setting.variable}: {setting.help}")
     return "\n".join(lines[1:])

@@ -110,14 +110,10 @@ def settings_page() -> str:
         "| key | variable | default | meaning |\n|---|---|---|---|",
     ]
     lines += [
-        f"| {key} | {entry.variable} | {_default(entry.default)} | {entry.help} |"
+        f"| {key} | {entry.variable} | {str(entry.default) or 'none'} | {entry.help} |"
         for key, entry in config.settings().items()
     ]
     return "\n".join(lines) + "\n"
-
-
-def _default(value: object) -> str:
-    return str(value).replace(str(Path.home()), "~") or "none"
 
 
 def commands_page() -> str:

@@ -224,7 +224,15 @@ def runtime_folder(environ: Mapping[str, str] = os.environ) -> Path:
         return Path(named)
     if session := environ.get("XDG_RUNTIME_DIR"):
         return Path(session) / "faser"
-    return Path(tempfile.gettempdir()) / f"faser-{os.getuid()}"
+    return _temporary_folder() / f"faser-{os.getuid()}"
+
+
+def _temporary_folder() -> Path:
+    """Return the system's. Where none can be written, whoever makes a folder in it is told, and nobody else."""
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError:
+        return Path("/tmp")
 
 
 def default_endpoint(environ: Mapping[str, str] = os.environ) -> str:
@@ -232,16 +240,15 @@ def default_endpoint(environ: Mapping[str, str] = os.environ) -> str:
     return f"ipc://{runtime_folder(environ) / 'engine.sock'}"
 
 
-def ensure_private_folder(folder: Path) -> None:
+def ensure_private_folder(folder: Path, remedy: str = "set FASER_RUNTIME_DIR to a folder you own") -> None:
     """Create `folder` with mode 0700; raise SettingError if it belongs to or is open to somebody else."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         seen = folder.stat()
     except OSError as error:
-        raise SettingError(f"{folder}: {error.strerror}; set FASER_RUNTIME_DIR to a folder you own") from None
+        raise SettingError(f"{folder}: {error.strerror}; {remedy}") from None
     mode = stat.S_IMODE(seen.st_mode)
     if seen.st_uid != os.getuid() or mode & 0o077:
         raise SettingError(
-            f"{folder}: owner {seen.st_uid}, mode {mode:04o}; expected yours alone (0700); "
-            "chmod 700 it or set FASER_RUNTIME_DIR"
+            f"{folder}: owner {seen.st_uid}, mode {mode:04o}; expected yours alone (0700); chmod 700 it or {remedy}"
         )

@@ -11,10 +11,11 @@ import pytest
 import yaml
 
 import faser
-from faser.controller.config import OTHER_VARIABLES, default_file, load, settings
+from faser.controller.config import OTHER_VARIABLES, load, settings
 from faser.controller.daemon.metrics import METRICS
 from faser.controller.daemon.web import OPEN_PATHS
 from faser.controller.engine.launch import SCHEDULER_CLASS, WORKER_CLASS
+from faser.controller.home import config_file
 
 DEPLOY = Path(faser.__file__).parent / "deploy"
 OPERATIONS = DEPLOY.parent / "docs" / "guide" / "operations.md"
@@ -116,7 +117,7 @@ def test_the_unit_starts_on_a_fresh_host_and_the_walk_leads_to_it(
     unit = (DEPLOY / "faser.service").read_text()
     environment = dict(re.findall(r"^Environment=(\w+)=(.*)$", unit, re.M))
     monkeypatch.setenv("XDG_CONFIG_HOME", environment["XDG_CONFIG_HOME"])
-    assert default_file() == Path("/etc/faser/config.toml")
+    assert config_file() == Path("/etc/faser/config.toml")
     (command,) = re.findall(r"^ExecStart=(\S+) (.*)$", unit, re.M)
     assert command == ("/opt/faser/bin/faser", "sidecar"), "a file named with --config has to exist"
     walk = OPERATIONS.read_text()

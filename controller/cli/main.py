@@ -112,9 +112,20 @@ def _failed(error: OSError) -> int:
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if error.errno != errno.EPIPE:  # else the reader, such as `head`, has seen enough
-        place = f"{error.filename}: " if error.filename else ""
-        typer.echo(f"faser: {place}{error.strerror or error}", err=True)
+        typer.echo(f"faser: {_told(error)}", err=True)
     return FaserError.exit_code
+
+
+def _told(error: OSError) -> str:
+    if error.filename:
+        return f"{error.filename}: {error.strerror or error}"
+    if "temporary directory" in str(error.strerror):  # tempfile's own words
+        return f"{error.strerror}; set TMPDIR to a folder you can write to"
+    try:
+        os.getcwd()
+    except OSError:
+        return "the folder this runs in was deleted; change to one that is there"
+    return error.strerror or str(error)
 
 
 def _load(config: Path | None, flags: dict[str, Value | None]) -> Effective:

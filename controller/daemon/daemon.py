@@ -22,7 +22,7 @@ import zmq
 
 from ... import __version__
 from ...engine_adapter.protocol import Goodbye, Hello, HelloRequest, Release, StepRecord
-from ..config import Config
+from ..config import Config, require_files
 from ..decision.audit import AuditFile, DecisionNote, audit_event
 from ..decision.decide import Decision, LeaseTerms
 from ..decision.governor import Governor
@@ -77,6 +77,7 @@ class Daemon:
 
     def __init__(self, config: Config, reload: Callable[[], Config] | None = None) -> None:
         check_policy(config.policy.spec)
+        require_files(config)
         warm_up(config.policy.spec)
         # Time since the host booted, which cannot be set back; an engine that obeyed a higher one says so in its hello.
         self.epoch = time.clock_gettime_ns(time.CLOCK_BOOTTIME)

@@ -17,16 +17,18 @@ from typing import Literal
 import msgspec
 import zmq
 
-from ...engine_adapter.compiled import CACHE_VARIABLE, is_private
+from ...engine_adapter.compiled import CACHE_VARIABLE, compiled, is_kept, is_private
 from ...engine_adapter.link.keys import engine_keys
 from ...engine_adapter.patches.versions import unsupported_reason
 from ...engine_adapter.runner.v2_limits import LIMITS_V2
 from ...engine_adapter.settings import SettingError, ensure_private_folder, runtime_folder
+from ...models.embedded.cache import CacheError
 from ...models.embedded.pair import cache_folder, embedded_faults, release_faults
-from ..config import Config, StoreConfig
+from ..config import Config, StoreConfig, settings
 from ..decision.modes import ModeBoard
 from ..engine.launch import install_remedy
 from ..errors import EndpointError, FaserError, StoreError
+from ..home import is_homeless
 from ..link.endpoint import IPC, Endpoint
 from ..link.keys import load_keyring
 from ..telemetry.footprint import in_words, log_path, remedy, sizes
@@ -195,7 +197,12 @@ def check_models(patient: Patient) -> Iterator[Finding]:
         yield Finding("embedded model", "fail", seen or fault, remedy)
     if not wrong:
         yield Finding("embedded model", "ok", "GGUF and drafter are installed")
-    damaged = embedded_faults()
+    try:
+        damaged = embedded_faults()
+    except CacheError as error:
+        seen, _, remedy = str(error).rpartition("; ")
+        yield Finding("model cache", "fail", seen, remedy)
+        return
     if damaged is None:
         yield Finding(
             "model cache", "note", f"nothing in {cache_folder()} yet", "it is filled on first use, in seconds"
@@ -210,10 +217,13 @@ def check_models(patient: Patient) -> Iterator[Finding]:
 
 
 def check_disk(patient: Patient) -> Iterator[Finding]:
-    folder = _existing(cache_folder())
+    try:
+        folder = _existing(cache_folder())
+    except CacheError:  # said above
+        return
     free = shutil.disk_usage(folder).free
     seen = f"{free / 2**30:.1f} GiB free at {folder}"
-    if not os.access(folder, os.W_OK):
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         yield Finding("cache folder", "fail", f"{folder} is not writable", "set FASER_CACHE to a writable folder")
     elif free < _CONVERTED_BYTES:
         yield Finding("disk", "fail", seen, "the model needs 0.3 GiB: free some or set FASER_CACHE")
@@ -224,8 +234,8 @@ def check_disk(patient: Patient) -> Iterator[Finding]:
 
 def check_runtime_folder(patient: Patient) -> Iterator[Finding]:
     folder = runtime_folder(patient.installation.environment)
-    if not folder.exists():
-        yield Finding("runtime folder", "ok", f"{folder} is made on first use")
+    if not os.path.exists(folder):
+        yield _unmade(folder, is_used=str(folder) in patient.config.link.endpoint)
         return
     try:
         ensure_private_folder(folder)
@@ -235,10 +245,19 @@ def check_runtime_folder(patient: Patient) -> Iterator[Finding]:
         yield Finding("runtime folder", "fail", seen, remedy)
 
 
+def _unmade(folder: Path, is_used: bool) -> Finding:
+    if not os.access(above := _existing(folder), os.W_OK):
+        seen = f"{folder} cannot be made: {above} is not writable"
+        return Finding(
+            "runtime folder", "fail" if is_used else "warn", seen, "set FASER_RUNTIME_DIR to a folder you own"
+        )
+    return Finding("runtime folder", "ok", f"{folder} is made on first use")
+
+
 def check_endpoint(patient: Patient) -> Iterator[Finding]:
     address = patient.config.link.endpoint
     path = Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
-    if path is not None and not path.parent.exists():
+    if path is not None and not os.path.exists(path.parent):
         yield Finding("endpoint", "ok", f"{address} is free")
         return
     try:
@@ -248,7 +267,7 @@ def check_endpoint(patient: Patient) -> Iterator[Finding]:
         remedy = "" if is_sidecar else error.remedy
         yield Finding("endpoint", "ok" if is_sidecar else "fail", error.seen, remedy)
         return
-    if path is not None and path.exists():
+    if path is not None and os.path.exists(path):
         yield Finding(
             "endpoint", "note", f"{path} is left from a sidecar that ended", "nothing: the next one replaces it"
         )
@@ -272,14 +291,18 @@ def check_store(patient: Patient) -> Iterator[Finding]:
     if not store.enabled:
         yield Finding("store", "note", "telemetry is not recorded", "set store.enabled = true to record")
         return
-    target = store.path if store.path.exists() else _existing(store.path.parent)
-    if target.is_dir() is store.path.exists() or not os.access(target, os.W_OK):
+    if is_homeless(store.path):
+        yield _homeless("store", "store.path")
+        return
+    is_there = os.path.exists(store.path)
+    target = store.path if is_there else _existing(store.path.parent)
+    if os.path.isdir(target) is is_there or not os.access(target, os.W_OK):
         yield Finding(
             "store", "fail", f"{target} cannot be written", "set store.path or FASER_STORE to a writable file"
         )
         return
     try:
-        if store.path.exists():
+        if is_there:
             _read_schema(store.path)
         yield _log_finding(store)
     except sqlite3.Error as error:
@@ -330,12 +353,15 @@ def check_keys(patient: Patient) -> Iterator[Finding]:
 
 def check_modes(patient: Patient) -> Iterator[Finding]:
     modes = patient.config.mode
+    if is_homeless(modes.state):
+        yield _homeless("modes", "mode.state")
+        return
     try:
         board = ModeBoard(modes.default, modes.state)  # type: ignore[arg-type]
     except StoreError as error:
         yield Finding("modes", "fail", error.seen, error.remedy)
         return
-    target = modes.state if modes.state.exists() else _existing(modes.state.parent)
+    target = modes.state if os.path.exists(modes.state) else _existing(modes.state.parent)
     if not os.access(target, os.W_OK):
         yield Finding("modes", "warn", f"{target} cannot be written: switches would be lost", "set mode.state")
     elif quiet := {name: mode for name, mode in board.switched().items() if mode in ("off", "advisory")}:
@@ -378,8 +404,12 @@ def check_traces(patient: Patient) -> Iterator[Finding]:
 
 def check_estimates(patient: Patient) -> Iterator[Finding]:
     folder = patient.installation.environment.get(CACHE_VARIABLE, "")
-    if is_private(folder):
+    if is_kept(compiled.__code__.co_filename, patient.installation.environment):
         yield Finding("estimates", "ok", "compiled once")
+        return
+    if is_private(folder):
+        seen = "neither the package nor a cache of this user's can be written: compiled at every start, half a minute"
+        yield Finding("estimates", "warn", seen, f"set {CACHE_VARIABLE} to a folder you own")
         return
     seen = f"others can write to {CACHE_VARIABLE} {folder}: compiled at every start"
     yield Finding("estimates", "warn", seen, f"chmod go-w {shlex.quote(folder)}, or leave the variable out")
@@ -399,7 +429,11 @@ def check_lease(patient: Patient) -> Iterator[Finding]:
 
 
 def _existing(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.parents) if path.exists())
+    return next(path for path in (folder, *folder.parents) if os.path.exists(path))
+
+
+def _homeless(name: str, key: str) -> Finding:
+    return Finding(name, "fail", f"no home folder for {key}", f"set {settings()[key].variable}, or HOME")
 
 
 CHECKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (

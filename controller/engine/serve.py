@@ -28,9 +28,10 @@ from ...models.embedded.pair import (
     ensure_embedded_target,
 )
 from ...models.embedded.precision import is_bfloat16_slow
-from ..config import Config, settings
+from ..config import Config, require_files, settings
 from ..decision.session import check_policy
 from ..errors import EndpointError, EngineError, ModelError, StoreError, UsageError
+from ..home import is_homeless
 from ..link.endpoint import Endpoint
 from .launch import (
     EngineLaunch,
@@ -208,6 +209,7 @@ def start_sidecar(config: Config, log: Path | None = None) -> ProcessTree | None
         if "running sidecar" in error.seen:
             return None
         raise
+    require_files(config)
     command = [sys.executable, "-P", "-c", "from faser.controller.cli.main import main; main()", "sidecar"]
     log = log or log_folder() / f"sidecar-{os.getpid()}.log"
     log.unlink(missing_ok=True)
@@ -219,7 +221,11 @@ def sidecar_environment(config: Config) -> dict[str, str]:
     pairs = (
         (setting, getattr(getattr(config, key.split(".")[0]), key.split(".")[1])) for key, setting in settings().items()
     )
-    return {setting.variable: str(int(value) if isinstance(value, bool) else value) for setting, value in pairs}
+    return {
+        setting.variable: str(int(value) if isinstance(value, bool) else value)
+        for setting, value in pairs
+        if not is_homeless(value)
+    }
 
 
 def log_folder() -> Path:

@@ -24,6 +24,7 @@ from ..errors import EndpointError, UsageError
 
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MAX_KEYS: Final = 4096
+REMEDY: Final = "choose a folder of yours"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Keyring:
 
 def load_keyring(folder: Path) -> Keyring:
     """Return the keys of a folder; raise EndpointError if one of them cannot be used: all or nothing."""
-    ensure_private_folder(folder)
+    ensure_private_folder(folder, REMEDY)
     names = sorted((folder / "engines").glob("*.public"))
     if len(names) > MAX_KEYS:
         raise EndpointError(f"{len(names)} keys in {folder}/engines", f"at most {MAX_KEYS}", "revoke some")
@@ -48,13 +49,13 @@ def load_keyring(folder: Path) -> Keyring:
 def new_keys(folder: Path, engine: str | None) -> list[Path]:
     """Make the sidecar's pair if there is none, and a pair for an engine if one is named; return the new files."""
     try:
-        ensure_private_folder(folder)
+        ensure_private_folder(folder, REMEDY)
         made = [] if (folder / "server.secret").exists() else _make_pair(folder / "server", folder / "server")
         if engine is not None:
             _require_name(engine)
             public, secret = folder / "engines" / engine, folder / "issued" / engine
             for place in (public, secret):
-                ensure_private_folder(place.parent)
+                ensure_private_folder(place.parent, REMEDY)
             if public.with_name(f"{engine}.public").exists():
                 raise UsageError(
                     f"a key for {engine!r} exists", "another name", f"revoke it: faser keys revoke {engine}"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-import numba
 import numpy as np
 
 from ...engine_adapter.arrays import Bools, Floats, Ints
+from ...engine_adapter.compiled import kept
 from ..profile.step_basis import (
     DRAFT_BASIS,
     HOST_BASIS,
@@ -101,7 +101,7 @@ class StepSamples:
         return out
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@kept
 def _fill_verify(
     out: Floats,
     pruned_rows: Floats,
@@ -128,7 +128,7 @@ def _fill_verify(
         )  # fmt: skip
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@kept
 def _fill_draft(
     out: Floats,
     requests: Floats,
@@ -142,7 +142,7 @@ def _fill_draft(
         fill_draft_basis(out[i], requests[i], rounds[i], draft_rows[i], first_rows[i], kept_rows[i], attended[i])
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@kept
 def _fill_host(out: Floats, requests: Floats, arrivals: Floats) -> None:
     for i in range(len(out)):
         fill_host_basis(out[i], requests[i], arrivals[i])

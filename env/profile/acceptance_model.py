@@ -12,10 +12,10 @@ import math
 from typing import Final
 
 import msgspec
-import numba
 import numpy as np
 
 from ...engine_adapter.arrays import Floats
+from ...engine_adapter.compiled import kept
 
 QUANTILES: Final = 33  # points of a confidence distribution, at ranks 0, 1/32, ..., 1
 
@@ -57,7 +57,7 @@ class AcceptanceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@kept
 def next_chain(chain: float, normal: float, carry: float) -> float:
     """Return the chain's next value; `normal` ~ N(0, 1)."""
     return carry * chain + math.sqrt(1.0 - carry * carry) * normal
@@ -73,7 +73,7 @@ def draft_chain(chance: np.random.Generator, tokens: int, carry: float) -> list[
     return found
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@kept
 def confidence_logit(quantiles: Floats, position: int, level: float, chain: float, request_share: float) -> float:
     """Return x of draft position `position` (0 is the first); a policy may see it."""
     score = math.sqrt(request_share) * level + math.sqrt(1.0 - request_share) * chain
@@ -84,7 +84,7 @@ def confidence_logit(quantiles: Floats, position: int, level: float, chain: floa
     return logit
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@kept
 def accept_chance(
     intercepts: Floats, slopes: Floats, position: int, logit: float, residual: float, hidden: float
 ) -> float:

@@ -10,10 +10,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 
 from ...engine_adapter.arrays import Floats, Singles
+from ...engine_adapter.compiled import kept
 from ..layout.action_vector import OVERLAP, OVERLAPS, PING_PONG, SPLIT
 from ..layout.reward import reward
 from ..profile.step_basis import (
@@ -222,7 +222,6 @@ def _entry(sources: str) -> Any:
     Numba's cache is keyed by `sources` too, so that a change in any part renews it.
     """
 
-    @numba.njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
     def step_engines(
         first: int, last: int, count: int, until_s: float, raw: Singles, named: Bytes, rewards: Floats,
         state_arrays: tuple[Any, ...], world_arrays: tuple[Any, ...],
@@ -321,7 +320,7 @@ def _entry(sources: str) -> Any:
             )  # fmt: skip
         hold(own)
 
-    return step_engines
+    return kept(step_engines, nogil=True, error_model="numpy")
 
 
 step_engines = _entry(digest_of(Path(__file__)))

@@ -50,7 +50,9 @@ def cache_folder() -> Path:
     try:
         return Path(chosen).expanduser().absolute() if chosen else platformdirs.user_cache_path("faser")
     except RuntimeError:
-        raise CacheError(f"FASER_CACHE={chosen!r}: no such user's home; set it to a writable folder") from None
+        if chosen:
+            raise CacheError(f"FASER_CACHE={chosen!r}: no such user's home; set it to a writable folder") from None
+        raise CacheError("no home folder for the model cache; set FASER_CACHE to a writable folder") from None
 
 
 def sha256_of(path: Path, progress: Progress | None = None, what: str = "checking") -> str:
@@ -89,7 +91,7 @@ def faults(folder: Path, expected: Mapping[str, FileCheck], full: bool, progress
 
 
 def _fault(path: Path, check: FileCheck, full: bool, progress: Progress | None) -> str | None:
-    if not path.is_file():
+    if not os.path.isfile(path):  # nor where this user may not look
         return f"{path} is missing"
     try:
         seen = path.stat()
@@ -134,7 +136,7 @@ def _fault_lines(
     folder: Path, expected: Mapping[str, FileCheck] | None, full: bool, progress: Progress | None
 ) -> list[str]:
     """Return what is wrong with a cache folder; note in its stamp when what is right was last changed."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return [_NOTHING]
     stamp = read_stamp(folder)
     if stamp is None and not (full and expected):

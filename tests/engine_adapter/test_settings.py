@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,21 @@ def test_cores_are_named_by_numbers_and_ranges() -> None:
 def test_the_runtime_folder_follows_the_environment() -> None:
     assert runtime_folder({"FASER_RUNTIME_DIR": "/a"}) == Path("/a")
     assert runtime_folder({"XDG_RUNTIME_DIR": "/run/u"}) == Path("/run/u/faser")
+
+
+def test_without_a_temporary_folder_the_settings_are_read_and_only_the_socket_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a read-only root: the engine has to come to the line that switches FASER off."""
+    for name in ("FASER_RUNTIME_DIR", "XDG_RUNTIME_DIR", "FASER_ENDPOINT", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/nowhere"])
+    assert load_settings().endpoint == f"ipc:///tmp/faser-{os.getuid()}/engine.sock"
+    with pytest.raises(SettingError, match=r"/proc/faser: .*; set FASER_RUNTIME_DIR to a folder you own"):
+        ensure_private_folder(Path("/proc/faser"))
+    with pytest.raises(SettingError, match=r"/proc/faser: .*; choose another"):
+        ensure_private_folder(Path("/proc/faser"), "choose another")
 
 
 def test_a_folder_open_to_others_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from faser.models.embedded import cache as cache_module
-from faser.models.embedded.cache import STAMP, CacheError, FileCheck, ensure_folder, read_stamp, sha256_of
+from faser.models.embedded.cache import STAMP, CacheError, FileCheck, cache_folder, ensure_folder, read_stamp, sha256_of
 
 CONTENT = b"weights"
 
@@ -243,3 +244,33 @@ def test_the_stamp_names_size_sha256_and_time_of_change() -> None:
     stamp = json.loads((folder / STAMP).read_text())
     model = folder / "model"
     assert stamp == {"model": [7, sha256_of(model), model.stat().st_mtime_ns]}
+
+
+def test_without_a_home_the_cache_says_which_variable_moves_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME", "FASER_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(CacheError, match=r"^no home folder for the model cache; set FASER_CACHE to a writable folder$"):
+        cache_folder()
+    monkeypatch.setenv("FASER_CACHE", "~/models")
+    with pytest.raises(CacheError, match=r"^FASER_CACHE='~/models': no such user's home; set it to"):
+        cache_folder()
+    monkeypatch.setenv("FASER_CACHE", str(tmp_path))
+    assert cache_folder() == tmp_path
+
+
+def test_a_cache_that_this_user_cannot_enter_is_refused_with_the_variable(
+    monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    """As below a HOME that is still root's."""
+
+    def closed(path: object, *arguments: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "stat", closed)
+    monkeypatch.setattr(os, "mkdir", closed)
+    with pytest.raises(CacheError, match=r"cannot use the model cache .*: Permission denied; set FASER_CACHE"):
+        ensure_folder("model", Builder())
