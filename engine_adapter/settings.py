@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from .errors import EndpointError
 from .protocol import MAX_DRAFT_LENGTH
 
 ANYWHERE: Final = "all"  # cores: wherever the engine may run
@@ -22,7 +23,7 @@ MAX_CORES: Final = 4096
 IPC_PATH_LIMIT: Final = 107  # sun_path of Linux, without the trailing zero
 
 
-class SettingError(ValueError):
+class SettingError(EndpointError):
     """A FASER_* variable or a path that cannot be used; one line: seen, expected, what to do."""
 
 

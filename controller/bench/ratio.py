@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 from scipy import stats
 
+from ...engine_adapter.arrays import Floats, Ints
 from ..engine.load_summary import RequestResult
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 Interval = Callable[[Floats], tuple[float, float]]  # of the mean of (n,) values, n >= 2
 
 OURS: Final = "faser"

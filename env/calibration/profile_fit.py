@@ -10,8 +10,8 @@ from typing import Final
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from ...engine_adapter.arrays import Floats, Ints
 from ...engine_adapter.protocol import Hello
 from ..profile.acceptance_model import AcceptanceModel
 from ..profile.engine_profile import PROFILE_VERSION, Card, EngineProfile, PhaseModel
@@ -22,9 +22,6 @@ from .drift import WINDOW_S, drift
 from .exit_fit import PruneObservation, fit_exits
 from .step_fit import HELD_OUT_SHARE, CalibrationError, Fit, domain_of, fit_phase, fitted_kinds, phase_level
 from .step_samples import StepSamples
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 PHASES: Final[tuple[Phase, ...]] = ("verify", "draft", "host")
 LEAST_REPEATS: Final = 3  # of a kind of step that is fitted
