@@ -94,6 +94,17 @@ def test_what_a_learned_policy_left_to_price_is_counted_also_when_another_policy
     assert session.status(1.0).handed_over == 4
 
 
+def test_counts_that_are_not_vllms_are_shown_and_counted(start: Callable[[str], Callable[..., Session]]) -> None:
+    hear = start("fixed:2")
+    session = hear()
+    assert "MISCOUNT" not in dict(engine_lines(session.status(1.0)))
+    session = hear(miscounted=3, sat_out=2)
+    assert dict(engine_lines(session.status(1.0)))["MISCOUNT"].startswith("3 draft tokens counted otherwise than by vLLM")
+    _, metrics = shown(session)
+    assert b'faser_engine_miscounted_total{engine="boot-1"} 3.0' in metrics
+    assert b'faser_engine_sat_out{engine="boot-1"} 2.0' in metrics
+
+
 def test_goodput_is_shown_beside_what_no_speculation_would_give(start: Callable[[str], Callable[..., Session]]) -> None:
     hear = start("fixed:2")
     session = hear()
