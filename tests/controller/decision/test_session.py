@@ -99,7 +99,8 @@ def test_counts_that_are_not_vllms_are_shown_and_counted(start: Callable[[str], 
     session = hear()
     assert "MISCOUNT" not in dict(engine_lines(session.status(1.0)))
     session = hear(miscounted=3, sat_out=2)
-    assert dict(engine_lines(session.status(1.0)))["MISCOUNT"].startswith("3 draft tokens counted otherwise than by vLLM")
+    line = dict(engine_lines(session.status(1.0)))["MISCOUNT"]
+    assert line.startswith("3 draft tokens counted otherwise than by vLLM")
     _, metrics = shown(session)
     assert b'faser_engine_miscounted_total{engine="boot-1"} 3.0' in metrics
     assert b'faser_engine_sat_out{engine="boot-1"} 2.0' in metrics
