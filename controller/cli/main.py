@@ -23,6 +23,7 @@ from .bench import register as register_bench
 from .drafter import app as drafter_app
 from .evaluate import register as register_evaluate
 from .exits import app as exits_app
+from .groups import GroupedCommands
 from .policy import app as policy_app
 from .simulation import register as register_simulation
 from .sweep import register as register_sweep
@@ -30,6 +31,7 @@ from .train import register as register_train
 
 app = typer.Typer(
     name="faser",
+    cls=GroupedCommands,
     help="Chooses the speculation length of every request of a vLLM engine, every step.",
     no_args_is_help=True,
     add_completion=False,

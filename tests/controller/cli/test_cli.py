@@ -18,7 +18,8 @@ import pytest
 from faser.controller.config import Config, settings
 from faser.controller.errors import EndpointError, EngineError, UnsupportedError
 
-FASER = [sys.executable, "-P", "-c", "from faser.controller.cli.main import main; main()"]
+FASER = [sys.executable, "-P", "-c", "from faser.controller.cli.groups import GROUPS
+from faser.controller.cli.main import main; main()"]
 FLOORS = ("engine_adapter", "env", "models", "controller")
 COMMANDS = ("demo", "serve", "sidecar", "status", "top", "doctor", "config", "store")
 
@@ -40,6 +41,14 @@ def test_help_lists_every_command(faser: Any) -> None:
     result = faser("--help")
     assert result.returncode == 0
     assert all(f"  {command} " in result.stdout for command in COMMANDS)
+
+
+def test_help_lists_commands_in_groups_and_leaves_none_over(faser: Any) -> None:
+    said = faser("--help").stdout
+    places = [said.index(f"\n{title}:\n") for title in GROUPS]
+    assert places == sorted(places)
+    assert "\nOther:" not in said
+    assert said.index("\n  bench ") > said.index("\nMeasure:")
 
 
 def test_help_imports_nothing_slow() -> None:
