@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
+from faser.controller.cli.groups import GROUPS
 from faser.controller.config import Config, settings
 from faser.controller.errors import EndpointError, EngineError, UnsupportedError
 
-FASER = [sys.executable, "-P", "-c", "from faser.controller.cli.groups import GROUPS
-from faser.controller.cli.main import main; main()"]
+FASER = [sys.executable, "-P", "-c", "from faser.controller.cli.main import main; main()"]
 FLOORS = ("engine_adapter", "env", "models", "controller")
 COMMANDS = ("demo", "serve", "sidecar", "status", "top", "doctor", "config", "store")
 
