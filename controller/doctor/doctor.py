@@ -1,6 +1,6 @@
 """`faser doctor`: names what is wrong with an installation and how to mend it; changes nothing.
 
-Called by the CLI. Each check of controller/doctor/checks.py returns findings; one that fails to run is itself a
+Called by the CLI. Each check beside this file returns findings; one that fails to run is itself a
 finding, never a traceback.
 """
 
@@ -18,6 +18,7 @@ from rich.table import Table
 from ..config import Config
 from .checks import CHECKS, Finding, Patient
 from .installation import Installation
+from .sidecar_checks import SIDECAR_CHECKS
 
 _STYLES = {"ok": "green", "note": "blue", "warn": "yellow", "fail": "red"}
 
@@ -34,7 +35,7 @@ def run_doctor(is_json: bool = False, config: Config | None = None) -> int:
 
 def examine(patient: Patient) -> list[Finding]:
     """Return the findings of every check, in order."""
-    return [finding for check in CHECKS for finding in _run(check, patient)]
+    return [finding for check in (*CHECKS, *SIDECAR_CHECKS) for finding in _run(check, patient)]
 
 
 def _run(check: Callable[[Patient], Iterator[Finding]], patient: Patient) -> Iterator[Finding]:

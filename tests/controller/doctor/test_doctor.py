@@ -22,7 +22,7 @@ from faser.controller.config import (
     StoreConfig,
     TraceConfig,
 )
-from faser.controller.doctor import checks
+from faser.controller.doctor import checks, sidecar_checks
 from faser.controller.doctor.checks import Finding, Patient
 from faser.controller.doctor.doctor import examine, run_doctor
 from faser.controller.doctor.installation import Installation
@@ -227,7 +227,7 @@ def test_a_full_disk_is_named(patient: Patient, free: int, level: str, monkeypat
         def __init__(self) -> None:
             self.free = free
 
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: Usage())
+    monkeypatch.setattr(sidecar_checks.shutil, "disk_usage", lambda path: Usage())
     (trouble,) = troubles(patient)
     assert (trouble.name, trouble.level) == ("disk", level)
 
