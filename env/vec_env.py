@@ -1,8 +1,8 @@
 """The simulator as a stable-baselines3 VecEnv, without a wrapper in between; and semi-Markov returns for PPO.
 
-For training of one's own: `faser train` learns in models/advised.py. Needs stable-baselines3 (extra `train`), which
-nothing else in env/ imports. SB3 expects that an episode that ends begins anew in the same step, with the last
-observation in `infos[i]["terminal_observation"]`.
+For training of one's own: `faser train` learns in models/training/advised.py. Needs stable-baselines3 (extra
+`train`), which nothing else in env/ imports. SB3 expects that an episode that ends begins anew in the same step, with
+the last observation in `infos[i]["terminal_observation"]`.
 """
 
 from __future__ import annotations

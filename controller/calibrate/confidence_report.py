@@ -1,7 +1,7 @@
 """How far the drafter's confidence can be trusted: AUC, calibration error and reliability curve by draft position.
 
-Called by benchmarks/confidence.py on telemetry files. Every figure is over tokens that were verified after all the
-ones before them were accepted. The calibration under test is one that has not seen the tokens it is judged on.
+Called by benchmarks/confidence_engine.py on telemetry files. Every figure is over tokens that were verified after all
+the ones before them were accepted. The calibration under test is one that has not seen the tokens it is judged on.
 """
 
 from __future__ import annotations

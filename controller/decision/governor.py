@@ -1,7 +1,7 @@
 """What stands between one engine's policy and its wire: mode, guard, canary and hysteresis, in that order.
 
 Called by the session for every record, and by the replay. Reads no clock but the times it is given. What it costs per
-record in active mode without faults is a few microseconds (benchmarks/governor.py).
+record in active mode without faults is a few microseconds.
 """
 
 from __future__ import annotations

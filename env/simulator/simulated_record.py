@@ -1,4 +1,4 @@
-"""Step records of a simulated engine, as the real one's adapter would send them (engine_adapter/recording.py).
+"""Step records of a simulated engine, as the real one's adapter would send them (engine_adapter/steering/record.py).
 
 Called by env/simulator/simulated_engine.py and by replays: whatever drives the real engine through its records can
 drive this one. Made for whole columns at once, since evaluations make millions.

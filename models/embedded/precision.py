@@ -3,7 +3,7 @@
 Called by `faser serve`, `faser demo`, `faser doctor`, training and the benchmarks. vLLM's CPU build (0.32,
 platforms/cpu.py import_kernels) brings matrix products of its own for x86 processors with AVX512-BF16; elsewhere it
 calls torch, and torch multiplies bfloat16 row after row on x86 processors without AVX-512. There a step over n tokens
-costs n steps over one, so that no draft can pay. `benchmarks/precision.py` measures it.
+costs n steps over one, so that no draft can pay.
 """
 
 from __future__ import annotations

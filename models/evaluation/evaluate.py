@@ -106,7 +106,7 @@ class Swing:
     """Lets the number of requests that may run swing, and counts the second swing's tokens and seconds.
 
     It is SWING_PEAK to the power of a squared sine over emitted tokens, so about as many requests run at the same token
-    under every policy, as in benchmarks/swing.py. A fifth of the tokens is emitted by one request.
+    under every policy. A fifth of the tokens is emitted by one request.
     """
 
     simulator: Simulator
