@@ -51,9 +51,11 @@ def bounds(kind: msgspec.inspect.Type) -> str:
     if isinstance(kind, msgspec.inspect.IntType):
         if kind.ge is None:
             return "int"
-        return f"int from {kind.ge}" if kind.le == 1 << 62 else f"int {kind.ge}..{kind.le}"
+        if kind.le != 1 << 62:
+            return f"int {kind.ge}..{kind.le}"
+        return f"int from {kind.ge}" if kind.ge else "count"
     if isinstance(kind, msgspec.inspect.StrType):
-        return f"text, at most {kind.max_length} characters"
+        return f"text of {kind.max_length}"
     if isinstance(kind, msgspec.inspect.StructType):
         return kind.cls.__name__
     return {"NoneType": "none", "FloatType": "float", "BoolType": "bool"}[type(kind).__name__]
@@ -78,13 +80,13 @@ def protocol_page() -> str:
         "msgpack array: the message's tag, then its fields in this order. At most "
         f"{protocol.MAX_FRAME_BYTES} bytes. Frames that break a limit are dropped and counted as one of "
         + ", ".join(f"`{reason}`" for reason in protocol.REASONS)
-        + ".\n",
+        + ". A `count` is an int from 0; `text of N` has at most N characters.\n",
     ]
     for message, direction in MESSAGES:
         tag = message.__struct_config__.tag
         lines.append(f"## {message.__name__}" + (f" (`{tag}`)" if tag else "") + f": {direction}\n")
         lines.append((message.__doc__ or "").replace("\n    ", "\n").strip() + "\n")
-        lines.append("| field | type and bounds | remark |\n|---|---|---|")
+        lines.append("| field | type, bounds | remark |\n|---|---|---|")
         remarks = comments(source, message.__name__)
         described = msgspec.inspect.type_info(message)
         assert isinstance(described, msgspec.inspect.StructType)
