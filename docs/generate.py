@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -121,20 +122,38 @@ def settings_page() -> str:
 def commands_page() -> str:
     """Return docs/reference/commands.md."""
     root = get_command(cli.app)
-    lines = [NOTE + "# Commands\n"]
+    shared = _shared_options(root)
+    lines = [NOTE + "# Commands\n", "Options of several commands, named under *Also*:\n", *shared.values(), ""]
 
     def describe(command: Any, path: str) -> None:
         lines.append(f"## `{path}`\n\n{(command.help or '').strip()}\n")
-        for parameter in command.params:
-            if parameter.param_type_name == "option" and not parameter.hidden:
-                lines.append(f"- `{', '.join(parameter.opts)}`: {parameter.help or ''}")
-        lines.append("")
+        options = _options(command)
+        lines.extend(line for line in options.values() if line not in shared.values())
+        if also := [f"`{name}`" for name, line in options.items() if line in shared.values()]:
+            lines.append(f"- Also {', '.join(also)}.")
+        if options:
+            lines.append("")
         for name, child in sorted(getattr(command, "commands", {}).items()):
             if not child.hidden:
                 describe(child, f"{path} {name}")
 
     describe(root, "faser")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _options(command: Any) -> dict[str, str]:
+    """Return a command's options, each with its line on the page."""
+    shown = [each for each in command.params if each.param_type_name == "option" and not each.hidden]
+    return {each.opts[0]: f"- `{', '.join(each.opts)}`: {each.help or ''}" for each in shown}
+
+
+def _shared_options(root: Any) -> dict[str, str]:
+    """Return the options that four commands or more have in the same words."""
+    commands = [root]
+    for command in commands:
+        commands.extend(getattr(command, "commands", {}).values())
+    lines = Counter(entry for command in commands if not command.hidden for entry in _options(command).items())
+    return dict(sorted(entry for entry, count in lines.items() if count >= 4))
 
 
 def metrics_page() -> str:
