@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -160,10 +161,12 @@ def metrics_page() -> str:
     """Return docs/reference/metrics.md."""
     lines = [
         NOTE + "# Metrics\n",
-        "At `/metrics` of the sidecar, once `http.listen` is set. Labels never hold a request id.\n",
-        "| metric | kind | labels | meaning |\n|---|---|---|---|",
+        "At `/metrics` of the sidecar, once `http.listen` is set. Names that end in `_total` are counters, others "
+        "gauges. Labels never hold a request id.\n",
+        "| metric | labels | meaning |\n|---|---|---|",
     ]
-    lines += [f"| {each.name} | {each.kind} | {', '.join(each.labels) or 'none'} | {each.help} |" for each in METRICS]
+    assert all((each.kind == "counter") == each.name.endswith("_total") for each in METRICS)
+    lines += [f"| {each.name} | {', '.join(each.labels)} | {each.help} |" for each in METRICS]
     return "\n".join(lines) + "\n"
 
 
@@ -188,8 +191,23 @@ def environment_page() -> str:
 
 
 def _features(features: tuple[Feature, ...]) -> list[str]:
-    rows = [f"| {each.name} | {each.low:g}..{each.high:g} | {each.unit} |" for each in features]
+    """Return a table of features; those that differ by a number alone share a row."""
+    rows = []
+    for (name, low, high, unit), group in groupby(features, _without_number):
+        numbers = [each.name.rpartition("_")[2] for each in group]
+        named = f"{name}: N = {', '.join(numbers)}" if name.endswith("_N") else name
+        rows.append(f"| {named} | {low:g}..{high:g} | {unit} |")
     return ["| feature | range | meaning |\n|---|---|---|", *rows]
+
+
+def _without_number(feature: Feature) -> Feature:
+    """Return a feature with N for the number that ends its name; others as they are."""
+    stem, _, number = feature.name.rpartition("_")
+    if not number.isdecimal():
+        return feature
+    return Feature(
+        f"{stem}_N", feature.low, feature.high, re.sub(rf"\b(at|of|token) {number}\b", r"\1 N", feature.unit)
+    )
 
 
 PAGES = {
