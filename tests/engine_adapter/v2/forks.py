@@ -20,10 +20,6 @@ def main() -> None:
     """Run jobs until stdin ends."""
     interpreter.install()
     import jobs
-    import vllm.entrypoints.llm
-    import vllm.v1.engine.llm_engine
-    import vllm.v1.worker.cpu.model_runner
-    import vllm.v1.worker.cpu_worker
 
     interpreter.top_k_by_torch()
     sys.stdout.write("ready\n")
