@@ -156,27 +156,15 @@ class CostTable:
 
     def draft_time_s(self, rows: npt.ArrayLike, rounds: npt.ArrayLike, drafted: npt.ArrayLike) -> Floats:
         """Return seconds of drafting after a step of `rows`, for `rounds` rounds over `drafted` tokens in all."""
-        draft_s = self.draft_alone_s(rows, rounds, drafted)
-        draft_s *= 1.0 - self._overlap_share
-        return draft_s
-
-    def draft_alone_s(self, rows: npt.ArrayLike, rounds: npt.ArrayLike, drafted: npt.ArrayLike) -> Floats:
-        """Return the same with what is done beside verification: what it takes, not what a step waits for."""
         draft_s = self._drafting.units(rows, rounds, drafted)
         draft_s *= self.level_s
+        draft_s *= 1.0 - self._overlap_share
         return draft_s
 
     def draft_prices_s(self) -> tuple[float, float]:
         """Return seconds of one more drafted token, and of one more round."""
         unit_s = self.level_s * (1.0 - self._overlap_share)
         return unit_s * self._drafting.per_token, unit_s * self._drafting.per_round
-
-    def step_time_s(self, rows: int, rounds_batches: npt.ArrayLike = ()) -> float:
-        """Return seconds of a step of `rows` rows; `rounds_batches` holds the requests in each drafting round."""
-        batches = np.asarray(rounds_batches, np.float64).reshape(-1)
-        batches = batches[batches > 0]
-        drafting = self.draft_time_s(rows, len(batches), batches.sum())
-        return float(self.verify_time_s(rows) + drafting)
 
     def confidence(self, rows: npt.ArrayLike) -> Floats:
         """Return 0 (a guess) .. 1 (measured often and lately) for each number of rows."""
