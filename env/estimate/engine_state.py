@@ -26,7 +26,7 @@ from .requests import RequestTable
 from .split_cost import SplitCost
 from .step_rows import StepRows, StepSums
 
-ARRIVAL_WINDOW_S = 10.0
+ARRIVAL_WINDOW_S = 10.0  # memory of the arrival rate: some requests at a load worth steering
 LOAD_STEPS = 8.0  # memory of the running means
 STEADY_STEPS = 256.0  # ... of those that are to outlast the time between two prompts
 ASKED = 64  # action sets whose stop rule is remembered: more than are ever on their way

@@ -31,8 +31,8 @@ from .step_grid import PLANES, Choice, choose
 from .stop_rules import EDGE_LIST, NO_RULE, all_drafts, predict_stops, rule_of
 
 BINS: Final = 48  # survival thresholds, log-spaced
-LOWEST_SURVIVAL: Final = 0.01
-SETTLE_DECISIONS = 3  # the whole grid is searched this often; between, requests are placed at the point in force
+LOWEST_SURVIVAL: Final = 0.01  # the last of these: a row that seldom brings a token is worth its time nowhere
+SETTLE_DECISIONS = 3  # the whole grid is searched this often, 30 us at 64 requests; between, lengths are placed, 5 us
 SETTLED_DECISIONS = 12  # ... while search after search finds the same point
 PAY_BACK_STEPS = 64.0  # what a drafter must make up for is paid once, and has to come in again within so many steps
 COMPARE_SEARCHES = 3  # confidence is weighed against history in one of so many
