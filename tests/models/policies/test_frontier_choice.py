@@ -14,6 +14,7 @@ from faser.models.evaluation.worlds import WorldSpec, held_out, side_by_side
 from faser.models.registry import make_policy
 
 HEAVY = side_by_side()[0]  # a drafter worth hiding, accepted often
+FREE = next(world for world in held_out() if world.name == "gpu-ngram")  # the gate, not price, finds nothing to hide
 WEAK = next(world for world in held_out() if world.name == "cpu-weak-drafter")
 
 
@@ -30,7 +31,7 @@ def asked(world: WorldSpec, requests: int, frontier: int, steps: int = 300) -> l
 
 @pytest.mark.parametrize(
     ("world", "requests", "frontier", "expected"),
-    [(HEAVY, 8, 6, 6), (HEAVY, 8, 3, 3), (WEAK, 64, 6, 0), (HEAVY, 8, 0, None)],
+    [(HEAVY, 8, 6, 6), (HEAVY, 8, 3, 3), (FREE, 8, 6, 6), (WEAK, 64, 6, 0), (HEAVY, 8, 0, None)],
 )
 def test_as_far_as_it_can_where_somebody_drafts(
     world: WorldSpec, requests: int, frontier: int, expected: int | None
