@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 LARGEST: Final = 1 << 62  # of the wire
-STEPS: Final = 1 << 32
+STEPS: Final = 1 << 32  # epochs above an engine's own that a start may take
 
 
 def epoch_above(own: int, obeyed: int) -> int:
