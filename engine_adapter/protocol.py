@@ -90,7 +90,7 @@ class RequestRow(msgspec.Struct, array_like=True, gc=False):
     emitted: Count
     context: Count  # computed tokens of the request after this step
     is_prefill: bool
-    confidences: Confidences = ()  # drafter's probability of its top token, for each verified one and one dropped
+    confidences: Confidences = ()  # drafter's probability of its top token, for each verified one and those dropped
 
 
 class StepRecord(msgspec.Struct, array_like=True, tag="step", gc=False):

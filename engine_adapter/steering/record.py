@@ -178,7 +178,7 @@ class RecordBuilder:
             if row is None:
                 continue
             generated = counts[row] if counts else 0
-            verified = verified_of.get(request_id, 0)
+            verified = told_of = verified_of.get(request_id, 0)
             if admitted is not None and verified:
                 scheduled -= verified - admitted[row]
                 verified = admitted[row]
@@ -215,7 +215,7 @@ class RecordBuilder:
                     delivered or 0,
                     context,
                     is_prefill,
-                    known[: verified + 1],  # scheduler and grammar only ever cut a draft's end
+                    known[: told_of + 1],  # scheduler and grammar only ever cut a draft's end
                 )
             )
             entry.confidences = confidences[row] if confidences else ()

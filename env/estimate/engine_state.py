@@ -209,7 +209,9 @@ def learn(state: EngineState) -> None:
     if lesson is None:
         return
     rows = lesson.rows
-    if lesson.drafts.rule is None:
+    # What was verified since it was the surest says nothing of the rest; calibrated confidences do.
+    is_trimmed = state.capabilities.is_adaptive and bool((rows.verified < lesson.drafts.limit).any())
+    if lesson.drafts.rule is None and not is_trimmed:
         known = state.requests.trials, state.requests.successes
         # Drafts that a rule ended say nothing about what the drafter delivers, nor does one that sat out.
         tells = lesson.rule is None and not lesson.record.sat_out

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from faser.engine_adapter.protocol import ActionSet, Prune, Release, StopRule
+from faser.engine_adapter.protocol import ActionSet, Admission, Prune, Release, StopRule
 from faser.engine_adapter.steering.lease import Lease
 
 BOOT = "boot"
@@ -149,3 +149,23 @@ def test_pruning_is_dropped_where_there_is_no_exit_head(layer: int, expected: Pr
     granted = held.in_force(1, 0.1)
     assert granted is not None
     assert granted.prune == expected
+
+
+@pytest.mark.parametrize(
+    "unsound",
+    [
+        Admission([8, 4], [0.1, 0.2]),
+        Admission([4, 4], [0.1, 0.2]),
+        Admission([4, 8], [0.1]),
+        Admission([4], [0.1], [1.0]),
+    ],
+    ids=["falling", "twice", "lengths", "weights"],
+)
+def test_numbers_that_adaptive_verification_could_not_use_are_left_out(unsound: Admission) -> None:
+    granting = lease()
+    offered = action()
+    offered.handles, offered.lengths, offered.admission = [1, 2], [3, 3], unsound
+    assert granting.offer(offered, 1, 0.0) is None
+    held = granting.in_force(1, 0.0)
+    assert held is not None
+    assert held.admission is None

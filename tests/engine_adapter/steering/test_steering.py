@@ -246,6 +246,67 @@ def test_nothing_is_drafted_that_max_tokens_would_cut_off(left: int, length: int
     assert adapter.order({"a": 1}, 0.0).lengths == {"a": length}
 
 
+def test_a_step_in_flight_emits_a_token_too() -> None:
+    adapter, link = steering()
+    adapter.arrive("a", Request(num_output_tokens=10, max_tokens=15, num_output_placeholders=3))
+    link.arrived = [act({1: 6})]
+    assert adapter.order({"a": 4}, 0.0).lengths == {"a": 2}  # of five: one in flight, one now, one behind the drafts
+
+
+def test_a_preempted_request_that_is_read_again_drafts_nothing() -> None:
+    adapter, link = steering()
+    request = Request(num_prompt_tokens=100, num_output_tokens=20, num_computed_tokens=0, num_preemptions=1)
+    adapter.arrive("a", request)
+    link.arrived = [act({1: 6})]
+    assert adapter.order({"a": 64}, 0.0).lengths == {"a": 0}
+    request.num_computed_tokens = 64
+    assert adapter.order({"a": 56}, 0.0).lengths == {"a": 6}
+
+
+ADMISSION = wire.Admission([1, 8, 64], [0.01, 0.01, 0.05], [1.0, 3.0])
+
+
+def adaptive_steering() -> tuple[Steering, MemoryLink]:
+    link = MemoryLink()
+    adaptive = msgspec.structs.replace(hello(), is_adaptive=True)
+    return Steering(adaptive, link, Lease("boot", 6, 32, 1.0), Default(0)), link
+
+
+def test_adaptive_verification_is_told_costs_and_weights_of_mean_one() -> None:
+    adapter, link = adaptive_steering()
+    for name in "abc":
+        adapter.arrive(name, Request())
+    link.arrived = [asked := act({1: 4, 2: 4})]
+    asked.admission = ADMISSION
+    order = adapter.order({"a": 5, "b": 5, "c": 1}, 0.0)
+    assert order.costs == ([1, 8, 64], [0.01, 0.01, 0.05])
+    assert order.weights == pytest.approx({"a": 0.6, "b": 1.8, "c": 0.6})
+    assert adapter.order({}, 0.0).weights == {}  # a step without tokens
+
+
+def test_an_engine_without_adaptive_verification_is_told_nothing_of_it() -> None:
+    adapter, link = steering()
+    adapter.arrive("a", Request())
+    link.arrived = [asked := act({1: 4})]
+    asked.admission = ADMISSION
+    assert adapter.order({"a": 5}, 0.0).costs is None
+
+
+def test_a_record_says_what_adaptive_verification_verified() -> None:
+    adapter, link = adaptive_steering()
+    adapter.arrive("a", Request(num_output_tokens=3))
+    adapter.arrive("b", Request(num_output_tokens=3))
+    order = adapter.order({"a": 5, "b": 5}, time.monotonic())
+    done = outcome({"a": 5, "b": 5}, {"a": [1, 2, 3, 4], "b": [5, 6, 7, 8]}, [[1, 2, 9], [7]])
+    done.report = StepReport(drafted=[4, 4], admitted=[3, 0], late_confidences={"a": (0.9, 0.8, 0.5, 0.4)})
+    done.counted = 8, 2  # vLLM counts what it had scheduled
+    adapter.record(order, done)
+    (record,) = [message for message in link.sent if isinstance(message, wire.StepRecord)]
+    assert [(row.scheduled, row.verified, row.accepted) for row in record.rows] == [(4, 3, 2), (1, 0, 0)]
+    assert [row.confidences for row in record.rows] == [(0.9, 0.8, 0.5, 0.4), ()]
+    assert (record.draft_tokens, record.miscounted) == (3, 0)
+
+
 def test_a_request_in_the_middle_of_its_prompt_drafts_nothing() -> None:
     adapter, link = steering()
     adapter.arrive("a", Request(num_prompt_tokens=100, num_computed_tokens=32))

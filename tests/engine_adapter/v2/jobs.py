@@ -11,7 +11,7 @@ from typing import Any
 
 import interpreter
 from managers import Manager
-from steer import Steer, rule_of
+from steer import Govern, Steer, rule_of
 from tiny_models import VOCABULARY, save_llama
 
 SMALL: dict[str, Any] = {
@@ -47,6 +47,10 @@ class Engine:
         self.steer: Steer | None = None
         if "rule" in given:
             self.steer = Steer(rule_of(given["rule"]), given.get("admission"))
+            named |= FASER
+        self.govern: Govern | None = None
+        if "policy" in given:
+            self.govern = Govern(given["policy"])
             named |= FASER
         from vllm import LLM
 
@@ -86,6 +90,7 @@ class Engine:
             "check": self.steer.check() if self.steer else None,
             "log": self.steer.log if self.steer else [],
             "miscounted": self._miscounted(),
+            "governed": self.govern.facts() if self.govern else None,
         }
 
     def _miscounted(self) -> int:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from faser.engine_adapter.protocol import ActionSet, Admission
+from faser.engine_adapter.protocol import ActionSet, Admission, StepRecord, decode_from_engine, encode
 from faser.engine_adapter.steering.lease import Lease
 from faser.engine_adapter.steering.orders import StepOrder
 from faser.engine_adapter.steering.steering import BatchOutcome, Steering
@@ -118,4 +118,65 @@ class Steer:
             "admitted": sum(row["admitted"] or 0 for e in self.log for row in e["rows"].values()),
             "over_admitted": sum((r["admitted"] or 0) > r["verified"] for e in self.log for r in e["rows"].values()),
             "timed": sum(bool(entry["times_s"] and all(entry["times_s"][:2])) for entry in self.log),
+        }
+
+
+class Govern:
+    """FASER's own policy in the place of a rule: each record is decided on, as a sidecar does, without sockets."""
+
+    def __init__(self, policy: str) -> None:
+        from faser.controller.cli.evaluate import decided
+        from faser.engine_adapter.link.engine_link import EngineLink
+        from faser.engine_adapter.steering.record import RecordBuilder
+        from faser.env.estimate.engine_state import EngineState
+        from faser.env.spaces import Capabilities
+        from faser.models.registry import make_policy
+
+        self.actions: list[ActionSet] = []
+        self.records: list[StepRecord] = []
+        waiting: list[ActionSet] = []
+        build, introduce = RecordBuilder.build, Steering.introduce
+        govern = self
+
+        def introduced(steering: Steering) -> None:
+            introduce(steering)
+            capabilities = Capabilities.from_hello(steering.hello)
+            govern.capabilities = capabilities
+            govern.policy, govern.state = make_policy(policy, capabilities), EngineState(capabilities)
+
+        def built(builder: RecordBuilder, raw: Any) -> StepRecord:
+            record = decode_from_engine(encode(build(builder, raw)))
+            assert isinstance(record, StepRecord)
+            govern.records.append(record)
+            action = decided(govern.state, record, govern.policy, record.counter)
+            govern.actions.append(action)
+            waiting.append(action)
+            return record
+
+        def receive(link: EngineLink) -> list[Any]:
+            arrived = waiting.copy()
+            waiting.clear()
+            return arrived
+
+        def send_later(link: EngineLink, make: Any, rest_s: float = 0.0) -> None:
+            make()
+
+        RecordBuilder.build, Steering.introduce = built, introduced  # type: ignore[method-assign]
+        EngineLink.receive, EngineLink.send_later = receive, send_later  # type: ignore[method-assign]
+
+    def facts(self) -> dict[str, Any]:
+        """Return what was learnt and asked for."""
+        rows = [row for record in self.records for row in record.rows]
+        return {
+            "is_adaptive": self.capabilities.is_adaptive,
+            "is_ready": self.state.confidence.is_ready,
+            "under_lease": sum(record.lease_epoch > 0 for record in self.records),
+            "records": len(self.records),
+            "admissions": sum(action.admission is not None for action in self.actions),
+            "rules": sum(action.stop is not None for action in self.actions),
+            "verified": sum(row.verified for row in rows),
+            "accepted": sum(row.accepted for row in rows),
+            "drafted": sum(row.drafted for row in rows),
+            "confidences": sum(len(row.confidences) for row in rows),
+            "drawn": sum(record.drawn_tokens or 0 for record in self.records),
         }

@@ -73,3 +73,18 @@ def test_other_numbers_admit_other_drafts(forks: Any, slowness: float, weight: f
     assert seen["same"] < 270
     if weight > 1.0:
         assert seen["gained"] > 100 > seen["lost"]
+
+
+def test_price_governs_a_real_engine_that_verifies_adaptively(forks: Any, tiny: Any) -> None:
+    many = {"sampling": {"max_tokens": 60}, "prompts": [5, 17, 40, 30, 9, 12, 22, 7]}
+    whole = forks("generate", **tiny.without("eagle3"), **many)
+    scenario = tiny.scenario("eagle3", enable_adaptive_verification=True)
+    run = forks("generate", **scenario, is_async=True, policy="price", **many)
+    governed = run["governed"]
+    assert run["tokens"] == whole["tokens"]
+    assert governed["is_adaptive"]
+    assert governed["is_ready"]  # confidences of tokens that were not verified are known too
+    assert governed["admissions"] > 10
+    assert governed["under_lease"] > 0.9 * governed["records"]
+    assert 0 < governed["accepted"] < governed["verified"] < governed["drafted"]
+    assert (run["faults"], run["miscounted"], run["is_steered"]) == ({}, 0, True)
