@@ -72,9 +72,15 @@ class Forks:
 
 
 @pytest.fixture(scope="session")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+def start_forks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Forks]:
+    """Return `start(path)`: a process of the vLLM found on a path, "" for the installed one."""
+    return lambda path="": Forks(tmp_path_factory.mktemp("forks"), path)
+
+
+@pytest.fixture(scope="session")
+def forks(start_forks: Callable[..., Forks]) -> Iterator[Forks]:
     """A process of the installed vLLM."""
-    running = Forks(tmp_path_factory.mktemp("forks"))
+    running = start_forks()
     yield running
     running.close()
 

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,12 @@ class Engine:
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
         if self.runner.adaptive_verification is not None:  # vLLM measures these while it captures graphs
             self.runner.adaptive_verification.set_cost_curves(*given.get("curves", CURVES))
-        self.passes = 0
+        self.passes = self.heads = 0
         self._count_passes()
         CONTROLS[given.get("control", "")](self)
 
     def _count_passes(self) -> None:
-        """Count how often the drafter's model runs; a search has none."""
+        """Count how often the drafter's model and its LM head run; a search has none."""
         speculator = getattr(self.runner, "speculator", None)
         inherited = getattr(speculator, "_run_model", None)
 
@@ -75,6 +76,14 @@ class Engine:
 
         if inherited is not None:
             speculator._run_model = run_model
+        watched = getattr(speculator, "compute_draft_logits", None)
+
+        def compute_logits(*args: Any, **named: Any) -> Any:
+            self.heads += 1
+            return watched(*args, **named)
+
+        if watched is not None:
+            speculator.compute_draft_logits = compute_logits
 
     def facts(self) -> dict[str, Any]:
         """Return what kind of engine it is, and what FASER saw."""
@@ -86,7 +95,9 @@ class Engine:
             "is_async": bool(self.scheduler.scheduler_config.async_scheduling),
             "is_steered": getattr(self.scheduler, "steering", None) is not None,
             "faults": dict(getattr(self.runner, "faults", {})),
+            "version": version("vllm"),
             "passes": self.passes,
+            "heads": self.heads,
             "check": self.steer.check() if self.steer else None,
             "log": self.steer.log if self.steer else [],
             "miscounted": self._miscounted(),
