@@ -72,6 +72,12 @@ class Forks:
 
 
 @pytest.fixture(scope="session")
+def engine_environment() -> Callable[[Path], dict[str, str]]:
+    """Return `environment(folder)`."""
+    return environment
+
+
+@pytest.fixture(scope="session")
 def start_forks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Forks]:
     """Return `start(path)`: a process of the vLLM found on a path, "" for the installed one."""
     return lambda path="": Forks(tmp_path_factory.mktemp("forks"), path)

@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +86,8 @@ class Engine:
 
     def facts(self) -> dict[str, Any]:
         """Return what kind of engine it is, and what FASER saw."""
+        import vllm
+
         return {
             "runner": type(self.runner).__name__,
             "home": next(c.__module__ for c in type(self.runner).__mro__ if c.__name__ == "CPUModelRunner"),
@@ -95,7 +96,7 @@ class Engine:
             "is_async": bool(self.scheduler.scheduler_config.async_scheduling),
             "is_steered": getattr(self.scheduler, "steering", None) is not None,
             "faults": dict(getattr(self.runner, "faults", {})),
-            "version": version("vllm"),
+            "version": vllm.__version__,
             "passes": self.passes,
             "heads": self.heads,
             "check": self.steer.check() if self.steer else None,
