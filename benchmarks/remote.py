@@ -93,12 +93,6 @@ class Remote:
         self.process.wait()
 
 
-def process_cpu_s(pid: int) -> float:
-    """Return the processor time a process has used, all threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def serve(engine: object) -> None:
     """In the child: answer orders with the engine's methods until the parent is gone."""
     with os.fdopen(ANSWERS, "w", buffering=1) as answers:

@@ -1,0 +1,51 @@
+"""What an engine that does not exist says: its introduction and its steps. Called by adapter.py, round_trip.py and
+store.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from faser.engine_adapter.protocol import Hello, RequestEvent, RequestRow, StepRecord
+
+
+def hello(boot_id: str, k_max: int = 6, method: str = "eagle3") -> Hello:
+    """Return a plausible introduction."""
+    return Hello(
+        boot_id=boot_id, pid=os.getpid(), host="", adapter_version="", vllm_version="0.32.0", model="none",
+        device="cpu", runner="v1", is_async=False, method=method, drafter="", k_max=k_max, default_length=0,
+        default_table=[], max_requests=256, max_batched_tokens=8192, kv_tokens=1 << 20, graph_sizes=[],
+        splits=["unsplit"], exit_layers=[], tensor_parallel=1, pipeline_parallel=1, data_parallel=1,
+        data_parallel_rank=0, lease_steps=32, lease_ms=1000, roster=[],
+    )  # fmt: skip
+
+
+def record(
+    boot_id: str,
+    counter: int,
+    time_s: float,
+    lengths: Sequence[int],
+    accepted: Sequence[int],
+    confidences: Sequence[tuple[float, ...]] = (),
+    first_handle: int = 1,
+) -> StepRecord:
+    """Return a step of decoding requests, which arrived with the first one.
+
+    :param lengths: draft tokens verified (requests,); `accepted` likewise
+    :param confidences: of each request's draft tokens; none: the drafter tells none
+    """
+    requests, drafts = len(lengths), sum(lengths)
+    rows = [
+        RequestRow(
+            first_handle + index, 1 + length, length, length, length, 0, kept, kept + 1, 100 + counter % 3000, False,
+            confidences[index] if confidences else (),
+        )
+        for index, (length, kept) in enumerate(zip(lengths, accepted, strict=True))
+    ]  # fmt: skip
+    step_s = 0.015 + 0.0007 * (requests + drafts)
+    events = [RequestEvent("arrival", row.handle, time_s, 90, f"r{row.handle}") for row in rows if counter == 1]
+    return StepRecord(
+        boot_id, counter, counter, time_s, step_s, 1e-4, 0.8 * step_s, 1e-3, 0.1 * step_s, 0.0, 5e-5, requests, 0, 0,
+        requests, drafts, 0.3, None, None, 0, 0, 0, 0, events, rows,
+    )  # fmt: skip
