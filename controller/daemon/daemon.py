@@ -33,8 +33,7 @@ from ..link.endpoint import IPC, Endpoint, status_address
 from ..link.engine_router import EngineRouter, Incoming
 from ..link.gatekeeper import Gatekeeper
 from ..link.keys import load_keyring
-from ..link.questions import Questions
-from ..link.status_orders import Refusal, carry_out, decode_order
+from ..link.status_orders import Questions, Refusal, carry_out, decode_order
 from ..snapshot import (
     QUESTION,
     SNAPSHOT_VERSION,
@@ -47,10 +46,9 @@ from ..snapshot import (
 from ..telemetry.packing import pack_rows
 from ..telemetry.retention import Retention
 from ..telemetry.store import EngineEntry, Entry, NoticeEntry, RunEntry, StepEntry, Store
-from .open_traces import open_traces
 from .reload import Prepared, prepare
 from .rising_clock import RisingClock
-from .span_notes import StageClock, TraceNote
+from .span_notes import StageClock, TraceNote, open_traces
 from .systemd import Notifier
 from .warm_up import warm_up
 

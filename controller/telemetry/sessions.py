@@ -26,7 +26,7 @@ from ...engine_adapter.protocol import (
     StepRecord,
 )
 from ..decision.canary import Draws
-from ..decision.epoch import epoch_above
+from ..decision.session import epoch_above
 from ..errors import StoreError
 from .packing import unpack_draws, unpack_lengths, unpack_rows
 from .schema import MOST, PLAIN_FIELDS, STOP_OR_ABORT

@@ -10,8 +10,8 @@ rate, a step's terms accrue evenly over it and are discounted to its beginning:
     W  wasted rows: draft tokens verified and not accepted
     V = R + exp(-rho * dt) * V'
 
-A step cut in two of equal total work and output gives the same V, which a test shows. rho = 0: no discount; then use
-`average_reward`, R - g * dt, with g the mean reward per second.
+A step cut in two of equal total work and output gives the same V, which a test shows. rho = 0: no discount; then
+R - g * dt, with g the mean reward per second, is what a policy gains over that mean.
 """
 
 from __future__ import annotations
@@ -52,11 +52,6 @@ def discount(step_s: npt.ArrayLike, discount_per_s: float) -> Floats:
     """Return exp(-rho * dt), the factor on the value of what comes after a step."""
     factor: Floats = np.exp(-np.minimum(np.asarray(step_s, np.float64) * discount_per_s, MOST_FACTOR))
     return factor
-
-
-def average_reward(rewards: npt.ArrayLike, step_s: npt.ArrayLike, mean_per_s: float) -> Floats:
-    """Return R - g * dt, whose undiscounted sum is what a policy gains over the mean reward per second g."""
-    return np.asarray(rewards, np.float64) - mean_per_s * np.asarray(step_s, np.float64)
 
 
 def advantages(

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-import numpy as np
 import torch
 import torch.nn.functional as functional
 
-from ...engine_adapter.arrays import Bools, Floats
+from ...engine_adapter.arrays import Floats
 from ...engine_adapter.pruning.exit_heads import FEATURES, candidate_scores, features
 from ...engine_adapter.pruning.head_math import Head, moved, normed
 from .record import Recording
@@ -145,15 +144,3 @@ def predictions(recording: Recording, layer: int, head: Head) -> Floats:
             for rows in _parts(torch.arange(len(recording.tokens)), 4 * BATCH)
         ]
     return torch.cat(parts).double().numpy()
-
-
-def area(score: Floats, is_accepted: Bools) -> float:
-    """Return the ROC-AUC: how often an accepted token scores above a rejected one, ties half."""
-    order = np.argsort(score, kind="stable")
-    _, group, sizes = np.unique(score[order], return_inverse=True, return_counts=True)
-    ranks = np.empty(len(score))
-    ranks[order] = (np.cumsum(sizes) - (sizes - 1) / 2.0)[group]
-    hits = int(is_accepted.sum())
-    if not 0 < hits < len(score):
-        return float("nan")
-    return float((ranks[is_accepted].sum() - hits * (hits + 1) / 2) / (hits * (len(score) - hits)))

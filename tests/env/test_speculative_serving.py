@@ -16,7 +16,7 @@ from stable_baselines3.common.env_checker import check_env as check_env_for_sb3
 
 from faser.env.layout.action_vector import ACTION
 from faser.env.layout.observation import GLOBAL_FEATURES, REQUEST_FEATURES
-from faser.env.layout.reward import advantages, average_reward, discount, reward
+from faser.env.layout.reward import advantages, discount, reward
 from faser.env.profile.engine_profile import synthetic_profile
 from faser.env.simulator.scenario import Scenario, with_mechanisms
 from faser.env.simulator.speed import main
@@ -143,9 +143,9 @@ def test_a_step_cut_in_two_leaves_the_return_unchanged(share: float, rho: float)
         second + float(discount(seconds * (1 - share), rho)) * following
     )
     assert cut == pytest.approx(whole, rel=1e-12)
-    gain = average_reward([reward(*work, seconds, 0.0, *WEIGHTS)], [seconds], 0.3).sum()
+    gain = reward(*work, seconds, 0.0, *WEIGHTS) - 0.3 * seconds
     halves = [reward(*(work * part), seconds * part, 0.0, *WEIGHTS) for part in (share, 1 - share)]
-    assert average_reward(halves, [seconds * share, seconds * (1 - share)], 0.3).sum() == pytest.approx(gain)
+    assert sum(halves) - 0.3 * (seconds * share + seconds * (1 - share)) == pytest.approx(gain)
 
 
 def test_a_constant_discount_would_not_survive_the_cut() -> None:
