@@ -37,10 +37,9 @@ from faser.controller.engine.launch import free_port
 from faser.controller.engine.load_generator import LoadGenerator, LoadOptions
 from faser.controller.engine.machine import Machine, commit, machine_facts, versions
 from faser.controller.engine.processes import ProcessTree
-from faser.controller.engine.serve import ensure_embedded_pair
 from faser.controller.errors import EngineError, FaserError
 from faser.env.workload.workload import TimedRequest
-from faser.models.embedded.pair import TARGET_NAME
+from faser.models.embedded.pair import TARGET_NAME, ensure_embedded_pair
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = ROOT / "benchmarks" / "results" / "clients.json"

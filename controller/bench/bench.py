@@ -21,12 +21,11 @@ from typing import Final
 import msgspec
 from rich.console import Console
 
-from ...models.embedded.pair import EMBEDDED_K_MAX, TARGET_NAME
+from ...models.embedded.pair import EMBEDDED_K_MAX, TARGET_NAME, ensure_embedded_pair
 from ...models.embedded.precision import DTYPES, DType
 from ..decision.session import check_policy
 from ..engine.launch import available_cores, default_threads, embedded_dtype
 from ..engine.machine import ROOT, commit, machine_facts, versions
-from ..engine.serve import ensure_embedded_pair
 from ..errors import FaserError, UsageError
 from ..link.endpoint import socket_folder
 from ..whole_file import require_folder, require_place

@@ -27,26 +27,15 @@ def train(
         from ...models.training.train import train as run
     except ImportError as error:
         raise UsageError(f"no module {error.name}", "", "training needs pip install 'faser-vllm[train]'") from None
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
+    from ..progress import stage_bars
     from .evaluate import decided
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     settings = load_config(config)
     if seed is not None:
         settings = replace(settings, seed=seed)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        tasks: dict[str, int] = {}
-
-        def tell(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done, total=total)  # type: ignore[arg-type]
-
-        require_folder(output, "--output")
-        result = run(settings, output, decided, resume=resume, progress=tell, commit=commit())
+    require_folder(output, "--output")
+    with stage_bars() as bars:
+        result = run(settings, output, decided, resume=resume, progress=bars.stage, commit=commit())
     if json:
         typer.echo(
             json_module.dumps(

@@ -115,6 +115,35 @@ def deferred_interrupts() -> Iterator[None]:
             signal.raise_signal(arrived)
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, to be treated as Ctrl-C is."""
+
+
+@contextlib.contextmanager
+def stopping_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into an interrupt, so that an orderly end takes the same way as Ctrl-C."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextlib.contextmanager
+def ignored_interrupts() -> Iterator[None]:
+    """Let nothing keep the block from its end."""
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in _INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
 def _cpu_s(pid: int) -> float:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

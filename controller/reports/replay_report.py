@@ -10,18 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import jinja2
 import numpy as np
 from matplotlib.axes import Axes
 
 from ... import __version__
-from ..errors import StoreError
 from ..replay.counterfactual import Counterfactual
 from ..replay.forward_pass_replay import CANNOT, POLICY_NOTE, Passes
 from ..replay.offpolicy import OffPolicy
 from ..replay.replay import Report, Trail, mean_length
-from ..whole_file import replacing
 from .figures import Picture, svg
+from .page import write_page
 from .replay_rows import (
     counterfactual_line,
     counterfactual_rows,
@@ -86,16 +84,7 @@ def _asked_head(passes: Passes) -> tuple[str, ...]:
 
 
 def _write(path: Path, title: str, subtitle: str, parts: list[Part], source: str) -> None:
-    loader = jinja2.PackageLoader("faser.controller.reports")
-    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    page = environment.get_template("replay.html").render(
-        title=title, subtitle=subtitle, parts=parts, source=source, version=__version__
-    )
-    try:
-        with replacing(path) as place:
-            place.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise StoreError(f"{path} cannot be written: {error.strerror}", "a writable path") from None
+    write_page(path, "replay.html", title=title, subtitle=subtitle, parts=parts, source=source, version=__version__)
 
 
 def _decisions(report: Report) -> Part:

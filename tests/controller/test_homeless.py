@@ -25,7 +25,7 @@ from faser.controller.config import as_json, as_toml, load, require_files
 from faser.controller.doctor.checks import Patient
 from faser.controller.doctor.doctor import examine
 from faser.controller.doctor.installation import Installation
-from faser.controller.engine.serve import sidecar_environment, start_sidecar
+from faser.controller.engine.sidecar_child import sidecar_environment, start_sidecar
 from faser.controller.errors import ConfigError
 from faser.controller.home import config_file
 
