@@ -38,6 +38,7 @@ from faser.controller.engine.load_generator import LoadGenerator, LoadOptions
 from faser.controller.engine.machine import Machine, commit, machine_facts, versions
 from faser.controller.engine.processes import ProcessTree
 from faser.controller.errors import EngineError, FaserError
+from faser.controller.whole_file import replacing, require_place
 from faser.env.workload.workload import TimedRequest
 from faser.models.embedded.pair import TARGET_NAME, ensure_embedded_pair
 
@@ -300,15 +301,8 @@ def measure(options: argparse.Namespace, results: Results) -> None:
                 )
                 if round_ >= 0:
                     results.runs.append(run)
-            write(results, options.out)
-
-
-def write(results: Results, path: Path) -> None:
-    """Replace the file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
-    part.replace(path)
+            with replacing(options.out) as place:
+                place.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
 
 
 def main() -> int:
@@ -324,6 +318,7 @@ def main() -> int:
     options = parser.parse_args()
     if min(options.rounds, options.requests, options.concurrency) < 1 or not 8 <= options.tokens <= 512:
         parser.error("rounds, requests and concurrency: at least 1; tokens: 8 to 512")
+    require_place(options.out, "--out")
     settings = {name: getattr(options, name) for name in ("rounds", "requests", "concurrency", "tokens")}
     packages = versions() | {"openai": __import__("openai").__version__}
     results = Results(machine_facts(), packages, commit(), settings, options.note)
