@@ -26,8 +26,7 @@ from typing import Any
 
 import numpy as np
 import zmq
-from engine_end import Inbox, summed_up
-from made_engine import hello
+from made_engine import Inbox, hello, summed_up
 
 from faser.engine_adapter import protocol
 from faser.engine_adapter.link.engine_link import EngineLink, give_way

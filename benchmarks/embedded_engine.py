@@ -1,4 +1,4 @@
-"""vLLM with the embedded pair in this process, for the benchmarks that look into the engine.
+"""vLLM with the embedded pair in this process, for the benchmarks that look into the engine, held to texts if asked.
 
 Called by confidence_engine.py, drafter_acceptance.py, overlap_gate.py and pruning_gate.py. What imports numba waits
 until the engine stands: vLLM 0.32 looks through all modules for its Triton kernels while it starts
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from faser.controller.held_answers import engine as held_answers
 from faser.models.embedded.pair import ensure_embedded_drafter, ensure_embedded_target
 from faser.models.embedded.precision import dtype_on
 
@@ -59,3 +60,15 @@ def add_requests(engine: Any, names: Sequence[str], prompts: Sequence[Sequence[i
     limits = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     for name, prompt in zip(names, prompts, strict=True):
         engine.add_request(name, {"prompt_token_ids": prompt}, limits)
+
+
+class HeldText(held_answers.HeldText):
+    """Holds the requests named in `texts` to them; controller/held_answers/engine.py says how and why."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        self.texts: dict[str, list[int]] = {}
+
+    def text_of(self, name: str) -> Sequence[int]:
+        """Return the text of a request; vLLM may add a suffix to its id."""
+        return self.texts.get(name.split("-")[0], ())

@@ -1,13 +1,22 @@
-"""What an engine that does not exist says: its introduction and its steps. Called by adapter.py, round_trip.py and
-store.py.
+"""An engine that does not exist: what it says, the inbox that it waits at, and turns of it summed up.
+
+Called by adapter.py, decide.py, round_trip.py and store.py.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
+import threading
+import time
+from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
-from faser.engine_adapter.protocol import Hello, RequestEvent, RequestRow, StepRecord
+import numpy as np
+
+from faser.engine_adapter.link.engine_link import INBOX_LIMIT
+from faser.engine_adapter.protocol import FromController, Hello, RequestEvent, RequestRow, StepRecord
 
 
 def hello(boot_id: str, k_max: int = 6, method: str = "eagle3") -> Hello:
@@ -28,20 +37,22 @@ def record(
     lengths: Sequence[int],
     accepted: Sequence[int],
     confidences: Sequence[tuple[float, ...]] = (),
-    first_handle: int = 1,
+    handles: Sequence[int] = (),
 ) -> StepRecord:
     """Return a step of decoding requests, which arrived with the first one.
 
     :param lengths: draft tokens verified (requests,); `accepted` likewise
     :param confidences: of each request's draft tokens; none: the drafter tells none
+    :param handles: none: 1, 2, ...
     """
     requests, drafts = len(lengths), sum(lengths)
     rows = [
         RequestRow(
-            first_handle + index, 1 + length, length, length, length, 0, kept, kept + 1, 100 + counter % 3000, False,
-            confidences[index] if confidences else (),
+            handle, 1 + length, length, length, length, 0, kept, kept + 1, 100 + counter % 3000, False, tuple(sure),
         )
-        for index, (length, kept) in enumerate(zip(lengths, accepted, strict=True))
+        for handle, length, kept, sure in zip(
+            handles or range(1, requests + 1), lengths, accepted, confidences or [()] * requests, strict=True
+        )
     ]  # fmt: skip
     step_s = 0.015 + 0.0007 * (requests + drafts)
     events = [RequestEvent("arrival", row.handle, time_s, 90, f"r{row.handle}") for row in rows if counter == 1]
@@ -49,3 +60,27 @@ def record(
         boot_id, counter, counter, time_s, step_s, 1e-4, 0.8 * step_s, 1e-3, 0.1 * step_s, 0.0, 5e-5, requests, 0, 0,
         requests, drafts, 0.3, None, None, 0, 0, 0, 0, events, rows,
     )  # fmt: skip
+
+
+class Inbox(deque[FromController]):
+    """An inbox that can be waited for, and notes when its newest message arrived, perf_counter seconds."""
+
+    arrived_s = 0.0
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=INBOX_LIMIT)
+        self.arrived = threading.Event()
+
+    def append(self, message: FromController) -> None:
+        """Take a message in, on the link's thread."""
+        self.arrived_s = time.perf_counter()
+        super().append(message)
+        self.arrived.set()
+
+
+def summed_up(turns_us: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Return the median of the turns' medians with their quartiles, and the p99 of all: microseconds."""
+    low, p50, high = statistics.quantiles(map(statistics.median, turns_us), n=4)
+    return {
+        "p50_us": p50, "p50_quartiles_us": [low, high], "p99_us": float(np.percentile(np.concatenate(turns_us), 99)),
+    }  # fmt: skip

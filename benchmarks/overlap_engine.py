@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Final
 
-from embedded_engine import add_requests, start_engine
-from held_text import HeldText
+from embedded_engine import HeldText, add_requests, start_engine
 from remote import serve
 from steady import Answers, Step, steady_rates
 

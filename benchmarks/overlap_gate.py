@@ -3,7 +3,7 @@
 One engine (vLLM V1, CPU, greedy, one core for the target and one for the drafter's process), held-out prompts of five
 kinds, 1 to 16 requests at once. Four arms: `in turn` (the process drafts after verification), `ahead` (it goes on while
 the target verifies), `groups` (two groups take turns), `gated` (both where the gates have measured that they pay: what
-a user gets who switches both on). All are held to the same recorded answers (held_text.py), and steady.py makes rates
+a user gets who switches both on). All are held to the same recorded answers, and steady.py makes rates
 that a shared machine's bursts do not reach: in a turn each arm answers one set of prompts, which tells its steps; and
 twice the forced arms answer it taking turns after some tokens, which tells what steps take. A step counts as what it
 was, so that those of `gated` have the times of the arm whose code they ran; the first two of a slice, in which the

@@ -2,7 +2,7 @@
 
 One engine, one thread, batch 4, 8, 16 and 32 by drafts of 3 and 7: every draft verified to full depth (full), drafts
 that end where the drafter doubts (confidence), and both that and trained exit heads under the gate (gate). All are
-held to the same recorded answers (held_text.py). In a turn each arm answers one set of prompts, which tells its
+held to the same recorded answers (embedded_engine.py). In a turn each arm answers one set of prompts, which tells its
 steps; and twice they answer it taking turns after some tokens, which tells what steps take: steady.py says how one
 makes a rate of both. Small batches take more turns. A slice's first step verifies what the slice before drafted and
 is left out; so are steps with prompt rows, and those after the first request has left. Times are CPU time of the one
@@ -24,8 +24,7 @@ from random import Random
 from typing import Any, Final
 
 import msgspec
-from embedded_engine import add_requests, start_engine
-from held_text import HeldText
+from embedded_engine import HeldText, add_requests, start_engine
 from measured_cells import begun, write
 from remote import Remote, serve
 from steady import Answers, Step, steady_rates

@@ -25,8 +25,7 @@ from typing import Any
 
 import numpy as np
 import zmq
-from engine_end import Inbox, summed_up
-from made_engine import hello, record
+from made_engine import Inbox, hello, record, summed_up
 from sidecar_process import cpu_s, running_sidecar
 
 from faser.engine_adapter import protocol as wire

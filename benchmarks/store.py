@@ -30,7 +30,8 @@ def step(boot_id: str, counter: int, requests: int, dice: random.Random) -> Step
     lengths = [dice.randint(0, 5) for _ in range(requests)]
     accepted = [dice.randint(0, length) for length in lengths]
     confidences = [tuple(float(np.float32(dice.random())) for _ in range(length)) for length in lengths]
-    return record(boot_id, counter, counter * 0.01, lengths, accepted, confidences, counter // 50 + 1)
+    handles = range(counter // 50 + 1, counter // 50 + 1 + requests)
+    return record(boot_id, counter, counter * 0.01, lengths, accepted, confidences, handles)
 
 
 def action(step: StepRecord) -> ActionSet:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..errors import UsageError
+from ..extras import require_extra
 
 
 def bench(
@@ -74,8 +73,7 @@ def bench(
     note: Annotated[str, typer.Option(help="A remark kept in the results.")] = "",
 ) -> None:
     """Measure FASER beside what you would use instead: real servers in turns, with intervals."""
-    if find_spec("scipy") is None:
-        raise UsageError("no scipy here", "the extra train", "pip install 'faser-vllm[train]'")
+    require_extra("train", "scipy")
     from ..bench.bench import BenchOptions, print_tables, run_bench
 
     if table is not None:

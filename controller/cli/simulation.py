@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from ..calibrate.libraries import require_libraries
+from ..extras import require_simulator
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Files = Annotated[list[Path], typer.Argument(help="Telemetry files, all of the same model and drafter.")]
@@ -31,7 +31,7 @@ def profile(
     json: Json = False,
 ) -> None:
     """Measure what an engine's steps cost, over a grid, and write its profile; unknown options go to vLLM."""
-    require_libraries()
+    require_simulator()
     from ..calibrate.profile import ProfileOptions, command_line, run_profile
 
     options = ProfileOptions(
@@ -68,7 +68,7 @@ def calibrate(
     json: Json = False,
 ) -> None:
     """Fit a profile to telemetry of demo, serve or bench runs."""
-    require_libraries()
+    require_simulator()
     from rich.console import Console
 
     from ..calibrate.calibrate import CalibrateOptions
@@ -91,7 +91,7 @@ def fidelity(
     json: Json = False,
 ) -> None:
     """Replay a telemetry file through the simulator and print how far the two are apart."""
-    require_libraries()
+    require_simulator()
     from ..calibrate.fidelity import FidelityOptions, run_fidelity
 
     raise typer.Exit(run_fidelity(FidelityOptions(telemetry, profile, repeat, runs, json)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -23,17 +23,7 @@ from .packing import unpack_rows
 from .schema import hello_of, open_for_reading
 from .tables import DraftedLengths, StepTable, TelemetrySummary, summarise
 
-_INT_COLUMNS: Final = (
-    "engine", "counter", "step", "running", "waiting", "prefill_tokens", "decode_tokens", "draft_tokens", "drafted",
-    "verified", "pruned", "accepted", "emitted", "lease_epoch", "dropped", "rejected", "caught_up", "wrongly_pruned",
-    "frontier_hits",
-)  # fmt: skip
-_FLOAT_COLUMNS: Final = (
-    "time_s", "step_s", "schedule_s", "verify_s", "sample_s", "draft_s", "overlap_s", "adapter_s", "kv_usage",
-    "prune_s", "saved_rows",
-)  # fmt: skip
-_TOLD_COLUMNS: Final = ("draft_rounds", "drawn_tokens", "prune_layer", "frontier")
-_DECISION_COLUMNS: Final = ("decision_sequence", "decision_is_sent", "decision_s", "decision_price")
+_COLUMNS: Final = {column.name: np.int64 if column.type == "Ints" else np.float64 for column in fields(StepTable)}
 _IN_ORDER: Final = "ORDER BY engine, counter, id"
 
 
@@ -81,13 +71,11 @@ class TelemetryFile:
 
     def steps(self) -> StepTable:
         """Return every step."""
-        names = (*_INT_COLUMNS, *_FLOAT_COLUMNS, *_TOLD_COLUMNS, *_DECISION_COLUMNS)
         with self._damage_told():
-            rows = self._database.execute(f"SELECT {', '.join(names)} FROM steps {_IN_ORDER}")
-            columns = list(zip(*rows, strict=True)) or [()] * len(names)
+            rows = self._database.execute(f"SELECT {', '.join(_COLUMNS)} FROM steps {_IN_ORDER}")
+            columns = list(zip(*rows, strict=True)) or [()] * len(_COLUMNS)
         arrays: dict[str, npt.NDArray[np.generic]] = {
-            name: np.asarray(column, np.int64 if name in _INT_COLUMNS else np.float64)
-            for name, column in zip(names, columns, strict=True)
+            name: np.asarray(column, kind) for (name, kind), column in zip(_COLUMNS.items(), columns, strict=True)
         }
         return StepTable(**arrays)  # type: ignore[arg-type]
 

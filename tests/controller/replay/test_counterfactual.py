@@ -181,7 +181,7 @@ def test_what_cannot_be_simulated_is_an_error_of_ours(
     two = write(tmp_path / "two.sqlite", records, hello(COSTS), hello(COSTS, "second"))
     with pytest.raises(StoreError, match=r"on 2 boots of an engine; expected 2 or more, on one"):
         estimate_speed(two, "fixed:2")
-    monkeypatch.setattr("faser.controller.calibrate.libraries.find_spec", lambda name: None)
+    monkeypatch.setattr("faser.controller.extras.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="no numba and no scipy here; expected the extra train"):
         estimate_speed(telemetry, "fixed:2")
     with pytest.raises(UsageError, match="add --counterfactual"):
