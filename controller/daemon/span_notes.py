@@ -1,21 +1,11 @@
-"""What the loop keeps for a trace of one decision, and the door to the part that exports it
-(controller/daemon/spans.py).
-
-Called by the daemon's loop. Imports nothing of OpenTelemetry unless `trace.enabled` is set.
-"""
+"""What the loop keeps for a trace of one decision; controller/daemon/spans.py exports it. Called by the daemon."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ...engine_adapter.protocol import ActionSet, StepRecord
-from ..config import TraceConfig
-from ..errors import UsageError
-
-if TYPE_CHECKING:
-    from .spans import SpanWriter
 
 
 class StageClock:
@@ -50,18 +40,3 @@ class TraceNote:
     lag_s: float
     is_sent: bool
     watch: StageClock
-
-
-def open_traces(config: TraceConfig) -> SpanWriter | None:
-    """Return where traces go, None if they are off; raise UsageError where OpenTelemetry is not installed."""
-    if not config.enabled:
-        return None
-    try:
-        from .spans import SpanWriter
-    except ImportError as error:
-        raise UsageError(
-            f"trace.enabled is set, but {error.name} is not installed",
-            "the extra otel",
-            "pip install 'faser-vllm[otel]'",
-        ) from None
-    return SpanWriter(config)
