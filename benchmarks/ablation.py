@@ -22,7 +22,7 @@ from decide import BATCHES
 from decide import measure as decision_us
 from measured_cells import begun, write
 from price_parts import PARTS, PolicyPart
-from simulated_points import half_width
+from worth import half_width
 
 from faser.controller.bench.markdown import markdown_table
 from faser.controller.cli.evaluate import decided, one_thread
