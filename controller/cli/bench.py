@@ -86,8 +86,3 @@ def bench(
         note=note, resume=resume, dtype=dtype, held=held, starts=starts,
     )  # fmt: skip
     raise typer.Exit(run_bench(options))
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(bench)

@@ -95,10 +95,3 @@ def fidelity(
     from ..calibrate.fidelity import FidelityOptions, run_fidelity
 
     raise typer.Exit(run_fidelity(FidelityOptions(telemetry, profile, repeat, runs, json)))
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(profile)
-    app.command()(calibrate)
-    app.command()(fidelity)

@@ -155,8 +155,3 @@ def drawn(outcomes: Sequence[Outcome]) -> str:
             for values, best, n in groups
         ]
     return "\n".join(lines)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(sweep)

@@ -51,8 +51,3 @@ def train(
             f"{result.manifest}: {result.steps} steps in {result.seconds:.0f} s, {gain:+.2%} tokens/s on unseen "
             f"engines over where it began; try --policy learned:{result.manifest}"
         )
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(train)
