@@ -69,7 +69,14 @@ def steering_with(endpoint: str, requests: int) -> tuple[Steering, list[SimpleNa
     steering = Steering(introduction, EngineLink(endpoint, boot_id), Lease(boot_id, 8, 32, 1.0), Default(0))
     live = [
         SimpleNamespace(
-            num_computed_tokens=50, max_tokens=100000, priority=0, num_prompt_tokens=40, num_output_tokens=10
+            num_computed_tokens=50,
+            max_tokens=100000,
+            priority=0,
+            num_prompt_tokens=40,
+            num_output_tokens=10,
+            num_tokens=50,
+            num_output_placeholders=0,
+            num_preemptions=0,
         )
         for _ in range(requests)
     ]

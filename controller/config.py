@@ -62,17 +62,17 @@ class LinkConfig:
         "ipc:// path in a 0700 directory, or tcp:// on loopback; empty: the engine's default",
         variable="FASER_ENDPOINT",
     )
-    status_endpoint: str = _option("", "where status and top ask; empty: beside the endpoint")
+    status_endpoint: str = _option("", "endpoint for `faser status` and `faser top`; empty: beside link.endpoint")
     queue_frames: int = _option(1024, "frames held per engine and direction before they are dropped", low=1, high=65536)
     silent_after_s: float = _option(
-        5.0, "a busy engine without a record for so long is shown as silent", low=0.1, high=1e6
+        5.0, "time without a record after which a busy engine is shown as silent", low=0.1, high=1e6
     )
-    forget_after_s: float = _option(60.0, "an engine that is gone is shown for so long", low=0.0, high=1e6)
+    forget_after_s: float = _option(60.0, "time for which an engine that is gone is still shown", low=0.0, high=1e6)
     max_engines: int = _option(64, "engines served at once", low=1, high=4096)
     frames_per_s: int = _option(
-        2000, "frames of one engine that are read per second, after a burst of four times as many", low=1, high=10**6
+        2000, "frames read per second and engine; a burst may have four times as many", low=1, high=10**6
     )
-    keys: str = _option("", "folder that `faser keys new` filled; with it, engines need a key of it (CURVE)")
+    keys: str = _option("", "folder made by `faser keys new`; engines then need one of its keys (CURVE)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,8 @@ class PolicyConfig:
 class LeaseConfig:
     """How long a decision holds when no newer one arrives; the engine grants at most its own limit."""
 
-    steps: int = _option(32, "engine steps", variable="FASER_LEASE_STEPS", low=1, high=100_000)
-    ms: int = _option(1000, "milliseconds", variable="FASER_LEASE_MS", low=1, high=600_000)
+    steps: int = _option(32, "longest lease, in engine steps", variable="FASER_LEASE_STEPS", low=1, high=100_000)
+    ms: int = _option(1000, "longest lease, in milliseconds", variable="FASER_LEASE_MS", low=1, high=600_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +97,11 @@ class ModeConfig:
     """What the sidecar may do to engines that nobody switched; see `faser mode`."""
 
     default: str = _option(
-        "active", "active, advisory (decides, sends nothing), canary or off, for engines that were not switched"
+        "active", "mode of engines that nobody switched: active, advisory (decides, sends nothing), canary or off"
     )
-    state: Path = _place(DEFAULT_MODES, "the file in which switched modes survive a restart")  # noqa: RUF009 - makes a field
+    state: Path = _place(DEFAULT_MODES, "the file that keeps switched modes over a restart")  # noqa: RUF009 - makes a field
     canary_share: float = _option(0.1, "share of requests, chosen by their id, that a canary steers", low=0.0, high=1.0)
-    canary_epsilon: float = _option(
-        0.1, "chance that a canary request's length is drawn evenly from all lengths", low=0.0, high=1.0
-    )
+    canary_epsilon: float = _option(0.1, "chance that a canary request's length is drawn at random", low=0.0, high=1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,25 +109,25 @@ class GuardConfig:
     """When the sidecar stops trusting what it hears or decides, and what it does then."""
 
     stale_ms: int = _option(
-        500, "a record that took so much longer than the quickest ones is not decided on", low=1, high=600_000
+        500, "delay beyond the fastest records at which a record gets no decision", low=1, high=600_000
     )
-    gap_records: int = _option(32, "so many records lost in a row are a fault, fewer are only counted", low=1)
-    hold_records: int = _option(8, "faults within twice as many records until the lease is given back", low=1)
-    recover_records: int = _option(32, "sound records before steering starts again", low=1)
+    gap_records: int = _option(32, "records lost in a row that count as a fault", low=1)
+    hold_records: int = _option(8, "faults after which the lease is given back, within twice as many records", low=1)
+    recover_records: int = _option(32, "records without a fault before steering starts again", low=1)
     dwell_records: int = _option(
-        0, "a request's length rises only so many records after it last changed; it falls at once", low=0, high=100_000
+        0, "records after a change until a request's length may rise again; it may always fall", low=0, high=100_000
     )
-    breaker_failures: int = _option(5, "policy failures in a row until it is not called any more", low=1)
+    breaker_failures: int = _option(5, "failures in a row after which the policy is switched off", low=1)
     retry_records: int = _option(
-        512, "records until a policy that failed or lost is tried again; doubles each time", low=1, high=1 << 20
+        512, "records until a policy that was switched off is tried again; doubles each time", low=1, high=1 << 20
     )
     envelope_margin: float = _option(
         0.15,
-        "shortfall of tokens/s behind no speculation at which the policy is switched off; 1: never",
+        "loss of tokens/s against no speculation at which the policy is switched off; 1: never",
         low=0.0,
         high=1.0,
     )
-    envelope_records: int = _option(256, "steps measured before that comparison counts", low=8, high=1 << 20)
+    envelope_records: int = _option(256, "steps measured before envelope_margin applies", low=8, high=1 << 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,30 +140,28 @@ class StoreConfig:
     flush_s: float = _option(0.5, "time between two commits", low=0.01, high=60.0)
     max_mb: int = _option(
         4096,
-        "size of the file with its log beyond which the oldest steps are deleted, MiB; 0: no limit",
+        "size of file and log at which the oldest steps are deleted, MiB; 0: no limit",
         low=0,
         high=1 << 30,
     )
-    max_age_h: float = _option(0.0, "age beyond which steps are deleted, hours; 0: no limit", low=0.0, high=1e6)
+    max_age_h: float = _option(0.0, "age at which steps are deleted, hours; 0: no limit", low=0.0, high=1e6)
 
 
 @dataclass(frozen=True, slots=True)
 class AuditConfig:
     """The file of decisions, one JSON object per line; rarer events are in the log."""
 
-    path: str = _option("", "the file; empty: none, the telemetry file has every decision too")
-    max_mb: int = _option(64, "size at which the file is set aside, MiB", low=1, high=1 << 20)
-    files: int = _option(3, "files set aside that are kept", low=0, high=1000)
+    path: str = _option("", "the audit file; empty: none")
+    max_mb: int = _option(64, "size at which the file is rotated, MiB", low=1, high=1 << 20)
+    files: int = _option(3, "rotated files to keep", low=0, high=1000)
 
 
 @dataclass(frozen=True, slots=True)
 class HttpConfig:
     """The HTTP side: metrics, health, status and the web page."""
 
-    listen: str = _option("", "HOST:PORT, on loopback unless there is a token; empty: no HTTP")
-    token_file: str = _option(
-        "", "file of mode 0600 with the token that clients send; needed to switch modes over HTTP"
-    )
+    listen: str = _option("", "HOST:PORT; beyond loopback it needs a token; empty: no HTTP")
+    token_file: str = _option("", "file of mode 0600 with the token for clients; switching modes over HTTP needs it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +170,7 @@ class TraceConfig:
 
     enabled: bool = _option(False, "send a span per decision to an OTLP/HTTP collector, named by the OTEL_* variables")
     ratio: float = _option(
-        1.0, "share of decisions that is traced, unless OTEL_TRACES_SAMPLER says otherwise", low=0.0, high=1.0
+        1.0, "share of decisions that are traced; OTEL_TRACES_SAMPLER wins over it", low=0.0, high=1.0
     )
     queue_spans: int = _option(
         2048, "decisions that may wait for the collector before they are dropped", low=1, high=1 << 20

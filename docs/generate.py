@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +53,11 @@ def bounds(kind: msgspec.inspect.Type) -> str:
     if isinstance(kind, msgspec.inspect.IntType):
         if kind.ge is None:
             return "int"
-        return f"int from {kind.ge}" if kind.le == 1 << 62 else f"int {kind.ge}..{kind.le}"
+        if kind.le != 1 << 62:
+            return f"int {kind.ge}..{kind.le}"
+        return f"int from {kind.ge}" if kind.ge else "count"
     if isinstance(kind, msgspec.inspect.StrType):
-        return f"text, at most {kind.max_length} characters"
+        return f"text of {kind.max_length}"
     if isinstance(kind, msgspec.inspect.StructType):
         return kind.cls.__name__
     return {"NoneType": "none", "FloatType": "float", "BoolType": "bool"}[type(kind).__name__]
@@ -78,13 +82,13 @@ def protocol_page() -> str:
         "msgpack array: the message's tag, then its fields in this order. At most "
         f"{protocol.MAX_FRAME_BYTES} bytes. Frames that break a limit are dropped and counted as one of "
         + ", ".join(f"`{reason}`" for reason in protocol.REASONS)
-        + ".\n",
+        + ". A `count` is an int from 0; `text of N` has at most N characters.\n",
     ]
     for message, direction in MESSAGES:
         tag = message.__struct_config__.tag
         lines.append(f"## {message.__name__}" + (f" (`{tag}`)" if tag else "") + f": {direction}\n")
         lines.append((message.__doc__ or "").replace("\n    ", "\n").strip() + "\n")
-        lines.append("| field | type and bounds | remark |\n|---|---|---|")
+        lines.append("| field | type, bounds | remark |\n|---|---|---|")
         remarks = comments(source, message.__name__)
         described = msgspec.inspect.type_info(message)
         assert isinstance(described, msgspec.inspect.StructType)
@@ -119,14 +123,17 @@ def settings_page() -> str:
 def commands_page() -> str:
     """Return docs/reference/commands.md."""
     root = get_command(cli.app)
-    lines = [NOTE + "# Commands\n"]
+    shared = _shared_options(root)
+    lines = [NOTE + "# Commands\n", "Options of several commands, named under *Also*:\n", *shared.values(), ""]
 
     def describe(command: Any, path: str) -> None:
         lines.append(f"## `{path}`\n\n{(command.help or '').strip()}\n")
-        for parameter in command.params:
-            if parameter.param_type_name == "option" and not parameter.hidden:
-                lines.append(f"- `{', '.join(parameter.opts)}`: {parameter.help or ''}")
-        lines.append("")
+        options = _options(command)
+        lines.extend(line for line in options.values() if line not in shared.values())
+        if also := [f"`{name}`" for name, line in options.items() if line in shared.values()]:
+            lines.append(f"- Also {', '.join(also)}.")
+        if options:
+            lines.append("")
         for name, child in sorted(getattr(command, "commands", {}).items()):
             if not child.hidden:
                 describe(child, f"{path} {name}")
@@ -135,14 +142,31 @@ def commands_page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def _options(command: Any) -> dict[str, str]:
+    """Return a command's options, each with its line on the page."""
+    shown = [each for each in command.params if each.param_type_name == "option" and not each.hidden]
+    return {each.opts[0]: f"- `{', '.join(each.opts)}`: {each.help or ''}" for each in shown}
+
+
+def _shared_options(root: Any) -> dict[str, str]:
+    """Return the options that four commands or more have in the same words."""
+    commands = [root]
+    for command in commands:
+        commands.extend(getattr(command, "commands", {}).values())
+    lines = Counter(entry for command in commands if not command.hidden for entry in _options(command).items())
+    return dict(sorted(entry for entry, count in lines.items() if count >= 4))
+
+
 def metrics_page() -> str:
     """Return docs/reference/metrics.md."""
     lines = [
         NOTE + "# Metrics\n",
-        "At `/metrics` of the sidecar, once `http.listen` is set. Labels never hold a request id.\n",
-        "| metric | kind | labels | meaning |\n|---|---|---|---|",
+        "At `/metrics` of the sidecar, once `http.listen` is set. Names that end in `_total` are counters, others "
+        "gauges. Labels never hold a request id.\n",
+        "| metric | labels | meaning |\n|---|---|---|",
     ]
-    lines += [f"| {each.name} | {each.kind} | {', '.join(each.labels) or 'none'} | {each.help} |" for each in METRICS]
+    assert all((each.kind == "counter") == each.name.endswith("_total") for each in METRICS)
+    lines += [f"| {each.name} | {', '.join(each.labels)} | {each.help} |" for each in METRICS]
     return "\n".join(lines) + "\n"
 
 
@@ -167,8 +191,23 @@ def environment_page() -> str:
 
 
 def _features(features: tuple[Feature, ...]) -> list[str]:
-    rows = [f"| {each.name} | {each.low:g}..{each.high:g} | {each.unit} |" for each in features]
+    """Return a table of features; those that differ by a number alone share a row."""
+    rows = []
+    for (name, low, high, unit), group in groupby(features, _without_number):
+        numbers = [each.name.rpartition("_")[2] for each in group]
+        named = f"{name}: N = {', '.join(numbers)}" if name.endswith("_N") else name
+        rows.append(f"| {named} | {low:g}..{high:g} | {unit} |")
     return ["| feature | range | meaning |\n|---|---|---|", *rows]
+
+
+def _without_number(feature: Feature) -> Feature:
+    """Return a feature with N for the number that ends its name; others as they are."""
+    stem, _, number = feature.name.rpartition("_")
+    if not number.isdecimal():
+        return feature
+    return Feature(
+        f"{stem}_N", feature.low, feature.high, re.sub(rf"\b(at|of|token) {number}\b", r"\1 N", feature.unit)
+    )
 
 
 PAGES = {

@@ -61,20 +61,18 @@ REASONS: Final = ("oversized", "wrong_version", "malformed", "out_of_bounds")
 class RequestEvent(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Something that happened to one request since the last record.
 
-    `request_id` is given with an arrival only; `tokens` is the prompt length at arrival, the tokens emitted so
-    far otherwise; `time_s` is the engine's monotonic clock.
+    `tokens` is the prompt length at arrival, otherwise the tokens emitted so far; `time_s` is the engine's monotonic
+    clock.
     """
 
     kind: EventKind
     handle: Handle
     time_s: Number
     tokens: Count
-    request_id: Text = ""
+    request_id: Text = ""  # with an arrival only
     priority: Priority = 0
-    most: DraftLength = MAX_DRAFT_LENGTH  # the longest draft that its client allows; with an arrival only
-    may_be_stop: bool = (
-        False  # an abort that may be the end by a stop string: vLLM's front end tells its engine the same
-    )
+    most: DraftLength = MAX_DRAFT_LENGTH  # longest draft that its client allows; with an arrival only
+    may_be_stop: bool = False  # an abort that a stop string may have caused: vLLM aborts for both
 
 
 class RequestRow(msgspec.Struct, array_like=True, gc=False):
@@ -82,22 +80,22 @@ class RequestRow(msgspec.Struct, array_like=True, gc=False):
 
     handle: Handle
     scheduled: Count  # rows given to the target, drafts included
-    draft_limit: DraftLength  # draft length in force when this step drafted for the next one
-    drafted: DraftLength  # tokens the drafter handed over in this step, verified in the next one
+    draft_limit: DraftLength  # draft length in force when this step drafted
+    drafted: DraftLength  # draft tokens handed over for the next step
     verified: DraftLength  # draft tokens verified in this step
     pruned: DraftLength  # of `verified`, how many left the forward pass early
     accepted: DraftLength
     emitted: Count
     context: Count  # computed tokens of the request after this step
     is_prefill: bool
-    confidences: Confidences = ()  # drafter's probability of its top token; of each verified one, and of one dropped
+    confidences: Confidences = ()  # drafter's probability of its top token, for each verified one and one dropped
 
 
 class StepRecord(msgspec.Struct, array_like=True, tag="step", gc=False):
     """What one engine step did. Times in seconds, on the engine's monotonic clock."""
 
     boot_id: Name
-    counter: Count  # counts records, not steps: a hole is a lost record
+    counter: Count  # of records, not steps; a hole is a lost record
     step: Count
     time_s: Number  # end of the step
     step_s: Number  # schedule() to the end of update_from_output()
@@ -106,7 +104,7 @@ class StepRecord(msgspec.Struct, array_like=True, tag="step", gc=False):
     sample_s: Number
     draft_s: Number
     overlap_s: Number  # time in which drafting and verification both ran
-    adapter_s: Number  # thread CPU time of this plugin in the previous step
+    adapter_s: Number  # CPU time of this plugin in the previous step
     running: Count
     waiting: Count
     prefill_tokens: Count
@@ -115,30 +113,30 @@ class StepRecord(msgspec.Struct, array_like=True, tag="step", gc=False):
     kv_usage: Number  # 0..1
     split: Split | None
     frontier: Frontier | None
-    lease_epoch: Count  # 0: no lease, the engine's default was in force
+    lease_epoch: Count  # 0: the engine's default was in force
     lease_sequence: Count
     dropped: Count  # records this engine could not send since boot
     rejected: Count  # messages from a controller this engine refused since boot
     events: Annotated[list[RequestEvent], Meta(max_length=MAX_REQUESTS)]
     rows: Annotated[Sequence[RequestRow], Meta(max_length=MAX_REQUESTS)]
-    caught_up: Count = 0  # tokens the drafter had skipped while nobody drafted and made up for in `draft_s`
-    draft_rounds: Count | None = None  # drafter passes of this step that drew a token; none: not told
-    drawn_tokens: Count | None = None  # tokens drawn in them, those that a stop rule dropped included
-    prune_layer: Count | None = None  # behind which exit heads looked at this step's drafts; none: they did not
-    prune_s: Number = 0.0  # part of `verify_s`: deciding which rows leave, and cutting
-    saved_rows: Number = 0.0  # rows that left, each as the share of the layers that it was spared
-    wrongly_pruned: Count = 0  # drafts cut at a token that was then accepted: the last one tested
-    frontier_hits: Count = 0  # requests of this step whose next draft had been drafted ahead
-    frontier_misses: Count = 0  # requests of this step whose frontier was thrown away, or not there in time
-    sat_out: Count = 0  # requests that were to draft and did not: a sequence is longer than the drafter's context
-    miscounted: Count = 0  # tokens since boot by which `verified` and `accepted` differ from vLLM's own counters
+    caught_up: Count = 0  # tokens that the drafter had skipped and read in `draft_s`
+    draft_rounds: Count | None = None  # drafter passes that drew a token; none: unknown
+    drawn_tokens: Count | None = None  # tokens drawn in them, dropped ones included
+    prune_layer: Count | None = None  # the layer behind which exit heads judged the drafts
+    prune_s: Number = 0.0  # part of `verify_s` that pruning took
+    saved_rows: Number = 0.0  # rows that left early, each as the share of layers saved
+    wrongly_pruned: Count = 0  # drafts cut at a token that was then accepted
+    frontier_hits: Count = 0  # requests whose next draft had been drafted ahead
+    frontier_misses: Count = 0  # requests whose frontier was wrong or late
+    sat_out: Count = 0  # requests that could not draft: a sequence is longer than the drafter's context
+    miscounted: Count = 0  # tokens since boot by which `verified` and `accepted` differ from vLLM's
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):
     """Who an engine is and what it can do; sent at start and whenever a controller asks.
 
-    `graph_lengths` holds each length for which vLLM replays a full CUDA graph where all requests of a batch verify just
-    that many drafts, at some numbers of requests at least; whether batches of mixed lengths have one it leaves open.
+    `graph_lengths` holds each length for which vLLM replays a full CUDA graph at some batch size where all requests
+    verify that many drafts. It does not say whether batches of mixed lengths have one.
     """
 
     boot_id: Name
@@ -159,7 +157,7 @@ class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):
     max_batched_tokens: Count
     kv_tokens: Count  # KV-cache capacity
     graph_sizes: Annotated[list[Count], Meta(max_length=512)]  # captured token counts; empty: eager, any size
-    splits: Annotated[list[Name], Meta(max_length=64)]  # names of the ready-made partitions; index 0 is unsplit
+    splits: Annotated[list[Name], Meta(max_length=64)]  # partitions that are ready; index 0 is unsplit
     exit_layers: Annotated[list[Count], Meta(max_length=512)]  # layers with an exit head; empty: no pruning
     tensor_parallel: Count
     pipeline_parallel: Count
@@ -168,14 +166,14 @@ class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):
     lease_steps: Count  # the longest lease this engine grants
     lease_ms: Count
     roster: Annotated[list[RequestEvent], Meta(max_length=MAX_REQUESTS)]  # live requests, as arrivals
-    graph_lengths: GraphLengths = []  # lengths with a full graph, in a batch of their own; empty: all cost alike
-    released_prune: Prune | None = None  # where and from what threshold on the exit heads were released to prune
-    frontier: Frontier = 0  # most tokens that can be drafted ahead of a chunk; 0: this engine drafts nothing ahead
-    epoch: Count = 0  # the highest this engine ever obeyed: it obeys none below; 0: nobody yet
+    graph_lengths: GraphLengths = []  # empty: all lengths cost alike
+    released_prune: Prune | None = None  # what the exit heads were released for
+    frontier: Frontier = 0  # most tokens drafted ahead; 0: none
+    epoch: Count = 0  # the highest that it obeyed: it refuses lower ones; 0: none
 
 
 class Goodbye(msgspec.Struct, array_like=True, tag="goodbye", frozen=True):
-    """The engine stops in an orderly way."""
+    """The engine shuts down."""
 
     boot_id: Name
 
@@ -188,11 +186,11 @@ class Prune(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class StopRule(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """When a request's draft ends before its length: entry j-1 is for draft position j, the last one holds beyond.
+    """When a request's draft ends before its length. Entry j-1 is for draft position j; the last one holds beyond.
 
-    With c_j the drafter's probability of its own top token at position j, p_j = sigmoid(intercept + slope * logit(c_j))
-    and S_j = p_1 * ... * p_j: token j is handed to verification only if S_j >= keep; token j+1 is drafted only if
-    token j was handed over and S_j >= go_on. logit is engine_adapter/steering/stop_rule.py's, which limits c_j.
+    c_j is the drafter's probability of its top token at position j, p_j = sigmoid(intercept + slope * logit(c_j)),
+    S_j = p_1 * ... * p_j. Token j is verified only if S_j >= keep. Token j+1 is drafted only if token j is verified
+    and S_j >= go_on. `logit` (engine_adapter/steering/stop_rule.py) limits c_j.
     """
 
     slopes: PerPosition
@@ -208,8 +206,8 @@ class StopRule(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class ActionSet(msgspec.Struct, array_like=True, tag="act", gc=False):
     """What a controller asks for from the next step on, until `valid_until_step` or `valid_until_s` is past.
 
-    Both limits are on the engine's own counters (taken from the record the decision was made on), so that a
-    message that waited in a queue is as old as it really is. None means "no opinion".
+    Both limits are on the engine's own counters, so a message that waited in a queue is as old as it really is. None
+    means "no opinion".
     """
 
     boot_id: Name
@@ -220,7 +218,7 @@ class ActionSet(msgspec.Struct, array_like=True, tag="act", gc=False):
     default_length: DraftLength  # for requests that are not named
     handles: Handles
     lengths: DraftLengths
-    price: Number | None = None  # seconds of step time one more row may cost, for the record
+    price: Number | None = None  # seconds one more row may cost; for the record only
     split: Split | None = None
     frontier: Frontier | None = None
     prune: Prune | None = None
@@ -229,7 +227,7 @@ class ActionSet(msgspec.Struct, array_like=True, tag="act", gc=False):
 
 
 class HelloRequest(msgspec.Struct, array_like=True, tag="who", frozen=True):
-    """A controller that does not know the engine asks it to introduce itself."""
+    """The controller asks an engine that it does not know for its `Hello`."""
 
     epoch: Count
 

@@ -137,7 +137,7 @@ def _require_address(name: str, text: str) -> None:
 
 SETTINGS: Final = {
     "is_enabled": Setting(
-        "FASER_ENABLED", "1", "0 leaves vLLM exactly as it is, even with FASER's classes named.", _switch
+        "FASER_ENABLED", "1", "0 leaves vLLM unchanged, even where its flags name FASER's classes.", _switch
     ),
     "endpoint": Setting(
         "FASER_ENDPOINT", "", "Where the sidecar listens; empty: engine.sock in the runtime folder.", _endpoint
@@ -145,7 +145,7 @@ SETTINGS: Final = {
     "default_length": Setting(
         "FASER_DEFAULT_K",
         "0",
-        "Draft length without a valid lease, where the engine has no Dynamic-SD table of its own.",
+        "Draft length without a valid lease; the engine's own Dynamic-SD table wins over it.",
         _integer(0, MAX_DRAFT_LENGTH),
     ),
     "lease_steps": Setting("FASER_LEASE_STEPS", "32", "Longest lease, in engine steps.", _integer(1, 100_000)),
@@ -153,52 +153,50 @@ SETTINGS: Final = {
     "has_confidence": Setting(
         "FASER_CONFIDENCE",
         "1",
-        "0 records no confidence of a draft model's tokens and ignores rules that stop drafts by it.",
+        "0: confidence is not recorded, and rules that stop drafts by it are ignored.",
         _switch,
     ),
     "catch_up_tokens": Setting(
         "FASER_CATCH_UP_TOKENS",
         "512",
-        "Tokens per step that a draft model may make up for after it skipped them (CPU); 0: it never skips.",
+        "Most skipped tokens that a draft model reads in a step (CPU); 0: it never skips.",
         _integer(0, 1_000_000),
     ),
     "exit_heads": Setting(
         "FASER_EXIT_HEADS",
         "",
-        "File of exit heads (docs/design/pruning.md); with it, a lease may prune verification; empty: never.",
+        "File of exit heads, which let a lease prune verification (docs/design/pruning.md).",
         lambda _name, text: text,
     ),
     "prune": Setting(
         "FASER_PRUNE",
         AUTO,
-        "Where to prune if a lease asks for it: auto (at numbers of requests at which that was measured to be faster) "
-        "or always.",
+        "When to prune as a lease asks: auto (at batch sizes where the engine measured it to be faster) or always.",
         _choice(AUTO, ALWAYS),
     ),
     "drafter_cores": Setting(
         "FASER_DRAFTER_CORES",
         "",
-        "Cores of a process that drafts ahead (docs/design/overlap.md), as 1 or 2-3; all: unpinned; empty: no process.",
+        "Cores of the process that drafts ahead (docs/design/overlap.md), as 2-3; all: unpinned; empty: no process.",
         _cores,
     ),
     "frontier": Setting(
         "FASER_FRONTIER",
         "0",
-        "Tokens to draft ahead per request where no lease says so; needs FASER_DRAFTER_CORES.",
+        "Tokens to draft ahead per request unless a lease says otherwise; needs FASER_DRAFTER_CORES.",
         _integer(0, MAX_DRAFT_LENGTH),
     ),
     "draft_ahead": Setting(
         "FASER_DRAFT_AHEAD",
         AUTO,
-        "Where to draft ahead as far as FASER_FRONTIER or a lease says: auto (at numbers of requests at which that was "
-        "measured to be faster) or always.",
+        "When to draft ahead: auto (at batch sizes where the engine measured it to be faster) or always.",
         _choice(AUTO, ALWAYS),
     ),
     "ping_pong": Setting(
         "FASER_PING_PONG",
         NEVER,
-        "Two groups, one drafting while the other is verified: never, auto (where that was measured to be faster) or "
-        "always; needs FASER_DRAFTER_CORES.",
+        "When one half of the batch drafts while the other is verified: never, auto (where measured to be "
+        "faster) or always; needs FASER_DRAFTER_CORES.",
         _choice(NEVER, AUTO, ALWAYS),
     ),
     "server_key": Setting(

@@ -7,7 +7,7 @@ platform or with FASER_ENABLED=0 it is exactly vLLM's own class. Imported inside
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 from .operator_log import operator_log
@@ -55,8 +55,7 @@ def _with_v2(runner_class: type) -> type:
 
 def _runner_for_cpu(is_v2: bool) -> AbstractContextManager[None]:
     if is_v2:
-        logger.warning("FASER drafts on the CPU with vLLM's V1 runner only; set VLLM_USE_V2_MODEL_RUNNER=0")
-        return nullcontext()
+        return _substituted("vllm.v1.worker.cpu.model_runner", "CPUModelRunner", _with_v2)
     return _substituted("vllm.v1.worker.cpu_worker", "CPUModelRunner", _with_v1)
 
 

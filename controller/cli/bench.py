@@ -12,9 +12,11 @@ from ..extras import require_extra
 
 def bench(
     quick: Annotated[
-        bool, typer.Option("--quick", help="Three loads, four rivals, three pairs: minutes instead of hours.")
+        bool, typer.Option("--quick", help="Three loads, four rivals, three pairs: takes minutes.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="End with one JSON object; tables go to stderr.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object at the end; tables go to stderr.")
+    ] = False,
     loads: Annotated[
         str | None, typer.Option(help="Concurrent requests, with commas; default 1,2,4,8,16,32,64, quick 1,8,32.")
     ] = None,
@@ -31,48 +33,50 @@ def bench(
     kinds: Annotated[
         str, typer.Option(help="Prompts: all, chat, code, maths, summarisation, tools; a+b mixes, a,b measures each.")
     ] = "all",
-    out: Annotated[Path | None, typer.Option(help="The new results file; default: a folder in runs.")] = None,
-    resume: Annotated[
-        Path | None, typer.Option(help="Go on with the results file of an earlier run: more rounds, loads or rivals.")
+    out: Annotated[Path | None, typer.Option(help="The results file to write; default: a folder in runs.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Add rounds, loads or rivals to this results file.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="The picture (.svg or .png); default: beside the results.")
     ] = None,
-    picture: Annotated[Path | None, typer.Option(help="The picture, .svg or .png; default: beside it.")] = None,
     policy: Annotated[str, typer.Option(help="FASER's policy.")] = "price",
     seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and arrivals.")] = 0,
     minutes: Annotated[
-        float | None, typer.Option(min=0.0, help="For each load point, until its ratio is sharp; default 6, quick 0.")
+        float | None,
+        typer.Option(min=0.0, help="Longest time for a load whose interval stays wide; default 6, quick 0."),
     ] = None,
     turn_seconds: Annotated[
-        float | None, typer.Option(help="About what a turn takes without speculation; default 6, quick 1.5.")
+        float | None, typer.Option(help="Length of a turn without speculation; default 6, quick 1.5.")
     ] = None,
-    trace_seconds: Annotated[float, typer.Option(help="Length of a replay.")] = 60.0,
+    trace_seconds: Annotated[float, typer.Option(help="Length of a replay, in seconds.")] = 60.0,
     peak_rps: Annotated[
-        float | None, typer.Option(help="A replay's peak, requests/s; default: past this machine's knee.")
+        float | None,
+        typer.Option(help="Peak rate of a replay, requests/s; default: near this machine's limit."),
     ] = None,
-    warp: Annotated[float, typer.Option(help="How many times as fast a trace's clock runs.")] = 60.0,
+    warp: Annotated[float, typer.Option(help="Factor by which a trace's clock is sped up.")] = 60.0,
     swell: Annotated[
-        bool, typer.Option("--swell", help="Bend the trace's rate to rise from a sixth of the peak to it and back.")
+        bool, typer.Option("--swell", help="Make the trace's rate rise from a sixth of its peak and fall back.")
     ] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="Of each engine; default: all cores but one.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of each engine; default: all cores but one.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="Length of each answer in a closed loop.")] = 96,
     dtype: Annotated[
         str | None,
-        typer.Option(help="bfloat16 or float32, in which all arms give the same texts; default: as `faser serve`."),
+        typer.Option(help="bfloat16, or float32 (all arms then give equal texts); default: as `faser serve`."),
     ] = None,
     held: Annotated[
         int,
         typer.Option(
-            min=0, help="Record answers to so many prompts first and hold every arm to them; 0: it writes its own."
+            min=0, help="Record answers to this many prompts and hold every arm to them; 0: arms write their own."
         ),
     ] = 0,
     starts: Annotated[
-        int, typer.Option(min=1, help="Start all servers anew up to so many times; intervals are then over starts.")
+        int, typer.Option(min=1, help="Start all servers anew up to this many times; intervals are then over starts.")
     ] = 1,
-    table: Annotated[
-        Path | None, typer.Option(help="Measure nothing: print the Markdown tables of a results file.")
-    ] = None,
-    note: Annotated[str, typer.Option(help="A remark kept in the results.")] = "",
+    table: Annotated[Path | None, typer.Option(help="Only print the Markdown tables of this results file.")] = None,
+    note: Annotated[str, typer.Option(help="A remark to keep in the results.")] = "",
 ) -> None:
-    """Measure FASER beside what you would use instead: real servers in turns, with intervals."""
+    """Compare FASER with its rivals on real servers that take turns."""
     require_extra("train", "scipy")
     from ..bench.bench import BenchOptions, print_tables, run_bench
 

@@ -32,7 +32,7 @@ app = typer.Typer(
 )
 
 RecipeFile = Annotated[Path | None, typer.Option("--config", help="The recipe, a TOML file.")]
-Work = Annotated[str | None, typer.Option(help="Folder of cache and checkpoints; wins over the recipe.")]
+Work = Annotated[str | None, typer.Option(help="Folder of cache and checkpoints; overrides the recipe's.")]
 _SMOKE: Final[dict[str, object]] = {
     "draft_vocabulary": 2048,
     "intermediate_size": 256,
@@ -51,10 +51,10 @@ def train(
     config: RecipeFile = None,
     work: Work = None,
     smoke: Annotated[
-        bool, typer.Option("--smoke", help="A tiny run in a temporary folder, under two minutes.")
+        bool, typer.Option("--smoke", help="Run a trial of under two minutes in a temporary folder.")
     ] = False,
 ) -> None:
-    """Prepare the data, train, export; goes on where an earlier call was interrupted."""
+    """Prepare the data, train and export; an interrupted call is resumed."""
     with tempfile.TemporaryDirectory(prefix="faser-smoke-") as scratch:
         recipe = _smoke_recipe(Path(scratch)) if smoke else _recipe(config, work)
         _train(recipe)
@@ -83,7 +83,7 @@ def evaluate(
 
 @app.command()
 def export(config: RecipeFile = None, work: Work = None) -> None:
-    """Export the head of the last checkpoint without training on."""
+    """Export the head of the last checkpoint."""
     from ...models.drafter.drafter_error import DrafterError
     from ...models.drafter.pipeline import export_trained, open_workshop
     from ..progress import stage_bars

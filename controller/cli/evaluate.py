@@ -109,25 +109,23 @@ def evaluate(
     rivals: Annotated[str, typer.Option(help="Rivals beside off, fixed lengths and the best table.")] = (
         "goodput smartspec adaspec ema bandit gplcb"
     ),
-    bounds: Annotated[str, typer.Option(help="Upper bounds; oracle:request, which gaps go by, is always there.")] = (
+    bounds: Annotated[str, typer.Option(help="Upper bounds; oracle:request is always added.")] = (
         "oracle:request oracle:uniform"
     ),
     worlds: Annotated[str, typer.Option(help="Names of held-out worlds, with commas; default: all.")] = "",
-    loads: Annotated[str, typer.Option(help="Running requests; drift and swing are loads that change.")] = (
+    loads: Annotated[str, typer.Option(help="Running requests, with commas; drift and swing change over time.")] = (
         "1,2,4,8,16,32,64,128,drift,swing"
     ),
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs of each cell, with different requests.")] = 3,
     steps: Annotated[
         int,
-        typer.Option(
-            min=20, max=100_000, help="Length of a run, in steps without speculation; with fewer a swing has no time."
-        ),
+        typer.Option(min=20, max=100_000, help="Length of a run, in steps without speculation."),
     ] = 1000,
     workers: Annotated[int, typer.Option(min=1, max=256, help="Processes.")] = 1,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the JSON object to this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="End with one JSON object instead of a table.")] = False,
 ) -> None:
-    """Judge policies in held-out simulated worlds: world by load by seed, with intervals, rivals and hindsight."""
+    """Compare policies with rivals and upper bounds in held-out simulated worlds."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -28,16 +28,16 @@ app = typer.Typer(
 
 @app.command()
 def train(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write; its card lies beside it.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write; its card goes beside it.")],
     target: Annotated[str | None, typer.Option(help="Folder of the target; default: the embedded one.")] = None,
     drafter: Annotated[str | None, typer.Option(help="Folder of the drafter; default: the embedded one.")] = None,
     method: Annotated[str, typer.Option(help="vLLM's name of the drafting method.")] = "eagle3",
-    layers: Annotated[str, typer.Option(help="Layers to train heads behind, as 10,15,20; default: four.")] = "",
+    layers: Annotated[str, typer.Option(help="Layers to train heads behind, such as 10,15,20; default: four.")] = "",
     tokens: Annotated[int, typer.Option(help="Draft tokens to record.", min=1000)] = 30_000,
-    longest: Annotated[int, typer.Option(help="Tokens of a draft.", min=1, max=64)] = 7,
-    seed: Annotated[int, typer.Option(help="Of prompts, start weights and order.")] = 20,
+    longest: Annotated[int, typer.Option(help="Draft length.", min=1, max=64)] = 7,
+    seed: Annotated[int, typer.Option(help="Seed of prompts, start weights and order.")] = 20,
 ) -> None:
-    """Record, train and judge exit heads; print the ROC-AUC by layer beside the drafter's confidence alone."""
+    """Record, train and judge exit heads; print ROC-AUC by layer and of confidence alone."""
     from ...models.exits.pipeline import train_exits
     from ..progress import stage_bars
 

@@ -41,7 +41,7 @@ app = typer.Typer(
 store_app = typer.Typer(help="Read telemetry files.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(store_app, name="store")
 keys_app = typer.Typer(
-    help="Keys for a link that leaves the host; a running sidecar takes changes with SIGHUP.",
+    help="Keys for a link that leaves the host; a running sidecar reloads them on SIGHUP.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -128,15 +128,15 @@ def demo(
     seed: Annotated[int, typer.Option(help="Seed of arrivals, prompts and sampling.")] = 0,
     peak_rps: Annotated[
         float | None,
-        typer.Option(help="Requests/s at the load's peak; half as many again as the machine serves, unless given."),
+        typer.Option(help="Requests/s at the load's peak; default: 1.5 times what the machine serves."),
     ] = None,
     json: Json = False,
     method: Annotated[str | None, typer.Option(help="Drafting method: draft_model, ngram, eagle, eagle3.")] = None,
-    drafter: Annotated[str | None, typer.Option(help="The drafter: a path, or the embedded one.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Path of the drafter; default: the embedded one.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for report and telemetry.")] = None,
     config: ConfigFile = None,
 ) -> None:
-    """Serve the embedded model to a replayed production load and steer it, for real."""
+    """Serve a replayed production load with the embedded model and FASER."""
     from ..demo.demo import DemoOptions, run_demo
 
     options = DemoOptions(
@@ -190,7 +190,7 @@ def sidecar(
 
 @app.command()
 def status(endpoint: Endpoint = None, json: Json = False, config: ConfigFile = None) -> None:
-    """Print what the running sidecar sees and does."""
+    """Print the state of the running sidecar and its engines."""
     from ..link.ask import run_status
 
     raise typer.Exit(run_status(_load(config, {"link.endpoint": endpoint}).config.link, json))
@@ -198,9 +198,11 @@ def status(endpoint: Endpoint = None, json: Json = False, config: ConfigFile = N
 
 @app.command()
 def mode(
-    mode: Annotated[Mode | None, typer.Argument(help="The mode; without one only print what holds.")] = None,
-    engine: Annotated[str, typer.Option(help="A boot id or name as printed; * for every engine.")] = "*",
-    forget: Annotated[bool, typer.Option("--forget", help="Go back to the default instead.")] = False,
+    mode: Annotated[
+        Mode | None, typer.Argument(help="The mode to set; without one the current modes are printed.")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="An engine's boot id or name; *: every engine.")] = "*",
+    forget: Annotated[bool, typer.Option("--forget", help="Go back to the default mode.")] = False,
     endpoint: Endpoint = None,
     config: ConfigFile = None,
 ) -> None:
@@ -216,7 +218,7 @@ def mode(
 @app.command()
 def top(
     endpoint: Endpoint = None,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 0.5,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 0.5,
     config: ConfigFile = None,
 ) -> None:
     """Watch load, lengths, acceptance and the link, live."""
@@ -228,14 +230,14 @@ def top(
 @app.command()
 def replay(
     file: Annotated[Path, typer.Argument(help="A telemetry file, or forward-pass metrics (JSON lines, -: stdin).")],
-    policy: Annotated[str | None, typer.Option(help="Also ask this policy, and estimate what it would earn.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Also let this policy decide, and estimate its gain.")] = None,
     counterfactual: Annotated[
         bool,
-        typer.Option("--counterfactual", help="Simulate the policy's speed, with the simulator's error beside it."),
+        typer.Option("--counterfactual", help="Simulate the policy's speed; prints the simulator's error too."),
     ] = False,
     profile: Annotated[Path | None, typer.Option(help="The simulator's profile; default: the shipped one.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write it all to this HTML file, with pictures.")] = None,
-    floor: Annotated[float, typer.Option(min=10.0, help="Effective samples below which no estimate is given.")] = 100.0,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML report with pictures to this file.")] = None,
+    floor: Annotated[float, typer.Option(min=10.0, help="Fewest effective samples for an estimate.")] = 100.0,
     json: Json = False,
 ) -> None:
     """Make every recorded decision again and compare it byte for byte."""

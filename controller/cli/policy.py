@@ -24,7 +24,7 @@ EMBEDDED = "embedded"
 
 @app.command(name="list")
 def list_policies() -> None:
-    """Name every policy and say what it does in a line."""
+    """List every policy with one line about it."""
     from ...models.registry import POLICIES
 
     for name, meaning in POLICIES.items():
@@ -41,11 +41,11 @@ def show(
         ),
     ] = EMBEDDED,
     loads: Annotated[str, typer.Option(help="Running requests.")] = "1,2,4,8,16,32,64",
-    steps: Annotated[int, typer.Option(min=20, max=100_000, help="Engine steps of each of six runs that count.")] = 500,
+    steps: Annotated[int, typer.Option(min=20, max=100_000, help="Engine steps counted in each of six runs.")] = 500,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Draw the picture (SVG) to this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Show what a policy does at each load in a simulated engine, why, and what it brings."""
+    """Show a policy's lengths, reasons and gain at each load of a simulated engine."""
     from rich.console import Console
     from rich.progress import track
 

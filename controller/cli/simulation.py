@@ -25,12 +25,12 @@ def profile(
         Path | None, typer.Option("--output", "-o", help="The profile to write; default: MODEL.profile.json.")
     ] = None,
     minutes: Annotated[float, typer.Option(help="How long to measure.")] = 8.0,
-    seed: Annotated[int, typer.Option(help="Seed of the order and of the prompts.")] = 0,
-    telemetry: Annotated[Path | None, typer.Option(help="Keep what was measured in this new file.")] = None,
-    smoke: Annotated[bool, typer.Option("--smoke", help="A tiny grid, to see that it works.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of order and prompts.")] = 0,
+    telemetry: Annotated[Path | None, typer.Option(help="Keep the measured telemetry in this new file.")] = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Measure a tiny grid, as a trial.")] = False,
     json: Json = False,
 ) -> None:
-    """Measure what an engine's steps cost, over a grid, and write its profile; unknown options go to vLLM."""
+    """Measure an engine's step costs and write its profile; unknown options go to vLLM."""
     require_simulator()
     from ..calibrate.profile import ProfileOptions, command_line, run_profile
 
@@ -53,17 +53,16 @@ def calibrate(
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.")],
     base: Annotated[
         Path | None,
-        typer.Option(
-            help="Keep the shape of this profile's step costs; fit level and acceptance. A file, or embedded."
-        ),
+        typer.Option(help="Take step costs from this profile (a file, or embedded); fit their level and acceptance."),
     ] = None,
     keep_costs: Annotated[
-        bool, typer.Option("--keep-costs", help="Leave the base's step costs as they are; fit acceptance alone.")
+        bool, typer.Option("--keep-costs", help="Leave the base's step costs as they are; fit only acceptance.")
     ] = False,
     acceptance: Annotated[
-        str, typer.Option(help="Fit acceptance to an accept trace instead: spec_bench__eagle, ..., or a file.")
+        str,
+        typer.Option(help="Fit acceptance to this accept trace instead: a name such as spec_bench__eagle, or a file."),
     ] = "",
-    repeats: Annotated[int, typer.Option(min=1, help="Steps a kind must have been seen to be fitted.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Fewest repeats of a kind of step that is fitted.")] = 3,
     name: Annotated[str, typer.Option(help="The profile's name; default: the model's.")] = "",
     json: Json = False,
 ) -> None:
@@ -86,11 +85,13 @@ def calibrate(
 def fidelity(
     telemetry: Annotated[Path, typer.Argument(help="A telemetry file that the profile was not fitted to.")],
     profile: Annotated[Path | None, typer.Option(help="The profile; default: the shipped one.")] = None,
-    repeat: Annotated[Path | None, typer.Option(help="Another run of the same load: the engine's own spread.")] = None,
+    repeat: Annotated[
+        Path | None, typer.Option(help="Another run of the same load; it shows the engine's own spread.")
+    ] = None,
     runs: Annotated[int, typer.Option(min=1, max=1000, help="Replays to average.")] = 8,
     json: Json = False,
 ) -> None:
-    """Replay a telemetry file through the simulator and print how far the two are apart."""
+    """Replay a telemetry file in the simulator and print the simulator's errors."""
     require_simulator()
     from ..calibrate.fidelity import FidelityOptions, run_fidelity
 

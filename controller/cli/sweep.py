@@ -30,17 +30,19 @@ def sweep(
     config: Annotated[Path, typer.Option("--config", help="TOML file, as for `faser train`.")],
     seeds: Annotated[str, typer.Option(help="Seeds, with commas between them; default: the file's.")] = "",
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="FIELD=VALUE,VALUE,... of the file; may be given several times.")
+        list[str] | None, typer.Option("--set", help="FIELD=VALUE,VALUE,... of the file; repeatable.")
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the runs' folders.")] = Path("runs/sweep"),
     ray: Annotated[bool, typer.Option("--ray", help="Run on Ray (needs the extra sweep).")] = False,
-    address: Annotated[str | None, typer.Option(help="A running Ray; default: one of its own on this machine.")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Address of a running Ray; default: a local one is started.")
+    ] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Runs at a time; default: one for each core.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="End with one JSON object instead of a table.")] = False,
 ) -> None:
-    """Train every combination of seeds and values, each in a folder of its own; finished ones are not run again."""
+    """Train every combination of seeds and values; finished ones are skipped."""
     if address is not None and (not ray or workers is not None):
         raise UsageError("--address", "--ray and no --workers beside it: the cluster's CPUs say how many run at a time")
     runs = _planned(config, seeds, set_ or [], output)

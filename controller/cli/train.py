@@ -15,13 +15,13 @@ from ..whole_file import require_folder
 
 
 def train(
-    config: Annotated[Path, typer.Option("--config", help="TOML file; models/weights/policy.recipe.toml is one.")],
+    config: Annotated[Path, typer.Option("--config", help="TOML file, such as models/weights/policy.recipe.toml.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the run.")] = Path("runs/policy"),
-    seed: Annotated[int | None, typer.Option(help="Instead of the file's.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Seed; overrides the file's.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the folder's checkpoint.")] = False,
     json: Annotated[bool, typer.Option("--json", help="End with one JSON object.")] = False,
 ) -> None:
-    """Train a policy in simulation with PPO; checkpoints and TensorBoard files lie in the run's folder."""
+    """Train a policy in simulation with PPO."""
     try:
         from ...models.training.config import load_config
         from ...models.training.train import train as run

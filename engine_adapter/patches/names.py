@@ -21,6 +21,9 @@ _RUNNER_V2: Final = "vllm.v1.worker.gpu.model_runner"
 _OUTPUT_V2: Final = "vllm.v1.worker.gpu.async_utils"
 _BATCH_V2: Final = "vllm.v1.worker.gpu.input_batch"
 _SPECULATOR_V2: Final = "vllm.v1.worker.gpu.spec_decode.speculator"
+_SPECULATORS_V2: Final = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator"
+_DRAFT_MODEL_V2: Final = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator"
+_BLOCKS_V2: Final = "vllm.v1.worker.gpu.block_table"
 _GRAPHS_V2: Final = "vllm.v1.worker.gpu.cudagraph_utils"
 
 # (module, class, attribute, parameters after self)
@@ -225,6 +228,59 @@ V2_NAMES: Final[tuple[tuple[str, str, str, tuple[str, ...] | None], ...]] = (
             "num_speculative_tokens",
         ),
     ),
+    (_DRAFT_MODEL_V2, "StandaloneARSpeculator", "load_draft_model", ("target_model", "target_attn_layer_names")),
+    (_SPECULATOR_V2, "DraftModelSpeculator", "load_model", ("target_model",)),
+    (
+        _SPECULATORS_V2,
+        "TargetDependentARSpeculator",
+        "_multi_step_decode",
+        (
+            "num_reqs",
+            "skip_attn",
+            "batch_desc",
+            "num_tokens_across_dp",
+            "seq_lens_cpu_upper_bound",
+            "num_speculative_steps",
+        ),
+    ),
+    (
+        _SPECULATORS_V2,
+        "TargetDependentARSpeculator",
+        "_generate_draft",
+        (
+            "num_reqs",
+            "num_tokens_padded",
+            "attn_metadata",
+            "slot_mappings",
+            "num_tokens_across_dp",
+            "cudagraph_runtime_mode",
+            "num_speculative_steps",
+        ),
+    ),
+    (
+        _SPECULATOR_V2,
+        "DraftModelSpeculator",
+        "_build_uniform_attn_metadata",
+        (
+            "batch_desc",
+            "num_reqs",
+            "num_query_per_req",
+            "seq_lens_cpu_upper_bound",
+            "step",
+            "causal",
+            "dcp_local_seq_lens",
+        ),
+    ),
+    (_BLOCKS_V2, "BlockTables", "gather_block_tables", ("idx_mapping", "num_reqs_padded", "out", "out_ptrs")),
+    (
+        _BLOCKS_V2,
+        "BlockTables",
+        "compute_slot_mappings",
+        ("idx_mapping", "query_start_loc", "positions", "num_tokens_padded", "out"),
+    ),
+    ("vllm.v1.worker.gpu.attn_utils", "", "build_slot_mappings_by_layer", None),
+    ("vllm.v1.worker.gpu.dp_utils", "", "dispatch_cg_and_sync_dp", None),
+    ("vllm.utils.torch_utils", "", "async_tensor_h2d", None),
     (_GRAPHS_V2, "CudaGraphManager", "_init_candidates", ()),
     (
         _GRAPHS_V2,
@@ -245,6 +301,19 @@ V2_ATTRIBUTES: Final = (
     (_BATCH_V2, "InputBatch", "num_scheduled_tokens"),
     (_BATCH_V2, "InputBatch", "prefill_len_np"),
     (_BATCH_V2, "InputBatch", "num_computed_prefill_tokens_np"),
+    *(
+        (_SPECULATOR_V2, "DraftModelSpeculator", name)
+        for name in (
+            *("num_speculative_steps", "draft_tokens", "idx_mapping", "input_buffers", "block_tables", "device"),
+            *("max_num_reqs", "pcp_manager", "kv_cache_config", "acceptance_estimator", "use_local_argmax_reduction"),
+        )
+    ),
+    *(
+        (_SPECULATORS_V2, "TargetDependentARSpeculator", name)
+        for name in ("hidden_states", "sample_src_positions", "current_draft_step", "decode_cudagraph_manager")
+    ),
+    *((_BATCH_V2, "InputBatch", name) for name in ("num_reqs", "idx_mapping")),
+    *((_BATCH_V2, "InputBuffers", name) for name in ("input_ids", "positions", "seq_lens", "query_start_loc")),
     *((_GRAPHS_V2, "CudaGraphManager", name) for name in ("vllm_config", "compilation_config", "max_num_reqs")),
     *((_GRAPHS_V2, "CudaGraphManager", name) for name in ("cudagraph_mode", "decode_query_len", "varlen_decode")),
     *((_GRAPHS_V2, "CudaGraphManager", name) for name in ("lora_capture_cases", "ubatch_runner")),

@@ -39,17 +39,17 @@ def before_forward(runner: Any, hook: Callable[[], None]) -> None:
     timing.forward_start = forward_start
 
 
-def around_propose(runner: Any, hook: Callable[[Callable[[], Any], int | None], Any]) -> bool:
-    """Route drafting through `hook(propose, rounds)`, dummy runs excepted; False on a rank without a drafter."""
+def around_propose(runner: Any, hook: Callable[[Callable[[], Any], Any, int | None], Any]) -> bool:
+    """Route drafting through `hook(propose, batch, rounds)`, dummy runs excepted; False on a rank without a drafter."""
     speculator = runner.speculator
     if speculator is None:
         return False
     inherited = speculator.propose
 
-    def propose(*args: Any, **kwargs: Any) -> Any:
+    def propose(batch: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dummy_run"):
-            return inherited(*args, **kwargs)
-        return hook(lambda: inherited(*args, **kwargs), kwargs.get("num_speculative_tokens"))
+            return inherited(batch, *args, **kwargs)
+        return hook(lambda: inherited(batch, *args, **kwargs), batch, kwargs.get("num_speculative_tokens"))
 
     speculator.propose = propose
     return True

@@ -1,6 +1,6 @@
-"""What FASER adds to vLLM's V2 model runner (the CUDA default): phase times and a report per step.
+"""What FASER adds to vLLM's V2 model runner (the CUDA default): drafts of their own length, and a report per step.
 
-`with_faser` is called by the worker. Lengths need no work here: the scheduler mixin gives each request k_i
+`with_faser` is called by the worker. Verified lengths need no work here: the scheduler mixin gives each request k_i
 placeholders, V2 builds a ragged verification from their number, and the drafts never leave the device. The mixin
 must never wait for the device and never raise; LIMITS_V2 says what V2 cannot do.
 """
@@ -12,6 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from ..drafting.drafting_v2 import DraftingV2
+from ..drafting.late_confidences import Drawn
 from ..operator_log import operator_log
 from ..patches.v2 import (
     RunnerV2Hooks,
@@ -23,6 +25,7 @@ from ..patches.v2 import (
     sampling_rows,
 )
 from ..steering.orders import StepOrder, StepReport
+from .step_events import StepEvents, event_maker, fill_times
 from .v2_limits import DraftingFacts, limits_for
 
 logger = operator_log(__name__)
@@ -30,57 +33,32 @@ logger = operator_log(__name__)
 REPORT_LIMIT = 1  # log lines per failing hook; further failures are only counted
 
 
-class StepEvents:
-    """Events on the current CUDA stream at named moments of one step; read only when they are done."""
-
-    def __init__(self, make_event: Callable[[], Any]) -> None:
-        self._make_event = make_event
-        self._events: dict[str, Any] = {}
-
-    def mark(self, moment: str) -> None:
-        """Put an event on the stream; the first mark of a moment holds."""
-        if moment not in self._events:
-            event = self._make_event()
-            event.record()
-            self._events[moment] = event
-
-    def seconds(self, first: str, last: str) -> float:
-        """Return the device's time between two moments; 0.0 if either was not marked or is still to come."""
-        started, ended = self._events.get(first), self._events.get(last)
-        if started is None or ended is None or not ended.query():
-            return 0.0
-        return float(started.elapsed_time(ended)) / 1000.0
-
-
-def _make_cuda_event() -> Any:
-    from torch.cuda import Event
-
-    make: Callable[..., Any] = Event
-    return make(enable_timing=True)
-
-
 class FaserRunnerV2(RunnerV2Hooks):
     """Mixin in front of the V2 GPUModelRunner."""
 
+    drafting: DraftingV2 | None = None  # None: no drafter, or vLLM's own drafting
     events: StepEvents | None = None  # of the step under way; None while nothing is timed
     previous: StepEvents | None = None
     order: StepOrder | None = None
-    rounds: int = 0  # drafting rounds of this step
-    samples: list[bool] | None = None  # per batch row, whether it drafts for a next step
+    lengths: list[int] | None = None  # per batch row, tokens to draft in this step
+    rounds: tuple[int, ...] | None = None  # rows in each drafting round of this step
+    drawn: Drawn | None = None  # confidences of the drafts that this step verifies
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.faults: Counter[str] = Counter()
-        self._is_timed = False
+        self._make_event: Callable[[], Any] | None = None
         self._guard("set-up", self._set_up)
 
     def _set_up(self) -> None:
-        config = self.speculative_config  # type: ignore[attr-defined]
-        if config is not None and around_propose(self, self.around_draft):
-            for limit in limits_for(DraftingFacts.of(config)):
-                logger.info("FASER on vLLM's V2 runner: %s", limit.line())
         before_forward(self, partial(self._mark, "forward"))
-        self._is_timed = self.device.type == "cuda"  # type: ignore[attr-defined]
+        self._make_event = event_maker(self.device.type)  # type: ignore[attr-defined]
+        config = self.speculative_config  # type: ignore[attr-defined]
+        if config is None or not around_propose(self, self.around_draft):
+            return
+        for limit in limits_for(DraftingFacts.of(config)):
+            logger.info("FASER on vLLM's V2 runner: %s", limit.line())
+        self.drafting = DraftingV2(self.speculator, self.device.type == "cuda", self._guard)  # type: ignore[attr-defined]
 
     def _guard(self, name: str, hook: Callable[[], None]) -> None:
         try:
@@ -100,15 +78,16 @@ class FaserRunnerV2(RunnerV2Hooks):
         if is_dummy(args, kwargs):
             return inherited(scheduler_output, *args, **kwargs)
         self.order = getattr(scheduler_output, "faser", None)
-        self.rounds, self.samples = 0, None
-        self.events = StepEvents(_make_cuda_event) if self._is_timed else None
+        self.lengths = self.rounds = None
+        self.drawn = None if self.drafting is None else self.drafting.drawn
+        self.events = None if self._make_event is None else StepEvents(self._make_event)
         self._mark("begin")
         result = inherited(scheduler_output, *args, **kwargs)
         self._mark("verified")
         return result
 
     def around_sample(self, sample: Callable[[], Any], input_batch: Any) -> Any:
-        """Sample, and note on the way which rows are past their prompt."""
+        """Sample, and note on the way what each row shall draft."""
         self._mark("logits")
         result = sample()
         self._mark("sampled")
@@ -116,13 +95,22 @@ class FaserRunnerV2(RunnerV2Hooks):
         return result
 
     def _note_rows(self, input_batch: Any) -> None:
-        self.samples = sampling_rows(input_batch)
+        if self.order is not None:
+            ordered = self.order.lengths
+            self.lengths = [
+                ordered.get(request_id, 0) if samples else 0
+                for request_id, samples in zip(input_batch.req_ids, sampling_rows(input_batch), strict=True)
+            ]
 
-    def around_draft(self, propose: Callable[[], Any], rounds: int | None) -> Any:
+    def around_draft(self, propose: Callable[[], Any], input_batch: Any, rounds: int | None) -> Any:
         """Draft for the next step."""
-        self.rounds = self.num_speculative_steps if rounds is None else rounds  # type: ignore[attr-defined]
+        asked: int = self.num_speculative_steps if rounds is None else rounds  # type: ignore[attr-defined]
         self._mark("draft")
-        drafts = propose()
+        if self.drafting is None or self.lengths is None:
+            drafts, self.rounds = propose(), (input_batch.num_reqs,) * asked
+        else:
+            drafts = self.drafting.draft(propose, input_batch, self.lengths, asked)
+            self.rounds = self.drafting.rounds
         self._mark("drafted")
         return drafts
 
@@ -139,32 +127,23 @@ class FaserRunnerV2(RunnerV2Hooks):
         request_ids = getattr(inner, "req_ids", None)
         if not request_ids:  # other pipeline ranks, and vLLM's empty output, which is one object for all
             return
-        report = StepReport(drafted=self._drafted(request_ids))
+        report = StepReport(drafted=self._drafted(len(request_ids)), rounds=self.rounds)
         inner.faser = report
-        if self.events is not None:
-            on_delivery(output, partial(self._guard, "times", partial(fill_times, report, self.events, self.previous)))
+        on_delivery(output, partial(self._deliver, report, self.events, self.previous, self.drawn))
 
-    def _drafted(self, request_ids: list[str]) -> list[int]:
-        if self.order is None or self.samples is None:
-            return [0] * len(request_ids)
-        lengths, rounds = self.order.lengths, self.rounds
-        return [
-            min(lengths.get(request_id, 0), rounds) if samples else 0
-            for request_id, samples in zip(request_ids, self.samples, strict=True)
-        ]
+    def _deliver(
+        self, report: StepReport, events: StepEvents | None, previous: StepEvents | None, drawn: Drawn | None
+    ) -> None:
+        """Complete the report once the step's tokens are on the host, in whichever thread vLLM fetches them."""
+        if events is not None:
+            self._guard("times", lambda: fill_times(report, events, previous))
+        if drawn is not None:
+            self._guard("confidences", lambda: report.late_confidences.update(drawn.told()))
 
-
-def fill_times(report: StepReport, step: StepEvents, previous: StepEvents | None) -> None:
-    """Fill in the device's times once the step's tokens are on the host; waits for nothing.
-
-    Everything before those tokens on the stream is done by then: this step's verification and sampling, and the
-    drafting of the step before. This step's own drafting may still run, so `draft_s` and `runner_s` are one step old.
-    """
-    report.verify_s = step.seconds("forward", "verified")
-    report.sample_s = step.seconds("logits", "sampled")
-    if previous is not None:
-        report.draft_s = previous.seconds("draft", "drafted")
-        report.runner_s = previous.seconds("begin", "end")
+    def _drafted(self, requests: int) -> list[int]:
+        if self.lengths is None or not self.rounds:
+            return [0] * requests
+        return [min(length, len(self.rounds)) for length in self.lengths]
 
 
 def with_faser(runner_class: type) -> type:

@@ -56,5 +56,7 @@ class StepReport:
     rounds: tuple[int, ...] | None = None  # rows that drafted in each pass of the drafter; None: not told
     sat_out: int = 0  # requests that were to draft and did not: a sequence is longer than the drafter's context
     is_drafter_ready: bool = False  # its process takes jobs, or is at one that an earlier step asked for
+    # By request: confidences of the drafts that this step verifies, which the V2 runner tells only now.
+    late_confidences: dict[str, tuple[float, ...]] = field(default_factory=dict)
     # By request that is not in the step: confidences of the draft that came for it, and of a dropped token.
     deferred: dict[str, tuple[float, ...]] = field(default_factory=dict)

@@ -26,9 +26,14 @@ class LiveRequest(Protocol):
     priority: int
     is_prefill_chunk: bool
     num_prompt_tokens: int
+    num_output_placeholders: int  # tokens that steps in flight may emit; 0 without async scheduling
+    num_preemptions: int
 
     @property
     def num_output_tokens(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -163,6 +168,7 @@ class RecordBuilder:
         prefill = decode = drafts = 0
         report, lengths, draft_of, counts = raw.report, raw.order.lengths, raw.drafts, raw.sampled.counts
         drafted, confidences, pruned, invalid = report.drafted, report.confidences, report.pruned, raw.invalid
+        late = report.late_confidences
         verified_of = dict(zip(draft_of, raw.draft_lengths, strict=True))
         is_next = raw.counter == self._last + 1  # else what is known of the drafts is that of an earlier step
         for (request_id, scheduled), entry, row, context, delivered in zip(
@@ -192,7 +198,7 @@ class RecordBuilder:
                 entry.has_emitted = True
                 if len(raw.events) < MAX_REQUESTS:
                     raw.events.append(RequestEvent("first_token", entry.handle, raw.time_s, delivered))
-            known = entry.confidences if is_next else ()
+            known = late.get(request_id, ()) if late else entry.confidences if is_next else ()
             rows.append(
                 RequestRow(
                     entry.handle,

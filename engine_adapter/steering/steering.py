@@ -218,11 +218,11 @@ class Steering:
             if length:
                 request = entry.request
                 emitted = request.num_output_tokens
-                if not emitted and request.num_computed_tokens + rows < request.num_prompt_tokens:
+                if (not emitted or request.num_preemptions) and _reads_on(request, rows):
                     length = 0  # nothing is sampled, so nothing is drafted; it must not deepen the others' rounds
-                # This step emits one token at least and the next one ends with a token of its own, so a longer
-                # draft than what then remains could never be emitted.
-                elif length > (room := request.max_tokens - emitted - 2):
+                # This step emits one token at least, a step in flight another one, and the next step ends with a token
+                # of its own: a draft longer than what then remains could never be emitted.
+                elif length > (room := request.max_tokens - emitted - 2 - (request.num_output_placeholders > 0)):
                     length = room if room > 0 else 0
             lengths[request_id] = length
         return lengths
@@ -314,6 +314,11 @@ class Steering:
         """Say goodbye without waiting for anything, after a failure on the engine thread."""
         self.link.send(Goodbye(self.hello.boot_id))
         self.link.close(wait_s=0.0)
+
+
+def _reads_on(request: LiveRequest, rows: int) -> bool:
+    """Tell whether a step of so many rows ends before the last known token: in a prompt, or read again after a preemption."""
+    return request.num_computed_tokens + rows < request.num_tokens + request.num_output_placeholders
 
 
 def rest_s(step_s: float) -> float:

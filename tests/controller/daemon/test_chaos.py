@@ -127,6 +127,12 @@ class Request:
     max_tokens: int = 1 << 30
     priority: int = 0
     is_prefill_chunk: bool = False
+    num_output_placeholders: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_output_tokens
 
 
 @dataclass

@@ -47,6 +47,12 @@ class Request:
     priority: int = 0
     is_prefill_chunk: bool = False
     num_prompt_tokens: int = 10
+    num_output_placeholders: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_output_tokens
 
 
 class MemoryLink:

@@ -1,0 +1,171 @@
+"""Private names of the speculators of vLLM's V2 runner: draft rounds, and what is known of each drafted token.
+
+Imports of vLLM are lazy. Nothing here decides anything; drafting/ragged_v2.py and drafting/late_confidences.py do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Decode = Callable[["DecodeRounds"], bool]  # drafts all rounds behind the first; False: vLLM shall do it
+
+
+def keeps_its_own_rounds(speculator: Any) -> bool:
+    """Tell whether this is vLLM's draft model, which runs all its rounds whatever is asked (0.32)."""
+    from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+
+    return isinstance(speculator, StandaloneARSpeculator)
+
+
+def bounded_rounds(speculator: Any, propose: Callable[[], Tensor], rounds: int) -> Tensor:
+    """Let a draft model run no more than so many rounds; its first pass always runs and keeps its KV cache in step.
+
+    :returns: (requests, most rounds) drafted tokens; columns behind `rounds` hold those of earlier steps
+    """
+    most = speculator.num_speculative_steps
+    speculator.num_speculative_steps = max(rounds, 1)
+    try:
+        drafts = propose()
+    finally:
+        speculator.num_speculative_steps = most
+    told: Tensor = speculator.draft_tokens[: drafts.shape[0]]
+    return told
+
+
+def around_decode(speculator: Any, decode: Decode) -> bool:
+    """Route the rounds behind the first through `decode`; False for a speculator without rounds that can be cut."""
+    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
+
+    if not isinstance(speculator, TargetDependentARSpeculator) or speculator.pcp_manager is not None:
+        return False
+    drafting: Any = speculator
+    inherited = drafting._multi_step_decode
+
+    def multi_step(
+        requests: int, skip_attn: bool, desc: Any, across_dp: Any, upper_bound: Tensor, longest: int
+    ) -> None:
+        if skip_attn or not decode(DecodeRounds(speculator, requests, upper_bound, longest)):
+            inherited(requests, skip_attn, desc, across_dp, upper_bound, longest)
+
+    drafting._multi_step_decode = multi_step
+    return True
+
+
+class DecodeRounds:
+    """The rounds behind the first of an autoregressive speculator, over a batch that may shrink.
+
+    The state of a round is six buffers indexed by batch row. They are changed in place, since captured graphs read
+    them where they are.
+    """
+
+    def __init__(self, speculator: Any, requests: int, upper_bound: Tensor, longest: int) -> None:
+        self.requests, self.longest = requests, longest
+        self._speculator, self._upper_bound = speculator, upper_bound[:requests]
+        self._left = requests
+        buffers = speculator.input_buffers
+        self._moved = (
+            buffers.input_ids, buffers.positions, buffers.seq_lens, speculator.hidden_states, speculator.idx_mapping,
+            speculator.sample_src_positions,
+        )  # fmt: skip
+        self._before = [tensor[:requests].clone() for tensor in self._moved]
+        # What a row does not draft is its first token again: vLLM leaves -1 there, which nothing may embed.
+        self._drafts = speculator.draft_tokens[:requests, :1].expand(-1, speculator.num_speculative_steps).clone()
+
+    def keep(self, places: list[int]) -> None:
+        """Go on with the rows at these places of the batch only, in this order."""
+        speculator, left = self._speculator, len(places)
+        index = _on_device(places, speculator.device)
+        for tensor in self._moved:
+            tensor[:left] = tensor[index]
+        self._upper_bound = self._upper_bound[places]
+        self._pad(left)
+
+    def _pad(self, left: int) -> None:
+        speculator, buffers = self._speculator, self._speculator.input_buffers
+        self._left = left
+        speculator.idx_mapping[left:] = -1
+        buffers.seq_lens[left:] = 0
+        buffers.query_start_loc[left + 1 :] = left
+        speculator.block_tables.gather_block_tables(speculator.idx_mapping[:left], num_reqs_padded=left)
+
+    def run(self, step: int, rows: list[int]) -> None:
+        """Draft the token of one round; `rows` says whose it is, by row of the whole batch."""
+        from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+        from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
+
+        speculator, left, buffers = self._speculator, self._left, self._speculator.input_buffers
+        graphs = speculator.decode_cudagraph_manager
+        desc, _ = dispatch_cg_and_sync_dp(graphs, left, left, uniform_token_count=1, dp_size=1, dp_rank=0)
+        slots = speculator.block_tables.compute_slot_mappings(
+            speculator.idx_mapping[:left], buffers.query_start_loc[: left + 1], buffers.positions[:left],
+            desc.num_tokens,
+        )  # fmt: skip
+        metadata = speculator._build_uniform_attn_metadata(
+            num_reqs=left, batch_desc=desc, num_query_per_req=1, seq_lens_cpu_upper_bound=self._upper_bound, step=step
+        )
+        speculator.current_draft_step.fill_(step)
+        if desc.cg_mode.name == "FULL":
+            graphs.run_fullgraph(desc)
+        else:
+            layers = build_slot_mappings_by_layer(slots, speculator.kv_cache_config)
+            speculator._generate_draft(
+                left, desc.num_tokens, metadata, layers, num_tokens_across_dp=None,
+                cudagraph_runtime_mode=desc.cg_mode, num_speculative_steps=self.longest,
+            )  # fmt: skip
+        self._drafts[_on_device(rows, speculator.device), step] = speculator.draft_tokens[:left, step]
+
+    def hand_over(self) -> None:
+        """Put all drafted tokens where vLLM reads them."""
+        self._speculator.draft_tokens[: self.requests] = self._drafts
+
+    def restore(self) -> None:
+        """Put everything back as it was before the first of these rounds."""
+        for tensor, before in zip(self._moved, self._before, strict=True):
+            tensor[: self.requests] = before
+        self._pad(self.requests)
+        self._speculator.draft_tokens[: self.requests, 0] = self._drafts[:, 0]
+
+
+def _on_device(values: list[int], device: Any) -> Tensor:
+    from torch import int64
+    from vllm.utils.torch_utils import async_tensor_h2d
+
+    moved: Tensor = async_tensor_h2d(values, device=device, dtype=int64)
+    return moved
+
+
+def watch_logits(speculator: Any, note: Callable[[Tensor, Tensor, Tensor], None]) -> bool:
+    """Call `note(logits, request slots, step)` with each round's logits, also while graphs are captured.
+
+    It takes the place of vLLM's estimator of acceptance, which goes on behind it. False where no logits are there.
+    """
+    if not hasattr(speculator, "acceptance_estimator") or speculator.use_local_argmax_reduction:
+        return False
+    load_model = speculator.load_model
+
+    def load(*args: Any, **kwargs: Any) -> None:
+        load_model(*args, **kwargs)
+        speculator.acceptance_estimator = _Watched(speculator.acceptance_estimator, note)
+
+    speculator.load_model = load
+    return True
+
+
+class _Watched:
+    """vLLM's estimator of acceptance, if there is one, behind a look at the logits (0.32 speculator.py:473)."""
+
+    def __init__(self, inner: Any, note: Callable[[Tensor, Tensor, Tensor], None]) -> None:
+        self._inner, self._note = inner, note
+
+    def predict(self, logits: Tensor, slots: Tensor, step: Tensor, *rest: Any) -> None:
+        self._note(logits, slots, step)
+        if self._inner is not None:
+            self._inner.predict(logits, slots, step, *rest)
+
+    def step(self, *verified: Any) -> None:
+        if self._inner is not None:
+            self._inner.step(*verified)

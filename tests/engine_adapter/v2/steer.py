@@ -1,0 +1,113 @@
+"""A rule in the place of leases, and a log of what FASER's records are made of; also under asynchronous scheduling."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from faser.engine_adapter.protocol import ActionSet
+from faser.engine_adapter.steering.lease import Lease
+from faser.engine_adapter.steering.orders import StepOrder
+from faser.engine_adapter.steering.steering import BatchOutcome, Steering
+
+Rule = Callable[[int, int], int]  # handle, step -> draft length
+
+
+def rule_of(spec: dict[str, Any]) -> Rule:
+    """Return lengths that are fixed, cyclic over requests, or random for each request and step."""
+    if "fixed" in spec:
+        return lambda handle, step: int(spec["fixed"])
+    if "cycle" in spec:
+        cycle = spec["cycle"]
+        return lambda handle, step: int(cycle[(handle - 1) % len(cycle)])
+    seed, longest = spec.get("seed", 0), spec["random"]
+    return lambda handle, step: random.Random(f"{seed} {handle} {step}").randint(0, longest)
+
+
+class Steer:
+    """Gives every live request a length by a rule, through a lease of its own, and logs each step."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.log: list[dict[str, Any]] = []
+        self.lost: set[str] = set()  # requests that were preempted: their drafts are gone
+        steering: Steering | None = None
+        ordered, recorded, builder = Steering.order, Steering.record, Lease.in_force
+        steer = self
+
+        def order(self: Steering, scheduled: dict[str, int], started_s: float) -> StepOrder:
+            nonlocal steering
+            steering = self
+            return ordered(self, scheduled, started_s)
+
+        def in_force(lease: Lease, step: int, now_s: float) -> ActionSet | None:
+            assert steering is not None
+            handles = [entry.handle for entry in steering.entries.values()]
+            lengths = [rule(handle, step) for handle in handles]
+            builder(lease, step, now_s)
+            return ActionSet(lease.boot_id, 1, step, step + 32, now_s + 5.0, 0, handles, lengths)
+
+        def record(self: Steering, order: StepOrder, outcome: BatchOutcome) -> None:
+            steer.note(self, order, outcome)
+            recorded(self, order, outcome)
+
+        Steering.order, Steering.record = order, record  # type: ignore[method-assign]
+        Lease.in_force = in_force  # type: ignore[method-assign]
+
+    def note(self, steering: Steering, order: StepOrder, outcome: BatchOutcome) -> None:
+        """Log one step."""
+        report = outcome.report
+        self.lost |= {entry.request_id for entry in steering._preempted}
+        rows = {}
+        for name, scheduled in outcome.scheduled.items():
+            row = outcome.row_of[name]
+            rows[name] = {
+                "ordered": order.lengths.get(name),
+                "scheduled": scheduled,
+                "verified": len(outcome.drafts.get(name, ())),
+                "sampled": outcome.sampled.counts[row] if outcome.sampled.counts else 0,
+                "reported": report.drafted[row] if report and report.drafted else None,
+                "confidences": list(report.late_confidences.get(name, ())) if report else [],
+                "accepted": outcome.sampled.counts[row] - 1 if outcome.sampled.counts else 0,
+            }
+        told = None if report is None else [report.verify_s, report.sample_s, report.draft_s, report.runner_s]
+        rounds = None if report is None or report.rounds is None else list(report.rounds)
+        self.log.append({"step": order.step, "rows": rows, "times_s": told, "rounds": rounds, "at_s": time.monotonic()})
+
+    def check(self) -> dict[str, Any]:
+        """Compare what each request's step ordered with what its next step verified, and with what the runner told."""
+        last: dict[str, dict[str, Any]] = {}
+        seen: Counter[int] = Counter()
+        obeyed, lost, disobeyed, misreported = 0, 0, [], []
+        for entry in self.log:
+            for name, row in entry["rows"].items():
+                before, last[name] = last.get(name), row
+                if before is None or not before["sampled"]:
+                    continue
+                if name in self.lost and not row["verified"]:  # a preempted request loses its draft
+                    lost += 1
+                    continue
+                seen[row["verified"]] += 1
+                if before["ordered"] == row["verified"]:
+                    obeyed += 1
+                else:
+                    disobeyed.append([entry["step"], name, before["ordered"], row["verified"]])
+                if before["reported"] != row["verified"]:
+                    misreported.append([entry["step"], name, before["reported"], row["verified"]])
+        return {
+            "records": len(self.log),
+            "without_report": sum(entry["times_s"] is None for entry in self.log),
+            "obeyed": obeyed,
+            "disobeyed": disobeyed,
+            "misreported": misreported,
+            "lost": lost,
+            "lengths": {str(length): count for length, count in sorted(seen.items())},
+            "draft_rows": sum(sum(entry["rounds"] or ()) for entry in self.log),
+            "rows_if_uniform": sum(len(entry["rows"]) * len(entry["rounds"] or ()) for entry in self.log),
+            "rounds": sum(len(entry["rounds"] or ()) for entry in self.log),
+            "confident": sum(len(r["confidences"]) >= r["verified"] > 0 for e in self.log for r in e["rows"].values()),
+            "drafting": sum(r["verified"] > 0 for e in self.log for r in e["rows"].values()),
+            "timed": sum(bool(entry["times_s"] and all(entry["times_s"][:2])) for entry in self.log),
+        }
