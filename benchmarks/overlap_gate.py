@@ -18,18 +18,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
-import time
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
-from measured_cells import begun, write
+from measured_cells import begun, fill
 from remote import Remote
 from tables import table
 
-from faser.controller.engine.machine import commit, machine_facts, versions
+from faser.controller.engine.machine import machine_facts, versions
 from faser.engine_adapter.settings import AUTO
 from faser.env.workload.prompts import KINDS, held_out_prompts
 from faser.models.embedded.precision import dtype_on
@@ -39,20 +37,6 @@ RESULT: Final = FOLDER / "results" / "overlap_gate.json"
 ENGINE: Final = FOLDER / "overlap_engine.py"
 MAX_PROMPT_TOKENS: Final = 300
 QUICK_TOKENS: Final = 60  # enough for a slice of each arm
-
-
-def start(options: argparse.Namespace, folder: str) -> Remote:
-    """Return the engine's process, ready."""
-    target, drafter = options.cores
-    environment = {
-        "FASER_DRAFTER_CORES": str(drafter), "FASER_PING_PONG": AUTO,
-        "FASER_ENDPOINT": f"ipc://{folder}/engine.sock",  # where nobody listens
-        "VLLM_CPU_OMP_THREADS_BIND": str(target), "KMP_BLOCKTIME": "0",
-    }  # fmt: skip
-    arguments = [str(options.length), str(max(options.requests)), options.dtype]
-    engine = Remote(str(ENGINE), arguments, folder, environment=environment)
-    engine.wait_ready()
-    return engine
 
 
 def prompt_sets(count: int, requests: int) -> list[list[str]]:
@@ -99,18 +83,22 @@ def main() -> None:
         "machine": msgspec.to_builtins(machine_facts()), "versions": versions(),
     }  # fmt: skip
     report = begun(options.json, said, {"loads": []})
-    done = {load["requests"] for load in report["loads"]}
+    target, drafter = options.cores
+    arguments = [str(options.length), str(max(options.requests)), options.dtype]
     with tempfile.TemporaryDirectory(prefix="faser-") as folder:
-        engine = start(options, folder)
-        try:
-            for requests in [requests for requests in options.requests if requests not in done]:
-                sets = prompt_sets(1 + turns_of(options.turns, requests), requests)
-                cell = engine.ask("measure", sets, options.tokens) | {"commit": commit()}
-                report["loads"] = sorted([*report["loads"], cell], key=lambda one: one["requests"])
-                write(options.json, report)
-                print(f"{time.strftime('%H:%M:%S')} {requests} requests: done", file=sys.stderr, flush=True)
-        finally:
-            engine.end()
+        environment = {
+            "FASER_DRAFTER_CORES": str(drafter), "FASER_PING_PONG": AUTO,
+            "FASER_ENDPOINT": f"ipc://{folder}/engine.sock",  # where nobody listens
+            "VLLM_CPU_OMP_THREADS_BIND": str(target), "KMP_BLOCKTIME": "0",
+        }  # fmt: skip
+
+        def measure(requests: int) -> dict[str, Any]:
+            sets = prompt_sets(1 + turns_of(options.turns, requests), requests)
+            found: dict[str, Any] = engine.ask("measure", sets, options.tokens)
+            return found
+
+        with Remote(str(ENGINE), arguments, folder, environment) as engine:
+            fill(options.json, report, "loads", options.requests, lambda load: load["requests"], measure)
     print(table(report))
 
 
