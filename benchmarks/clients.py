@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-import aiohttp
 import msgspec
 import numpy as np
 from openai import AsyncOpenAI
@@ -37,6 +36,7 @@ from faser.controller.engine.launch import free_port
 from faser.controller.engine.load_generator import LoadGenerator, LoadOptions
 from faser.controller.engine.machine import Machine, commit, machine_facts, versions
 from faser.controller.engine.processes import ProcessTree
+from faser.controller.engine.running import is_healthy
 from faser.controller.errors import EngineError, FaserError
 from faser.controller.whole_file import replacing, require_place
 from faser.env.workload.workload import TimedRequest
@@ -234,22 +234,12 @@ def served(folder: Path) -> Iterator[str]:
     command = [sys.executable, "-P", "-c", "from faser.controller.cli.main import main; main()"]
     log = folder / "serve.log"
     with ProcessTree([*command, "serve", "embedded", "--port", str(port)], environment, log) as server:
-        asyncio.run(_wait_ready(server, url))
+        end_s = time.monotonic() + READY_S
+        while not is_healthy(url):
+            if server.poll() is not None or time.monotonic() > end_s:
+                raise EngineError("faser serve was not ready", f"readiness within {READY_S:g} s", f"see {log}")
+            time.sleep(0.3)
         yield url
-
-
-async def _wait_ready(server: ProcessTree, url: str) -> None:
-    end_s = time.monotonic() + READY_S
-    async with aiohttp.ClientSession() as session:
-        while time.monotonic() < end_s and server.poll() is None:
-            try:
-                async with session.get(f"{url}/health") as reply:
-                    if reply.status == 200:
-                        return
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.3)
-    raise EngineError("faser serve was not ready", f"readiness within {READY_S:g} s", f"see {server.log}")
 
 
 def ratio(runs: Sequence[Run], client: str, figure: str) -> Ratio:

@@ -85,7 +85,7 @@ class SpeculativeServingEnv(gymnasium.Env[Observations, Singles]):
         self._simulator.reset()
         self._simulator.warm()
         self._history.clear()
-        return observations(self._simulator, 0), step_info(self._simulator, 0)
+        return observations(self._simulator, 0), self._info()
 
     def step(self, action: Singles) -> tuple[Observations, float, bool, bool, dict[str, Any]]:
         """Simulate one engine step; raise ValueError for an action that holds NaN or infinity."""
@@ -93,7 +93,10 @@ class SpeculativeServingEnv(gymnasium.Env[Observations, Singles]):
         if self.render_mode is not None:
             self._history.append(moment(self._simulator, 0))
         truncated = bool(is_over(self._simulator)[0])
-        return observations(self._simulator, 0), reward, False, truncated, step_info(self._simulator, 0)
+        return observations(self._simulator, 0), reward, False, truncated, self._info()
+
+    def _info(self) -> dict[str, Any]:
+        return {name: float(values[0]) for name, values in step_infos(self._simulator).items()}
 
     def render(self) -> Any:
         """Draw load, lengths and goodput of the episode so far: an image, or a line of text."""
@@ -140,7 +143,7 @@ class SpeculativeServingVectorEnv(VectorEnv[Observations, Singles, npt.NDArray[A
             self._simulator.seed(seed_of(self._seed, self.np_random))
         self._simulator.reset()
         self._simulator.warm()
-        return observations(self._simulator), self._infos()
+        return observations(self._simulator), step_infos(self._simulator)
 
     def step(
         self, actions: Singles
@@ -148,7 +151,7 @@ class SpeculativeServingVectorEnv(VectorEnv[Observations, Singles, npt.NDArray[A
         """Simulate one step of every engine; raise ValueError for actions that hold NaN or infinity."""
         rewards = self._simulator.step(require_numbers(actions)).copy()
         over = is_over(self._simulator)
-        infos = self._infos()
+        infos = step_infos(self._simulator)
         if over.any():
             infos["final_obs"] = observations(self._simulator)
             infos["final_info"] = {name: values.copy() for name, values in infos.items() if name != "final_obs"}
@@ -157,13 +160,6 @@ class SpeculativeServingVectorEnv(VectorEnv[Observations, Singles, npt.NDArray[A
             self._simulator.reset(ended)
             self._simulator.warm(ended)
         return observations(self._simulator), rewards, np.zeros_like(over), over, infos
-
-    def _infos(self) -> dict[str, Any]:
-        engines = self._simulator.state.engines
-        infos: dict[str, Any] = {name: self._simulator.state.terms[:, k].copy() for k, name in enumerate(TERMS)}
-        infos["elapsed_s"] = engines["elapsed_s"].copy()
-        infos["discount"] = discount(engines["elapsed_s"], self.scenario.weights.discount_per_s)
-        return infos
 
     def close_extras(self, **kwargs: Any) -> None:
         """End the threads."""
@@ -190,13 +186,12 @@ def is_over(simulator: Simulator) -> Bools:
     return over | simulator.is_done
 
 
-def step_info(simulator: Simulator, engine: int) -> dict[str, Any]:
-    """Return the reward's terms, the seconds that passed and the factor on what comes after."""
-    info: dict[str, Any] = {name: float(simulator.state.terms[engine, k]) for k, name in enumerate(TERMS)}
-    elapsed_s = float(simulator.state.engines[engine]["elapsed_s"])
-    info["elapsed_s"] = elapsed_s
-    info["discount"] = float(discount(elapsed_s, simulator.scenario.weights.discount_per_s))
-    return info
+def step_infos(simulator: Simulator) -> dict[str, Any]:
+    """Return the reward's terms, the seconds that passed and the factor on what comes after, (engines,) each."""
+    infos: dict[str, Any] = {name: simulator.state.terms[:, k].copy() for k, name in enumerate(TERMS)}
+    infos["elapsed_s"] = simulator.state.engines["elapsed_s"].copy()
+    infos["discount"] = discount(infos["elapsed_s"], simulator.scenario.weights.discount_per_s)
+    return infos
 
 
 def moment(simulator: Simulator, engine: int) -> tuple[float, ...]:

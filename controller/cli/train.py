@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ..engine.machine import commit
-from ..errors import UsageError
+from ..extras import require_extra
 from ..whole_file import require_folder
 
 
@@ -22,11 +22,9 @@ def train(
     json: Annotated[bool, typer.Option("--json", help="End with one JSON object.")] = False,
 ) -> None:
     """Train a policy in simulation with PPO."""
-    try:
-        from ...models.training.config import load_config
-        from ...models.training.train import train as run
-    except ImportError as error:
-        raise UsageError(f"no module {error.name}", "", "training needs pip install 'faser-vllm[train]'") from None
+    require_extra("train", "torch", "stable_baselines3")
+    from ...models.training.config import load_config
+    from ...models.training.train import train as run
     from ..progress import stage_bars
     from .evaluate import decided
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 import numpy as np
@@ -58,9 +57,7 @@ class TelemetryFile:
             self._database.execute("BEGIN")  # all answers are of one moment
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._database.close()
 
     def engines(self) -> list[Hello]:
