@@ -132,7 +132,7 @@ def test_text_json_and_report_carry_the_error_beside_the_figure(
         assert f"<th>{NAMES[speed['name']]}</th>{line}" in html
     run_replay(ReplayOptions(telemetry, "fixed:2", is_counterfactual=True))
     left_out = f"({REQUESTS - found['requests']} more did not finish in the file and are left out)"
-    assert f"counterfactual: {found['requests']} requests {left_out}, 2 runs" in capsys.readouterr().out
+    assert f"{found['requests']} requests {left_out}, 2 runs" in capsys.readouterr().out
     assert left_out in html
 
 
@@ -146,7 +146,7 @@ def test_a_simulator_that_is_far_off_is_refused_in_words(
     profile, page = tmp_path / "slow.json", tmp_path / "replay.html"
     save_profile(slow, profile)
     run_replay(ReplayOptions(telemetry, "fixed:2", is_counterfactual=True, profile=profile, report=page))
-    assert "no counterfactual: the simulator misses this file's" in capsys.readouterr().out
+    assert "No counterfactual: the simulator misses this file's" in capsys.readouterr().out
     html = page.read_text()
     assert "No counterfactual: the simulator misses this file&#39;s" in html
     assert f"expected {LIMIT:.0%} at most" in html
