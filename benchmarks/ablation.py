@@ -209,8 +209,9 @@ def main() -> None:
     require_place(options.json, "--json")
     one_thread()
     seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
-    settings = {"steps": {name_of(load): steps_of(load) for load in LOADS}, "first_seed": FIRST_SEED}
-    kept = begun(options.json, settings, {"runs": {}})
+    steps = {name_of(load): steps_of(load) for load in LOADS}
+    parts = [part.name for part in PARTS]  # a part that is gone is gone from whole `price`, too
+    kept = begun(options.json, {"steps": steps, "first_seed": FIRST_SEED, "parts": parts}, {"runs": {}})
     fill(options.json, kept, seeds)
     if options.timed_steps:
         kept["decisions"] = timed(options.timed_steps)

@@ -7,7 +7,6 @@ A part is switched off by what takes the places of some names that models/polici
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -19,38 +18,27 @@ from faser.env.estimate.acceptance import Floats
 from faser.env.estimate.planning_view import PlanningView
 from faser.models.evaluation.worlds import WorldSpec, going_ahead, held_out, side_by_side
 from faser.models.policies import price
-from faser.models.policies.confidence_bootstrap import ConfidenceBootstrap
 from faser.models.policies.probe import ProbeAccount
 from faser.models.policies.split_choice import SplitChoice
 from faser.models.policies.step_grid import Choice, choose
 
 
-def choose_anew(
-    table: Floats, view: PlanningView, reading_s: float, cell: tuple[int, int], verify_s: Floats | None = None,
-    time_weight: float = 1.0,
-) -> Choice:  # fmt: skip
-    """Return the best cell, whichever is in force."""
-    return choose(table, view, reading_s, (-1, -1), verify_s, time_weight)
-
-
 def choose_one_length(
-    table: Floats, view: PlanningView, reading_s: float, cell: tuple[int, int], verify_s: Floats | None = None,
-    time_weight: float = 1.0,
+    table: Floats, view: PlanningView, reading_s: float, verify_s: Floats | None = None, time_weight: float = 1.0
 ) -> Choice:  # fmt: skip
     """Return the best length for all, by the same costs: a table's last threshold lets everything pass."""
     last = len(table[0]) - 1
     few_s = None if verify_s is None else np.ascontiguousarray(verify_s[last:])
     row = np.ascontiguousarray(table[:, last:])
-    return choose(row, view, reading_s, (0, cell[1]), few_s, time_weight)._replace(threshold=last)
+    return choose(row, view, reading_s, few_s, time_weight)._replace(threshold=last)
 
 
 def choose_by_rule(
-    table: Floats, view: PlanningView, reading_s: float, cell: tuple[int, int], verify_s: Floats | None = None,
-    time_weight: float = 1.0,
+    table: Floats, view: PlanningView, reading_s: float, verify_s: Floats | None = None, time_weight: float = 1.0
 ) -> Choice:  # fmt: skip
     """Return the best cell of stop rules, or the best length for all of history."""
     is_history = len(table[0]) == price.BINS + 1
-    return (choose_one_length if is_history else choose)(table, view, reading_s, cell, verify_s, time_weight)
+    return (choose_one_length if is_history else choose)(table, view, reading_s, verify_s, time_weight)
 
 
 class NoProbes(ProbeAccount):
@@ -64,14 +52,6 @@ class NoLooksBack(ProbeAccount):
     """Probes as before, never steps without drafts that are nearly as good."""
 
     def looks_back(self, view: PlanningView, lead: float) -> bool:
-        """Return False."""
-        return False
-
-
-class NoBootstrap(ConfidenceBootstrap):
-    """Learns what confidence tells from whatever happens to be drafted."""
-
-    def begins(self, view: PlanningView, rate: float) -> bool:
         """Return False."""
         return False
 
@@ -98,14 +78,11 @@ class PolicyPart:
 PARTS: Final = (
     PolicyPart("grid", {"choose": choose_by_rule}),
     PolicyPart("grid and stop rules", {"choose": choose_one_length}, confident),
-    PolicyPart("hysteresis", {"choose": choose_anew, "HYSTERESIS": 0.0}),
     PolicyPart("settling", {"SETTLE_DECISIONS": 1, "SETTLED_DECISIONS": 1}),
     PolicyPart("operating point per size", {"_size": lambda requests: 0}),
     PolicyPart("stop rules", worlds=confident, policy="price:history"),
     PolicyPart("probes", {"ProbeAccount": NoProbes}),
     PolicyPart("look-backs", {"ProbeAccount": NoLooksBack}),
-    PolicyPart("first lesson", {"ConfidenceBootstrap": NoBootstrap}, confident),
     PolicyPart("split trials", {"SplitChoice": lambda splits: SplitChoice(1)}, side_by_side),
-    PolicyPart("frontier bound (else always asked)", {"AHEAD_GAIN": -1.0}, going_ahead),
-    PolicyPart("drafting ahead (else never asked)", {"AHEAD_GAIN": math.inf}, going_ahead),
+    PolicyPart("asking for drafting ahead", {"_frontier": lambda capabilities, depth: 0}, going_ahead),
 )

@@ -32,11 +32,6 @@ def refusal(config: VllmConfig) -> str | None:
             f"data_parallel_size={config.parallel_config.data_parallel_size}: ranks that draft different lengths hang; "
             "run one server per rank instead"
         )
-    if getattr(config.speculative_config, "enable_adaptive_verification", False):
-        return (
-            "enable_adaptive_verification is on: vLLM would shorten FASER's lengths on the device, unseen; "
-            'set "enable_adaptive_verification": false in --speculative-config, or start without FASER'
-        )
     if getattr(config, "diffusion_config", None) is not None:
         return "diffusion models do not draft"
     return None
@@ -80,6 +75,7 @@ def describe_engine(config: VllmConfig, settings: Settings) -> Hello:
         graph_lengths=graph_lengths(config),
         released_prune=exits.released if exits else None,
         frontier=_frontier(config, settings),
+        is_adaptive=bool(getattr(drafting, "enable_adaptive_verification", False)),
     )
 
 

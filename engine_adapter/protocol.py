@@ -37,6 +37,8 @@ Handles = Annotated[list[Handle], Meta(max_length=MAX_REQUESTS)]
 DraftLengths = Annotated[list[DraftLength], Meta(max_length=MAX_REQUESTS)]
 # Bounds keep out what is not finite, while decoding.
 Number = Annotated[float, Meta(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)]
+Cost = Annotated[float, Meta(gt=0.0, le=1e6)]  # seconds
+Weight = Annotated[float, Meta(ge=1e-3, le=1e3)]  # of a request's tokens
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Priority = Annotated[int, Meta(ge=-LARGEST_PRIORITY, le=LARGEST_PRIORITY)]
 Confidences = Annotated[tuple[Share, ...], Meta(max_length=MAX_DRAFT_LENGTH)]
@@ -170,6 +172,7 @@ class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):
     released_prune: Prune | None = None  # what the exit heads were released for
     frontier: Frontier = 0  # most tokens drafted ahead; 0: none
     epoch: Count = 0  # the highest that it obeyed: it refuses lower ones; 0: none
+    is_adaptive: bool = False  # vLLM's adaptive verification: of what is drafted, it verifies what pays
 
 
 class Goodbye(msgspec.Struct, array_like=True, tag="goodbye", frozen=True):
@@ -203,6 +206,17 @@ class StopRule(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return [*self.slopes, *self.intercepts, *self.keep, *self.go_on]
 
 
+class Admission(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What an engine with adaptive verification shall reckon with when it chooses how many drafts to verify.
+
+    It maximises (sum of weights of requests + weighted survival of the verified drafts) / seconds.
+    """
+
+    rows: Annotated[list[Count], Meta(min_length=1, max_length=64)]  # tokens in the target's batch, rising
+    seconds: Annotated[list[Cost], Meta(min_length=1, max_length=64)]  # of a whole step with so many, drafting included
+    weights: Annotated[list[Weight], Meta(max_length=MAX_REQUESTS)] = []  # of `handles`; empty: a token is a token
+
+
 class ActionSet(msgspec.Struct, array_like=True, tag="act", gc=False):
     """What a controller asks for from the next step on, until `valid_until_step` or `valid_until_s` is past.
 
@@ -224,6 +238,7 @@ class ActionSet(msgspec.Struct, array_like=True, tag="act", gc=False):
     prune: Prune | None = None
     mode: Mode = "active"
     stop: StopRule | None = None  # ends drafts on confidence, within `lengths`
+    admission: Admission | None = None  # None: vLLM's own costs, every token alike
 
 
 class HelloRequest(msgspec.Struct, array_like=True, tag="who", frozen=True):

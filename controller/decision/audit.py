@@ -41,8 +41,8 @@ EVENTS: Final[dict[str, tuple[str, ...]]] = {
     "keys": ("allowed",),
     "store": ("detail",),
 }
-QUEUE: Final = 20_000
-LINES_PER_WRITE: Final = 512
+QUEUE: Final = 20_000  # lines that wait to be written; more are dropped and counted
+LINES_PER_WRITE: Final = 512  # a write's cost is per call
 
 
 def audit_event(event: str, boot_id: str = "", **fields: Cell) -> None:

@@ -19,7 +19,7 @@ from ...engine_adapter.protocol import RequestEvent
 from ...env.estimate.engine_state import EngineState
 from ...env.spaces import Action, Capabilities, fit_rows
 
-MAX_MEMBERS: Final = 1 << 16
+MAX_MEMBERS: Final = 1 << 16  # requests remembered: more than any engine runs
 _SCALE: Final = float(1 << 64)
 
 

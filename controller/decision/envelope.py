@@ -17,7 +17,7 @@ from ...env.estimate.step_rows import StepRows
 
 SAMPLED: Final = 4  # one record in so many is looked at
 MIN_CONFIDENCE: Final = 0.5  # of the cost table in a batch of that size without drafts
-MAX_STEP_S: Final = 60.0
+MAX_STEP_S: Final = 60.0  # beyond: a broken clock, not a step
 
 
 class EnvelopeSums:

@@ -16,7 +16,7 @@ from ..config import GuardConfig
 from ..snapshot import Stance
 
 FAULT_WEIGHT: Final = 2  # a fault outweighs this many sound records
-MAX_DOUBLINGS: Final = 6
+MAX_DOUBLINGS: Final = 6  # of the time out: at most 64 times as long
 
 
 class Sight(NamedTuple):

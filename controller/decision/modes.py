@@ -20,9 +20,9 @@ from ..whole_file import replacing
 logger = logging.getLogger(__name__)
 
 EVERY: Final = "*"  # the target that means every engine nobody named
-MAX_TARGETS: Final = 1024
+MAX_TARGETS: Final = 1024  # remembered, the oldest go first
 FILE_VERSION: Final = 1
-CLOSE_S: Final = 2.0
+CLOSE_S: Final = 2.0  # for a disk that is slow, at the end
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):

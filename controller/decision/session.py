@@ -27,9 +27,9 @@ from .window import PruningTotals, Window
 
 logger = logging.getLogger(__name__)
 
-DECISIONS_TIMED: Final = 512
+DECISIONS_TIMED: Final = 512  # the newest, for the 99th percentile: five lie beyond it
 LARGEST_EPOCH: Final = 1 << 62  # of the wire
-EPOCH_STEPS: Final = 1 << 32
+EPOCH_STEPS: Final = 1 << 32  # epochs above an engine's own that a start may take
 
 
 class Session:

@@ -18,7 +18,7 @@ from ...engine_adapter.protocol import StepRecord
 from ...env.estimate.step_rows import StepRows
 from ..snapshot import PruningStatus
 
-WINDOW_S: Final = 5.0
+WINDOW_S: Final = 5.0  # what status, metrics and top show
 MANY: Final = 1 << 32  # tokens: more of one request in a step is nonsense, and must not overflow a sum
 
 # Sums over rows. Behind them: requests by draft length, 0..k_max; drafts that reached position 1..k_max; and those that

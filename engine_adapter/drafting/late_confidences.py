@@ -6,14 +6,14 @@ there, which come later on the same stream. A copy that is late all the same is 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..host_copy import HostCopy
 from ..patches.v2_speculator import watch_logits
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Told = dict[str, tuple[float, ...]]  # request id -> probability of each drafted token's place
 
 
 class LateConfidences:
@@ -35,31 +35,21 @@ class LateConfidences:
 
     def take(self, slots: Tensor, names: list[str], lengths: list[int]) -> Drawn:
         """Start to copy what the drafting just noted, in batch order."""
-        values = self._values[slots]
-        if not self._is_pinned:
-            return Drawn(values, None, names, lengths)
-        import torch
-
-        host = torch.empty(values.shape, pin_memory=True)
-        host.copy_(values, non_blocking=True)
-        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return Drawn(host, event, names, lengths)
+        return Drawn(HostCopy(self._values[slots], self._is_pinned), names, lengths)
 
 
+@dataclass(slots=True)
 class Drawn:
     """Confidences of one step's drafts, on their way to the host."""
 
-    def __init__(self, values: Tensor, event: Any, names: list[str], lengths: list[int]) -> None:
-        self._values, self._event, self._names, self._lengths = values, event, names, lengths
+    copy: HostCopy
+    names: list[str]
+    lengths: list[int]  # tokens that each drafted
 
-    def told(self) -> Told:
+    def told(self) -> dict[str, tuple[float, ...]]:
         """Return them by request, as many as each drafted; nothing while they are under way."""
-        if self._event is not None and not self._event.query():
+        rows = self.copy.values()
+        if rows is None:
             return {}
-        rows: list[list[float]] = self._values.tolist()
-        return {
-            name: tuple(row[:length])
-            for name, length, row in zip(self._names, self._lengths, rows, strict=True)
-            if length
-        }
+        drafts = zip(self.names, self.lengths, rows, strict=True)
+        return {name: tuple(row[:length]) for name, length, row in drafts if length}

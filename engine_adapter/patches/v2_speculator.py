@@ -78,7 +78,7 @@ class DecodeRounds:
     def keep(self, places: list[int]) -> None:
         """Go on with the rows at these places of the batch only, in this order."""
         speculator, left = self._speculator, len(places)
-        index = _on_device(places, speculator.device)
+        index = on_device(places, speculator.device)
         for tensor in self._moved:
             tensor[:left] = tensor[index]
         self._upper_bound = self._upper_bound[places]
@@ -116,7 +116,7 @@ class DecodeRounds:
                 left, desc.num_tokens, metadata, layers, num_tokens_across_dp=None,
                 cudagraph_runtime_mode=desc.cg_mode, num_speculative_steps=self.longest,
             )  # fmt: skip
-        self._drafts[_on_device(rows, speculator.device), step] = speculator.draft_tokens[:left, step]
+        self._drafts[on_device(rows, speculator.device), step] = speculator.draft_tokens[:left, step]
 
     def hand_over(self) -> None:
         """Put all drafted tokens where vLLM reads them."""
@@ -130,11 +130,12 @@ class DecodeRounds:
         self._speculator.draft_tokens[: self.requests, 0] = self._drafts[:, 0]
 
 
-def _on_device(values: list[int], device: Any) -> Tensor:
-    from torch import int64
+def on_device(values: list[Any], device: Any, dtype: str = "int64") -> Tensor:
+    """Return numbers on a device without waiting for it."""
+    import torch
     from vllm.utils.torch_utils import async_tensor_h2d
 
-    moved: Tensor = async_tensor_h2d(values, device=device, dtype=int64)
+    moved: Tensor = async_tensor_h2d(values, device=device, dtype=getattr(torch, dtype))
     return moved
 
 

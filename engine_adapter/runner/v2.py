@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from ..drafting.drafting_v2 import DraftingV2
 from ..drafting.late_confidences import Drawn
+from ..host_copy import HostCopy
 from ..operator_log import operator_log
 from ..patches.v2 import (
     RunnerV2Hooks,
@@ -25,6 +27,7 @@ from ..patches.v2 import (
     sampling_rows,
 )
 from ..steering.orders import StepOrder, StepReport
+from .adaptive_verification import AdaptiveVerification
 from .step_events import StepEvents, event_maker, fill_times
 from .v2_limits import DraftingFacts, limits_for
 
@@ -43,6 +46,7 @@ class FaserRunnerV2(RunnerV2Hooks):
     lengths: list[int] | None = None  # per batch row, tokens to draft in this step
     rounds: tuple[int, ...] | None = None  # rows in each drafting round of this step
     drawn: Drawn | None = None  # confidences of the drafts that this step verifies
+    verification: AdaptiveVerification | None = None  # None: every scheduled draft is verified
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -58,7 +62,20 @@ class FaserRunnerV2(RunnerV2Hooks):
             return
         for limit in limits_for(DraftingFacts.of(config)):
             logger.info("FASER on vLLM's V2 runner: %s", limit.line())
-        self.drafting = DraftingV2(self.speculator, self.device.type == "cuda", self._guard)  # type: ignore[attr-defined]
+        self.drafting = DraftingV2(self.speculator, self._is_pinned, self._guard)  # type: ignore[attr-defined]
+
+    @property
+    def _is_pinned(self) -> bool:
+        return bool(self.device.type == "cuda")  # type: ignore[attr-defined]
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """Build what the KV cache needs, adaptive verification among it."""
+        result = super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        self._guard("adaptive verification", self._set_up_verification)
+        return result
+
+    def _set_up_verification(self) -> None:
+        self.verification = AdaptiveVerification.of(self, self._is_pinned, self._guard)
 
     def _guard(self, name: str, hook: Callable[[], None]) -> None:
         try:
@@ -79,6 +96,8 @@ class FaserRunnerV2(RunnerV2Hooks):
             return inherited(scheduler_output, *args, **kwargs)
         self.order = getattr(scheduler_output, "faser", None)
         self.lengths = self.rounds = None
+        if self.verification is not None:
+            self.verification.begin(self.order)
         self.drawn = None if self.drafting is None else self.drafting.drawn
         self.events = None if self._make_event is None else StepEvents(self._make_event)
         self._mark("begin")
@@ -129,21 +148,34 @@ class FaserRunnerV2(RunnerV2Hooks):
             return
         report = StepReport(drafted=self._drafted(len(request_ids)), rounds=self.rounds)
         inner.faser = report
-        on_delivery(output, partial(self._deliver, report, self.events, self.previous, self.drawn))
-
-    def _deliver(
-        self, report: StepReport, events: StepEvents | None, previous: StepEvents | None, drawn: Drawn | None
-    ) -> None:
-        """Complete the report once the step's tokens are on the host, in whichever thread vLLM fetches them."""
-        if events is not None:
-            self._guard("times", lambda: fill_times(report, events, previous))
-        if drawn is not None:
-            self._guard("confidences", lambda: report.late_confidences.update(drawn.told()))
+        late = Late(
+            self.events, self.previous, self.drawn, None if self.verification is None else self.verification.admitted
+        )
+        on_delivery(output, partial(self._guard, "late report", partial(late.complete, report)))
 
     def _drafted(self, requests: int) -> list[int]:
         if self.lengths is None or not self.rounds:
             return [0] * requests
         return [min(length, len(self.rounds)) for length in self.lengths]
+
+
+@dataclass(slots=True)
+class Late:
+    """What of a step is known once its tokens are on the host; completed in whichever thread vLLM fetches them."""
+
+    events: StepEvents | None
+    previous: StepEvents | None
+    drawn: Drawn | None
+    admitted: HostCopy | None
+
+    def complete(self, report: StepReport) -> None:
+        """Fill in times, confidences and what was verified."""
+        if self.events is not None:
+            fill_times(report, self.events, self.previous)
+        if self.drawn is not None:
+            report.late_confidences = self.drawn.told()
+        if self.admitted is not None:
+            report.admitted = self.admitted.values()
 
 
 def with_faser(runner_class: type) -> type:

@@ -6,8 +6,9 @@ Pure: the caller gives step number and time. Engine-side truth: whatever a contr
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import pairwise
 
-from ..protocol import ActionSet, Release
+from ..protocol import ActionSet, Admission, Release
 from .stop_rule import fitted
 
 
@@ -74,6 +75,8 @@ class Lease:
             action.stop = fitted(action.stop, k_max)
         if action.prune is not None and action.prune.layer not in self.exit_layers:
             action.prune = None
+        if action.admission is not None and not is_sound(action.admission, len(action.handles)):
+            action.admission = None
         return action
 
     def release(self, release: Release) -> bool:
@@ -89,3 +92,10 @@ class Lease:
         if self._action is not None and is_late and step != self._late_step:
             self._action = None
         return self._action
+
+
+def is_sound(admission: Admission, handles: int) -> bool:
+    """Tell whether the rows rise, each has its seconds, and there are weights for all named requests or for none."""
+    rows = admission.rows
+    is_rising = all(low < high for low, high in pairwise(rows))
+    return is_rising and len(rows) == len(admission.seconds) and len(admission.weights) in (0, handles)

@@ -26,6 +26,8 @@ class StepOrder:
     next_prune: Prune | None = None  # for the verification of what is drafted in this step
     frontier: int = 0  # tokens to draft ahead of each chunk that this step hands over; 0: nothing is drafted ahead
     sat_out: int = 0  # requests whose length is 0 since a sequence is longer than the drafter's context
+    costs: tuple[list[int], list[float]] | None = None  # rows and seconds for adaptive verification; None: vLLM's own
+    weights: dict[str, float] = field(default_factory=dict)  # of requests in the step, mean 1; empty: all alike
     is_deferred: bool = False  # this step's requests sit out the next one: nobody waits for their drafts
 
     @property
@@ -56,6 +58,7 @@ class StepReport:
     rounds: tuple[int, ...] | None = None  # rows that drafted in each pass of the drafter; None: not told
     sat_out: int = 0  # requests that were to draft and did not: a sequence is longer than the drafter's context
     is_drafter_ready: bool = False  # its process takes jobs, or is at one that an earlier step asked for
+    admitted: list[int] | None = None  # drafts verified per row by adaptive verification; None: all that were scheduled
     # By request: confidences of the drafts that this step verifies, which the V2 runner tells only now.
     late_confidences: dict[str, tuple[float, ...]] = field(default_factory=dict)
     # By request that is not in the step: confidences of the draft that came for it, and of a dropped token.

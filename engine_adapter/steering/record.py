@@ -111,7 +111,8 @@ class RecordBuilder:
         self._last = raw.counter
         wrongly_pruned = sum([ends_wrongly(row) for row in rows]) if report.pruned else 0
         if raw.counted is not None:
-            self._compare(rows, wrongly_pruned, *raw.counted)
+            unseen = 0 if report.admitted is None else sum(raw.draft_lengths) - sum(report.admitted)
+            self._compare(rows, wrongly_pruned, raw.counted[0] - unseen, raw.counted[1])
         return StepRecord(
             boot_id=self.boot_id,
             counter=raw.counter,
@@ -168,7 +169,7 @@ class RecordBuilder:
         prefill = decode = drafts = 0
         report, lengths, draft_of, counts = raw.report, raw.order.lengths, raw.drafts, raw.sampled.counts
         drafted, confidences, pruned, invalid = report.drafted, report.confidences, report.pruned, raw.invalid
-        late = report.late_confidences
+        late, admitted = report.late_confidences, report.admitted
         verified_of = dict(zip(draft_of, raw.draft_lengths, strict=True))
         is_next = raw.counter == self._last + 1  # else what is known of the drafts is that of an earlier step
         for (request_id, scheduled), entry, row, context, delivered in zip(
@@ -178,6 +179,9 @@ class RecordBuilder:
                 continue
             generated = counts[row] if counts else 0
             verified = verified_of.get(request_id, 0)
+            if admitted is not None and verified:
+                scheduled -= verified - admitted[row]
+                verified = admitted[row]
             left = pruned[row] if pruned else 0
             accepted = 0
             if verified and generated:

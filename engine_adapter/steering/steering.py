@@ -21,6 +21,7 @@ from ..protocol import (
     MAX_DRAFT_LENGTH,
     MAX_REQUESTS,
     ActionSet,
+    Admission,
     EventKind,
     FromController,
     FromEngine,
@@ -186,9 +187,21 @@ class Steering:
         prune, self._prune = self._prune, None if action is None else action.prune
         frontier = self._frontier(action)
         schedule_s, ahead = now_s - started_s, self._prune
-        return StepOrder(
+        order = StepOrder(
             lengths, self.step, started_s, schedule_s, epoch, sequence, stop, prune, ahead, frontier, sat_out
         )
+        if action is not None and action.admission is not None and self.hello.is_adaptive:
+            self._admit(order, action, action.admission)
+        return order
+
+    def _admit(self, order: StepOrder, action: ActionSet, admission: Admission) -> None:
+        order.costs = admission.rows, admission.seconds
+        if admission.weights and order.lengths:
+            named = dict(zip(action.handles, admission.weights, strict=True))
+            known = self.entries
+            weights = {name: named.get(known[name].handle, 1.0) if name in known else 1.0 for name in order.lengths}
+            mean = sum(weights.values()) / len(weights)
+            order.weights = {name: weight / mean for name, weight in weights.items()}
 
     def _longest(self, scheduled: dict[str, int]) -> int:
         """Return the tokens of the longest sequence in the step, its drafts included."""
@@ -317,7 +330,7 @@ class Steering:
 
 
 def _reads_on(request: LiveRequest, rows: int) -> bool:
-    """Tell whether a step of so many rows ends before the last known token: in a prompt, or read again after a preemption."""
+    """Tell whether so many rows end before the last known token: in a prompt, or in what is read again."""
     return request.num_computed_tokens + rows < request.num_tokens + request.num_output_placeholders
 
 

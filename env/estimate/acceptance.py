@@ -20,7 +20,9 @@ UNTRIED_RECORDS = 500.0  # evidence on a position that is not tried fades over t
 REQUEST_MEMORY_STEPS = 60.0  # a request forgets over this many of its own speculative steps, slowly otherwise
 POSITION_TRIALS = 40.0  # trials at which a request's own position counts as much as its level
 LEVEL_VARIANCE = 0.04  # first guess of how much requests' levels differ (relative, squared)
-LEVEL_MEMORY_RECORDS = 300.0
+LEVEL_TRIALS = 100.0  # what that guess counts for
+LEVEL_MEMORY_RECORDS = 300.0  # ... and over how many records what was measured of it fades
+LEAST_CHANCE, LARGEST_CHANCE = 0.005, 0.995  # no draft token is sure to be accepted, or to be rejected
 
 
 _SUMS = 5
@@ -50,8 +52,8 @@ class Population:
     """Acceptance over all requests, and how often the drafter delivers what it was allowed, per position."""
 
     k_max: int
-    excess: float = LEVEL_VARIANCE * 100.0  # squared deviation of requests beyond chance, running sum
-    leverage: float = 100.0  # ... over what it is measured with
+    excess: float = LEVEL_VARIANCE * LEVEL_TRIALS  # squared deviation of requests beyond chance, running sum
+    leverage: float = LEVEL_TRIALS  # ... over what it is measured with
     _sums: Floats = field(init=False)  # (_SUMS, k_max)
 
     def __post_init__(self) -> None:
@@ -132,7 +134,7 @@ def _add_trials(sums: Floats, trials: Floats, successes: Floats) -> None:
         sums[_TRIED, j] = sums[_TRIED, j] * keep + tried
         sums[_HIT, j] = sums[_HIT, j] * keep + hit
         guess = (sums[_HIT, j] + GUESS_TRIALS * guess) / (sums[_TRIED, j] + GUESS_TRIALS)
-        sums[_MEAN, j] = min(max(guess, 0.005), 0.995)
+        sums[_MEAN, j] = min(max(guess, LEAST_CHANCE), LARGEST_CHANCE)
 
 
 @compiled
@@ -196,14 +198,14 @@ def shrink_some(successes: Floats, trials: Floats, population: Floats, level_var
         tried = 0.0
         for j in range(len(population)):
             tried += trials[i, j]
-            chances[i, j] = min(max(population[j], 0.005), 0.995)
+            chances[i, j] = min(max(population[j], LEAST_CHANCE), LARGEST_CHANCE)
         if tried == 0.0:  # as all that only wait
             continue
         expected, chance, had = _expectation(trials[i], successes[i], population)
         evidence = level_variance * expected * expected + chance + 1e-9
         level = 1.0 + (had - expected) * (level_variance * expected / evidence)
         for j in range(len(population)):
-            prior = min(max(level * population[j], 0.005), 0.995)  # away from 0 and 1
+            prior = min(max(level * population[j], LEAST_CHANCE), LARGEST_CHANCE)
             value = (successes[i, j] + POSITION_TRIALS * prior) / (trials[i, j] + POSITION_TRIALS)
-            chances[i, j] = min(max(value, 0.005), 0.995)
+            chances[i, j] = min(max(value, LEAST_CHANCE), LARGEST_CHANCE)
     return chances

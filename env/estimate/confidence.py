@@ -71,7 +71,6 @@ class Confidence:
     """p = sigmoid(intercept + slope * logit(confidence)) per draft position, and a ring of recent drafts."""
 
     k_max: int
-    is_told: bool = False  # a drafter has said how sure it was; some never do
     is_ready: bool = False  # calibrated and informative enough to be acted upon
     forecast: Forecast | None = None
     _calibration: Floats = field(init=False)  # (CALIBRATION_ROWS, k_max)
@@ -120,7 +119,6 @@ class Confidence:
             if self._waiting and rows.record - self._notes.item(CAME, 0) >= FORECAST_RECORDS:
                 self._work_off(rows.record)  # nobody may draft again
             return
-        self.is_told = True
         assert rows.trials.shape == rows.successes.shape == (len(rows.limit), self.k_max)  # the kernel does not look
         assert len(counts) == len(rows.limit)
         step = -(-len(counts) // (FIRST_ROWS if self.forecast is None else SAMPLED_ROWS))

@@ -17,6 +17,7 @@ FIRST_MEMORY_TRIALS = 100.0  # ... and sooner while it is far from its end: the 
 POOL_PRIOR = np.array([4.0, 12.0])  # trust in intercept 0 and slope 1, about 20 trials' information
 POSITION_PRIOR = np.array([6.0, 18.0])  # trust of a position in all positions together, about 30 trials' information
 LEAST_SLOPE, LARGEST_SLOPE, LARGEST_INTERCEPT = 0.05, 4.0, 8.0
+LEAST_VARIANCE = 1e-3  # of a trial whose outcome the curve takes for sure
 RING = 512  # drafts remembered
 WINDOW = 16  # drafts of similar survival from which an unseen continuation is taken
 
@@ -100,7 +101,8 @@ def _take_in(sums: Floats, logits: Floats, depth: Ints, trials: Floats, successe
             continue
         x = logits[i, j]
         chance = 1.0 / (1.0 + math.exp(-(intercept + slope * x)))
-        weight, off = max(chance * (1.0 - chance), 1e-3) * trials[i, j], (successes[i, j] - chance) * trials[i, j]
+        weight = max(chance * (1.0 - chance), LEAST_VARIANCE) * trials[i, j]
+        off = (successes[i, j] - chance) * trials[i, j]
         tried += trials[i, j]
         first, mixed, second = first + weight, mixed + weight * x, second + weight * x * x
         residual, residual_x = residual + off, residual_x + off * x

@@ -19,12 +19,14 @@ from .cost_table_kernel import CONFIDENT_STEPS, LOG_NODE, NODE, PRIOR, SPREAD, T
 from .draft_cost import DraftCost
 
 KNEE_ROWS = {"cpu": 16.0, "cuda": 256.0}  # prior only: rows at which a step costs twice an empty one
+OTHER_KNEE_ROWS = 64.0  # ... on devices that nobody has measured
 LEAST_PROMPT_ROWS = 32  # of fewer the time drowns in the step's own
-PROMPT_GAIN, MIN_PROMPT_ROW, MAX_PROMPT_ROW = 0.1, 0.02, 1.0
+PROMPT_GAIN, MIN_PROMPT_ROW, MAX_PROMPT_ROW = 0.1, 0.02, 1.0  # of about 10 prompts; in rows that decode
+OVERLAP_GAIN = 0.05  # the share of drafting that is hidden is that of about 20 drafting steps
 MIN_STEP_S, MAX_STEP_S, MIN_LEVEL_S = 1e-6, 60.0, 1e-9  # beyond: a broken clock, not a step
 FOLLOW_GAIN, FOLLOW_MOST = 0.05, 0.5  # of a surprise, a logarithm
-MAX_ROWS = 1 << 20
-MAX_NODES = 80
+MAX_ROWS = 1 << 20  # of a step; beyond: nonsense
+MAX_NODES = 80  # of the table, about: engines with CUDA graphs name up to hundreds of sizes
 
 
 class Prompts(NamedTuple):
@@ -81,7 +83,7 @@ class CostTable:
         nodes = _node_rows(self.graph_sizes, max(self.max_rows, 64))
         self._table = np.zeros((TABLE_ROWS, len(nodes)))
         self._table[NODE], self._table[LOG_NODE] = nodes, np.log(nodes)
-        self._table[PRIOR] = 1.0 + nodes / KNEE_ROWS.get(self.device, 64.0)
+        self._table[PRIOR] = 1.0 + nodes / KNEE_ROWS.get(self.device, OTHER_KNEE_ROWS)
         self._table[SPREAD] = 1.0
 
     @property
@@ -156,27 +158,15 @@ class CostTable:
 
     def draft_time_s(self, rows: npt.ArrayLike, rounds: npt.ArrayLike, drafted: npt.ArrayLike) -> Floats:
         """Return seconds of drafting after a step of `rows`, for `rounds` rounds over `drafted` tokens in all."""
-        draft_s = self.draft_alone_s(rows, rounds, drafted)
-        draft_s *= 1.0 - self._overlap_share
-        return draft_s
-
-    def draft_alone_s(self, rows: npt.ArrayLike, rounds: npt.ArrayLike, drafted: npt.ArrayLike) -> Floats:
-        """Return the same with what is done beside verification: what it takes, not what a step waits for."""
         draft_s = self._drafting.units(rows, rounds, drafted)
         draft_s *= self.level_s
+        draft_s *= 1.0 - self._overlap_share
         return draft_s
 
     def draft_prices_s(self) -> tuple[float, float]:
         """Return seconds of one more drafted token, and of one more round."""
         unit_s = self.level_s * (1.0 - self._overlap_share)
         return unit_s * self._drafting.per_token, unit_s * self._drafting.per_round
-
-    def step_time_s(self, rows: int, rounds_batches: npt.ArrayLike = ()) -> float:
-        """Return seconds of a step of `rows` rows; `rounds_batches` holds the requests in each drafting round."""
-        batches = np.asarray(rounds_batches, np.float64).reshape(-1)
-        batches = batches[batches > 0]
-        drafting = self.draft_time_s(rows, len(batches), batches.sum())
-        return float(self.verify_time_s(rows) + drafting)
 
     def confidence(self, rows: npt.ArrayLike) -> Floats:
         """Return 0 (a guess) .. 1 (measured often and lately) for each number of rows."""
@@ -216,7 +206,7 @@ class CostTable:
         """Take in what one step's drafting cost; `learn` does so itself where it is known."""
         if cost.draft_s > 0.0:
             share = min(cost.overlap_s / cost.draft_s, 1.0)
-            self._overlap_share += 0.05 * (share - self._overlap_share)
+            self._overlap_share += OVERLAP_GAIN * (share - self._overlap_share)
         units, is_mostly_prompt = cost.draft_s / self.level_s, cost.prefill_rows * 2 > cost.rows
         if not cost.caught_up and not is_mostly_prompt:
             self._drafting.learn(cost.rows, cost.requests, cost.rounds, cost.drafted, units)

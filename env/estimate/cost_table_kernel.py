@@ -14,10 +14,17 @@ from ...engine_adapter.compiled import compiled
 
 LEVEL_GAIN = 0.1  # the level follows a change of the machine within about 10 steps
 NODE_GAIN = 0.02  # a node that is known follows drift within about 50 of its own steps
-SEEN_VISITS = 0.05
+FIRST_STEPS = 1.5  # a new node's gain is this over visits and this: faster than a mean, so that a first outlier passes
+SPREAD_GAIN = 0.1  # the usual surprise is that of about 10 steps
+CLIP, LEAST_CLIP = 3.0, 0.02  # a surprise counts up to so many usual ones, and so much (log) more
+LARGEST_CORRECTION = 12.0  # log: beyond lies a broken clock
+LEAST_WEIGHT = 0.02  # of a step that is all prompt: its rows skip the LM head and the sampler
+SEEN_VISITS = 0.05  # below: never measured, or forgotten
 CONFIDENT_STEPS = 1.0  # visits at which a node counts as half known
+BENT_STEPS = 0.5  # ... and at which half of its own value bends the curve
 MEMORY_RECORDS = 8000.0  # visits fade by time, so that an old measurement is renewed
 UNMEASURED_SHARE = 0.3  # by how much an unmeasured step may at least be off
+LARGEST_SHARE = 0.9  # by how much a step may be cheaper than is known at most
 ANCHOR_SLACK = 0.05  # log: below it the unit is left as it is
 # A step of more rows may be faster: matrix products have kernels for some row counts and not for others (two rows take
 # 12 % longer than three on the CPU build). Believed beyond DIP_DOUBT standard errors of a node's measurement.
@@ -37,7 +44,7 @@ def learn(
     visits, prior, correction, spread = table[VISITS], table[PRIOR], table[CORRECTION], table[SPREAD]
     alike = max(rows - prefill_rows + prompt_row * prefill_rows, 1.0)
     low, high, share = _between(table[NODE], _padded(sizes, alike))
-    weight = (1.0 - prefill_rows / rows) ** 2 + 0.02  # prefill rows skip the LM head and the sampler
+    weight = (1.0 - prefill_rows / rows) ** 2 + LEAST_WEIGHT
     if visits[low] < SEEN_VISITS or visits[high] < SEEN_VISITS:
         bend(table)
         for node in (low, high):
@@ -47,14 +54,14 @@ def learn(
     below, above = prior[low] * math.exp(correction[low]), prior[high] * math.exp(correction[high])
     innovation = math.log(verify_s / (level_s * (below * (1.0 - share) + above * share)))
     known = visits[low] * (1.0 - share) + visits[high] * share
-    limit = 3.0 * (spread[low] * (1.0 - share) + spread[high] * share) + 0.02
+    limit = CLIP * (spread[low] * (1.0 - share) + spread[high] * share) + LEAST_CLIP
     surprise = min(abs(innovation), 1.0)
     innovation = min(max(innovation, -limit), limit) * weight
     for node, part in ((low, 1.0 - share), (high, share)):
-        # A little faster than the mean of all visits, so that an outlier among the first is forgotten.
-        gain = max(1.5 / (visits[node] + 1.5), NODE_GAIN)
-        correction[node] = min(max(correction[node] + gain * part * innovation, -12.0), 12.0)
-        spread[node] += 0.1 * part * weight * (surprise - spread[node])
+        gain = max(FIRST_STEPS / (visits[node] + FIRST_STEPS), NODE_GAIN)
+        moved = correction[node] + gain * part * innovation
+        correction[node] = min(max(moved, -LARGEST_CORRECTION), LARGEST_CORRECTION)
+        spread[node] += SPREAD_GAIN * part * weight * (surprise - spread[node])
         visits[node] += part * weight
     visits *= 1.0 - 1.0 / MEMORY_RECORDS
     return LEVEL_GAIN * known / (known + CONFIDENT_STEPS) * innovation, _anchor(table)
@@ -87,7 +94,7 @@ def bend(table: Floats) -> None:
     places, offs = table[LOG_NODE][seen], correction[seen]
     for node in range(len(curve)):
         around = _at(places, offs, table[LOG_NODE, node]) if len(seen) else 0.0
-        known = visits[node] / (visits[node] + 0.5)
+        known = visits[node] / (visits[node] + BENT_STEPS)
         curve[node] = table[PRIOR, node] * math.exp(known * correction[node] + (1.0 - known) * around)
     monotone[:] = rising(curve, visits + 0.01)
     for node in range(len(curve)):
@@ -125,7 +132,7 @@ def time_range(
         guess = max(verify_s - first_s, UNMEASURED_SHARE * verify_s) * doubt
         extra = max(guess, verify_s * min(chance, UNMEASURED_SHARE))
         drafting_doubt = drafting_s * draft_doubt[i]
-        draft_s[i] = verify_s - min(extra, 0.9 * verify_s) + drafting_s - drafting_doubt
+        draft_s[i] = verify_s - min(extra, LARGEST_SHARE * verify_s) + drafting_s - drafting_doubt
         draft_doubt[i] = verify_s + extra + drafting_s + drafting_doubt
 
 

@@ -24,6 +24,8 @@ NEW_STEPS = 5  # the first steps of a cell, each of which is fitted at once
 FLOOR = 0.05  # relative errors count, those far below this do not
 FADE_RECORDS = 8000.0  # a cell not visited is doubted again
 LOCALITY = 0.6  # weight of cells of half or twice the batch size in the fit
+LEAST_CELL = 1e-4  # what the farthest cell still counts for
+EVIDENT_STEPS = 20.0  # a cell with so many steps is no surer with more
 NEAR_BATCH, NEAR_ROUNDS = 0.5, 0.1  # what evidence from half the batch, or from a round more or less, tells
 READ_STEPS = 15  # the cost of a row that is read is the median of so many steps
 SLACK = 1e-9  # in the fit's optimality
@@ -154,7 +156,7 @@ def _doubt(cells: Floats, used: int, steps: float, octave: float, rounds: Floats
     for i in range(len(rounds)):
         evidence = 0.0
         for cell in cells[:used]:
-            seen = min(cell[COUNT], 20.0) * NEAR_BATCH ** abs(cell[OCTAVE] - octave)
+            seen = min(cell[COUNT], EVIDENT_STEPS) * NEAR_BATCH ** abs(cell[OCTAVE] - octave)
             age = (steps - cell[LAST]) / FADE_RECORDS
             evidence += seen / (1.0 + age) * NEAR_ROUNDS ** abs(rounds[i] - cell[ROUNDS])
         rounds[i] = min(1.0, 1.5 / (evidence + 0.5))
@@ -185,7 +187,7 @@ def _fit(cells: Floats, last_steps: Floats, coefficients: Floats, octave: float)
         cell = cells[place]
         if cell[HALVES] == 0.0:
             _find_medians(cell, last_steps[place])
-        share = min(cell[COUNT] / CELL_STEPS, 1.0) * LOCALITY ** abs(cell[OCTAVE] - octave) + 1e-4
+        share = min(cell[COUNT] / CELL_STEPS, 1.0) * LOCALITY ** abs(cell[OCTAVE] - octave) + LEAST_CELL
         for half in range(int(cell[HALVES])):
             median = cell[MEDIANS + 3 * half : MEDIANS + 3 * half + 3]
             features(median[ROWS], cell[ROUNDS], median[TOKENS], plain)

@@ -26,7 +26,7 @@ from .requests import RequestTable
 from .split_cost import SplitCost
 from .step_rows import StepRows, StepSums
 
-ARRIVAL_WINDOW_S = 10.0
+ARRIVAL_WINDOW_S = 10.0  # memory of the arrival rate: some requests at a load worth steering
 LOAD_STEPS = 8.0  # memory of the running means
 STEADY_STEPS = 256.0  # ... of those that are to outlast the time between two prompts
 ASKED = 64  # action sets whose stop rule is remembered: more than are ever on their way
@@ -91,7 +91,6 @@ class EngineState:
         self.confidence = Confidence(capabilities.k_max)
         self.asked_stops: dict[int, StopRule | None] = {}  # by the action set's sequence
         self.drafting_stop: StopRule | None = None  # in force when the step last looked at drafted
-        self.is_sitting_out = False  # in the newest step, the drafter: a sequence is longer than its context
         self.has_skipped = False  # the drafter leaves out what nobody drafts for, and makes up for it later
         self.octaves = StepOctaves()
         self.unsplit_cost = CostTable(
@@ -128,8 +127,8 @@ class EngineState:
         decoding = self.decoding()
         return PlanningView(
             self.capabilities, self.requests, decoding, int(np.count_nonzero(decoding)), self.population,
-            self.confidence, self.load, self.link.records, self.time_s, self.has_skipped, self.is_sitting_out,
-            self.unsplit_cost, self.unsplit_cost,
+            self.confidence, self.load, self.link.records, self.time_s, self.has_skipped, self.unsplit_cost,
+            self.unsplit_cost,
         )  # fmt: skip
 
     def cost_under(self, split: int) -> CostTable | SplitCost:
@@ -183,7 +182,6 @@ def look(state: EngineState, record: StepRecord) -> None:
     sums = rows.sums()
     _update_load(state, record, sums.emitted)
     state.counter, state.step, state.time_s = record.counter, record.step, record.time_s
-    state.is_sitting_out = record.sat_out > 0
     _see_split(state, record)
     state.lesson = Lesson(record, rows, sums, trials, successes, drafts, elapsed_s, state.drafting_stop, state.split)
 

@@ -8,7 +8,6 @@ nothing for what overlap itself costs: messages, smaller batches' bookkeeping, t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -46,14 +45,6 @@ def ping_pong_bound(whole: PhaseTimes, half: PhaseTimes) -> float:
     return whole.serial_s / (2.0 * max(half.draft_s, half.verify_s))
 
 
-def halving_gain(whole: PhaseTimes, half: PhaseTimes) -> float:
-    """Return what two groups bring one after the other, without overlap; ping-pong's own part is its bound over this.
-
-    Above 1 only where a step of all requests takes more than twice that of half of them.
-    """
-    return whole.serial_s / (2.0 * half.serial_s)
-
-
 def draft_ahead_bound(times: PhaseTimes, hit_rate: float = 1.0) -> float:
     """Return how many times faster drafting the next chunk under the verification of this one can be.
 
@@ -66,24 +57,6 @@ def draft_ahead_bound(times: PhaseTimes, hit_rate: float = 1.0) -> float:
     return 1.0 / (1.0 - hit_rate * min(share, 1.0 - share))
 
 
-def frontier_hit_rate(acceptances: Sequence[float]) -> float:
-    """Return how likely a chunk drafted ahead is of use: every token before it accepted, and its own first.
-
-    :param acceptances: of each token of the chunk under verification and of the frontier's first, given all before it.
-    """
-    return math.prod(acceptances)
-
-
 def hidden_share(times: PhaseTimes, together_s: float) -> float:
     """Return which part of the shorter phase a measured overlap hid; negative if it was slower than serial."""
     return (times.serial_s - together_s) / min(times.draft_s, times.verify_s)
-
-
-def hidden_draft_share(times: PhaseTimes, together_s: float) -> float:
-    """Return which part of the drafter's time a measured overlap hid."""
-    return (times.serial_s - together_s) / times.draft_s
-
-
-def bound_reached(gain: float, bound: float) -> float:
-    """Return which part of a bound's gain was had: 1 at the bound, 0 at no gain; a bound of 1 or less has none."""
-    return (gain - 1.0) / (bound - 1.0) if bound > 1.0 else 0.0

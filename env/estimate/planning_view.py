@@ -38,7 +38,6 @@ class PlanningView(msgspec.Struct, frozen=True, eq=False, gc=False):
     records: int  # taken in so far
     time_s: float  # of the record, on the engine's clock
     has_skipped: bool  # the drafter leaves out what nobody drafts for, and makes up for it later
-    is_sitting_out: bool  # in the newest step, the drafter: a sequence is longer than its context
     unsplit_cost: CostTable
     cost: CostTable | SplitCost  # of the split that is planned for
 

@@ -10,8 +10,8 @@ rate, a step's terms accrue evenly over it and are discounted to its beginning:
     W  wasted rows: draft tokens verified and not accepted
     V = R + exp(-rho * dt) * V'
 
-A step cut in two of equal total work and output gives the same V, which a test shows. rho = 0: no discount; then
-R - g * dt, with g the mean reward per second, is what a policy gains over that mean.
+A step cut in two of equal total work and output gives the same V, which a test shows. rho = 0: no discount; then what
+counts is R - g * dt, with g the mean reward per second.
 """
 
 from __future__ import annotations

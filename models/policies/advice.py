@@ -14,9 +14,10 @@ import numpy as np
 from ...engine_adapter.arrays import Singles
 
 SPAN_DECISIONS: Final = 16  # advice is renewed this often: a search for a plan follows within as many
-LESS_TIME: Final = 0.2
-PROBE_FACTOR: Final = 8.0
-STOP_LEAD: Final = 0.05
+# At a leaning of 1; the released policy was trained with these.
+LESS_TIME: Final = 0.2  # of the exponent of a step's time
+PROBE_FACTOR: Final = 8.0  # times as much of the time is probed with
+STOP_LEAD: Final = 0.05  # gain by which stop rules may be behind
 
 
 class Advice(NamedTuple):

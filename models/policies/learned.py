@@ -24,7 +24,7 @@ from .price import PricePolicy
 RELEASED = Path(__file__).parents[1] / "weights" / "policy.json"
 SLOTS = 256  # requests that the network looks at
 STRANGE_FEATURES = 3  # global features out of the range of training at once: not a world it knows
-MARGIN = 0.1  # of the range
+MARGIN, LEAST_MARGIN = 0.1, 0.02  # beyond the range of training: a share of it, and so much more
 UNREADABLE = "the observation holds NaN"
 
 
@@ -36,7 +36,7 @@ class LearnedPolicy:
         self._network = network
         self._price = PricePolicy(capabilities)
         low, high = (np.array(values, np.float32) for values in (network.manifest.low, network.manifest.high))
-        slack = MARGIN * (high - low) + 0.02
+        slack = MARGIN * (high - low) + LEAST_MARGIN
         self._low, self._high = low - slack, high + slack
         self.unreadable = 0  # observations with NaN
         self.strange = 0  # ... unlike training

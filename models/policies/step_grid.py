@@ -18,7 +18,6 @@ from ...env.estimate.planning_view import PlanningView
 # the target (without prompts), drafting rounds.
 DRAFTED, TOKENS, ROWS, ROUNDS = range(4)
 PLANES: Final = 4
-HYSTERESIS: Final = 0.01  # gain below which the cell of the step before is kept
 
 
 class Choice(NamedTuple):
@@ -37,14 +36,12 @@ class Choice(NamedTuple):
 
 
 def choose(
-    table: Floats, view: PlanningView, reading_s: float, cell: tuple[int, int],
-    verify_s: Floats | None = None, time_weight: float = 1.0,
+    table: Floats, view: PlanningView, reading_s: float, verify_s: Floats | None = None, time_weight: float = 1.0
 ) -> Choice:  # fmt: skip
-    """Return the best cell, or the one in force if that is nearly as good.
+    """Return the best cell.
 
     :param table: whose last threshold lets everything pass
     :param reading_s: what a step in which all draft is charged for what the drafter missed, and for new prompts
-    :param cell: (threshold, deepest round) in force
     :param verify_s: seconds of everything but drafting and prompts per cell, where they are not those of its rows
     :param time_weight: tokens / seconds^time_weight is what decides; 1: tokens per second
     """
@@ -53,17 +50,16 @@ def choose(
         verify_s = view.verify_s(rows)
     draft_s = view.cost.draft_time_s(rows, rounds, drafted)
     even_rates = np.empty(table.shape[2])
-    chosen = _best(table, verify_s, draft_s, reading_s, view.requests, time_weight, *cell, even_rates)
+    chosen = _best(table, verify_s, draft_s, reading_s, view.requests, time_weight, even_rates)
     return Choice(*chosen, even_rates)
 
 
 @compiled
 def _best(
     table: Floats, verify_s: Floats, draft_s: Floats, reading_s: float, requests: int, time_weight: float,
-    threshold: int, depth: int, even_rates: Floats,
+    even_rates: Floats,
 ) -> tuple[int, int, float, float]:  # fmt: skip
-    most, best, best_threshold, best_depth = -np.inf, 0.0, 0, 0
-    held, now = -np.inf, 0.0
+    most, best, threshold, depth = -np.inf, 0.0, 0, 0
     for i in range(table.shape[1]):
         for j in range(table.shape[2]):
             step_s = verify_s[i, j] + draft_s[i, j]
@@ -72,10 +68,6 @@ def _best(
             rate = table[TOKENS, i, j] / step_s
             worth = rate if time_weight == 1.0 else table[TOKENS, i, j] / step_s**time_weight
             even_rates[j] = rate  # at last that of the last threshold
-            if i == threshold and j == depth:
-                held, now = worth, rate
             if worth > most:
-                most, best, best_threshold, best_depth = worth, rate, i, j
-    if held < most * (1.0 - HYSTERESIS):
-        now, threshold, depth = best, best_threshold, best_depth
-    return threshold, depth, now, table[DRAFTED, threshold, depth]
+                most, best, threshold, depth = worth, rate, i, j
+    return threshold, depth, best, table[DRAFTED, threshold, depth]

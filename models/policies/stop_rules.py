@@ -14,7 +14,7 @@ import numpy as np
 from ...engine_adapter.arrays import Floats, Ints
 from ...engine_adapter.compiled import compiled
 from ...engine_adapter.protocol import StopRule
-from ...env.estimate.acceptance import GUESS_TRIALS
+from ...env.estimate.acceptance import GUESS_TRIALS, LARGEST_CHANCE, LEAST_CHANCE
 from ...env.estimate.confidence import EDGES, Confidence, Forecast
 from ...env.estimate.planning_view import PlanningView
 from .probe import Chances
@@ -69,7 +69,7 @@ def rule_of(go_on: Ints, confidence: Confidence, keep: int, depth: int) -> StopR
 def all_drafts(view: PlanningView, forecast: Forecast) -> Chances:
     """Return the acceptance of drafts that no rule ends, which under a rule nobody sees."""
     mean, deviation = np.empty((2, len(forecast.gain)))
-    _free_drafts(forecast.gain, view.confidence.trials, GUESS_TRIALS, mean, deviation)
+    _free_drafts(forecast.gain, view.confidence.trials, GUESS_TRIALS, LEAST_CHANCE, LARGEST_CHANCE, mean, deviation)
     return Chances(mean, deviation)
 
 
@@ -168,10 +168,12 @@ def _best_start(
 
 
 @compiled
-def _free_drafts(gain: Floats, trials: Floats, guess_trials: float, mean: Floats, deviation: Floats) -> None:
+def _free_drafts(
+    gain: Floats, trials: Floats, guess_trials: float, least: float, largest: float, mean: Floats, deviation: Floats
+) -> None:  # fmt: skip
     before, free = 1.0, gain.shape[1] - 1
     for j in range(len(mean)):
         survival = gain[j, free, free]
-        mean[j] = min(max(survival / before, 0.005), 0.995)
+        mean[j] = min(max(survival / before, least), largest)
         deviation[j] = math.sqrt(mean[j] * (1.0 - mean[j]) / (trials[j] + guess_trials))
         before = survival

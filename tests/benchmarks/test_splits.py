@@ -79,7 +79,6 @@ def test_a_batch_that_swings_at_an_octaves_border_keeps_its_split() -> None:
 
 
 def test_what_is_only_asked_about_moves_nothing_that_is_followed() -> None:
-    """A promise is searched for on a copy of the operating point."""
     heavy, _ = side_by_side()
     engine = SimulatedEngine(heavy.closed(16), 3)
     policy, state = make_policy("price", engine.capabilities), EngineState(engine.capabilities)
@@ -87,10 +86,9 @@ def test_what_is_only_asked_about_moves_nothing_that_is_followed() -> None:
     actions = None
     for sequence in range(1, 80):
         actions = decided(state, engine.step(actions), policy, sequence)
-    point, points = policy._point, policy._points
-    before = msgspec.structs.replace(point), dict(points)
+    held, plans = policy._held, dict(policy._plans)
     assert policy._promised(state, state.view(), 0)
     policy._promised_at_best(state.view())
-    assert policy._point is point
-    assert policy._points is points
-    assert (point, points) == before
+    assert policy._held is held
+    assert policy._plans.keys() == plans.keys()
+    assert all(policy._plans[key] is plan for key, plan in plans.items())

@@ -98,3 +98,18 @@ def top_k_by_torch() -> None:
         return ops.apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True)
 
     ops.apply_top_k_top_p_triton = apply
+
+
+def allow_adaptive_verification() -> None:
+    """Let vLLM verify adaptively without CUDA graphs, which it asks for since it would be slow, not wrong.
+
+    Its CPU attention reads the lengths where the device writes them, so that both may differ.
+    """
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu import model_runner
+    from vllm.v1.worker.gpu.spec_decode import adaptive_verification
+
+    VllmConfig._validate_adaptive_verification = lambda _: None  # type: ignore[method-assign,assignment]
+    adaptive_verification.get_query_lens_mismatch_unsupported_backend = lambda *_, **__: None
+    adaptive_verification.get_varlen_cudagraph_unsupported_backend = lambda *_, **__: None
+    model_runner.resolve_adaptive_cudagraph_mode = lambda mode, **_: mode

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import interpreter
+from managers import Manager
 from steer import Steer, rule_of
 from tiny_models import VOCABULARY, save_llama
 
@@ -21,6 +22,9 @@ FASER = {
     "scheduler_cls": "faser.engine_adapter.scheduler.FaserScheduler",
     "worker_cls": "faser.engine_adapter.worker.FaserWorker",
 }
+
+# Milliseconds of drafting by requests, of verifying by tokens: a step costs a base and, from 8 tokens on, each token.
+CURVES = ([(1, 1.0), (8, 1.0)], [(1, 4.0), (8, 4.0), (16, 6.0), (64, 18.0)])
 
 
 def prompts(lengths: tuple[int, ...], vocabulary: int, seed: int = 3) -> list[Any]:
@@ -38,9 +42,11 @@ class Engine:
             interpreter.keep_async_scheduling()
         if "speculation" in given:
             named["speculative_config"] = given["speculation"]
+        if given.get("speculation", {}).get("enable_adaptive_verification"):
+            interpreter.allow_adaptive_verification()
         self.steer: Steer | None = None
         if "rule" in given:
-            self.steer = Steer(rule_of(given["rule"]))
+            self.steer = Steer(rule_of(given["rule"]), given.get("admission"))
             named |= FASER
         from vllm import LLM
 
@@ -48,6 +54,8 @@ class Engine:
         self.core = self.llm.llm_engine
         self.scheduler = self.core.engine_core.engine_core.scheduler
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
+        if self.runner.adaptive_verification is not None:  # vLLM measures these while it captures graphs
+            self.runner.adaptive_verification.set_cost_curves(*given.get("curves", CURVES))
         self.passes = 0
         self._count_passes()
         CONTROLS[given.get("control", "")](self)
@@ -142,6 +150,12 @@ def _neighbours_rounds(engine: Engine) -> None:
     DecodeRounds.keep = lambda rounds, places: keep(rounds, places[1:] + places[:1])  # type: ignore[method-assign]
 
 
+def _failing_numbers(engine: Engine) -> None:
+    from faser.engine_adapter.patches.v2_verification import VerificationNumbers
+
+    VerificationNumbers.weights = _raise  # type: ignore[method-assign]
+
+
 CONTROLS: dict[str, Callable[[Engine], None]] = {
     "": _whole,
     "neighbour rows": _neighbour_rows,
@@ -151,6 +165,8 @@ CONTROLS: dict[str, Callable[[Engine], None]] = {
     "failing rounds": _failing_rounds,
     "failing confidences": _failing_confidences,
     "neighbour's rounds": _neighbours_rounds,
+    "failing numbers": _failing_numbers,
+    "failing copy": lambda engine: setattr(engine.runner.verification, "_copy", _raise),
 }
 
 
@@ -270,3 +286,22 @@ def parameters() -> dict[str, Any]:
 def save_model(given: dict[str, Any]) -> str:
     """Write a tiny model."""
     return str(save_llama(Path(given["folder"]), noise=given["noise"]))
+
+
+def admissions(given: dict[str, Any]) -> dict[str, int]:
+    """Let vLLM's manager, and one that is asked with FASER's numbers, admit drafts of random batches.
+
+    `weight` is that of every other request, `slowness` a factor on what more than 16 tokens cost.
+    """
+    chance = random.Random(5)
+    own, ours = Manager(given), Manager(given)
+    order = ours.ask_with(given["slowness"], given["weight"])
+    same = first_gained = first_lost = trimmed = 0
+    for _ in range(given["batches"]):
+        batch = own.random_batch(chance)
+        plain, asked = own.admit(batch), ours.admit(batch, order)
+        same += plain == asked
+        trimmed += sum(plain[1]) < sum(batch.lengths)
+        first_gained += sum(asked[1][::2]) > sum(plain[1][::2])
+        first_lost += sum(asked[1][::2]) < sum(plain[1][::2])
+    return {"same": same, "trimmed": trimmed, "gained": first_gained, "lost": first_lost}

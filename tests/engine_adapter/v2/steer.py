@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from faser.engine_adapter.protocol import ActionSet
+from faser.engine_adapter.protocol import ActionSet, Admission
 from faser.engine_adapter.steering.lease import Lease
 from faser.engine_adapter.steering.orders import StepOrder
 from faser.engine_adapter.steering.steering import BatchOutcome, Steering
@@ -30,7 +30,7 @@ def rule_of(spec: dict[str, Any]) -> Rule:
 class Steer:
     """Gives every live request a length by a rule, through a lease of its own, and logs each step."""
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: Rule, admission: dict[str, Any] | None = None) -> None:
         self.log: list[dict[str, Any]] = []
         self.lost: set[str] = set()  # requests that were preempted: their drafts are gone
         steering: Steering | None = None
@@ -47,7 +47,11 @@ class Steer:
             handles = [entry.handle for entry in steering.entries.values()]
             lengths = [rule(handle, step) for handle in handles]
             builder(lease, step, now_s)
-            return ActionSet(lease.boot_id, 1, step, step + 32, now_s + 5.0, 0, handles, lengths)
+            action = ActionSet(lease.boot_id, 1, step, step + 32, now_s + 5.0, 0, handles, lengths)
+            if admission is not None:
+                weights = [admission["weights"][handle % len(admission["weights"])] for handle in handles]
+                action.admission = Admission(admission["rows"], admission["seconds"], weights)
+            return action
 
         def record(self: Steering, order: StepOrder, outcome: BatchOutcome) -> None:
             steer.note(self, order, outcome)
@@ -68,6 +72,7 @@ class Steer:
                 "scheduled": scheduled,
                 "verified": len(outcome.drafts.get(name, ())),
                 "sampled": outcome.sampled.counts[row] if outcome.sampled.counts else 0,
+                "admitted": report.admitted[row] if report and report.admitted is not None else None,
                 "reported": report.drafted[row] if report and report.drafted else None,
                 "confidences": list(report.late_confidences.get(name, ())) if report else [],
                 "accepted": outcome.sampled.counts[row] - 1 if outcome.sampled.counts else 0,
@@ -109,5 +114,8 @@ class Steer:
             "rounds": sum(len(entry["rounds"] or ()) for entry in self.log),
             "confident": sum(len(r["confidences"]) >= r["verified"] > 0 for e in self.log for r in e["rows"].values()),
             "drafting": sum(r["verified"] > 0 for e in self.log for r in e["rows"].values()),
+            "scheduled_drafts": sum(row["verified"] for e in self.log for row in e["rows"].values()),
+            "admitted": sum(row["admitted"] or 0 for e in self.log for row in e["rows"].values()),
+            "over_admitted": sum((r["admitted"] or 0) > r["verified"] for e in self.log for r in e["rows"].values()),
             "timed": sum(bool(entry["times_s"] and all(entry["times_s"][:2])) for entry in self.log),
         }

@@ -8,11 +8,7 @@ from hypothesis import strategies as st
 
 from faser.env.estimate.overlap_bound import (
     PhaseTimes,
-    bound_reached,
     draft_ahead_bound,
-    frontier_hit_rate,
-    halving_gain,
-    hidden_draft_share,
     hidden_share,
     ping_pong_bound,
 )
@@ -56,8 +52,8 @@ def test_what_ping_pong_hides_is_at_most_the_shorter_phase_of_a_half(
     whole: tuple[float, float], half: tuple[float, float]
 ) -> None:
     one, other = PhaseTimes(*whole), PhaseTimes(*half)
-    assert halving_gain(one, other) == pytest.approx(sum(whole) / (2 * sum(half)))
-    own = ping_pong_bound(one, other) / halving_gain(one, other)
+    without_overlap = sum(whole) / (2 * sum(half))
+    own = ping_pong_bound(one, other) / without_overlap
     assert own == pytest.approx(draft_ahead_bound(other))
 
 
@@ -87,24 +83,12 @@ def test_draft_ahead_lies_between_one_and_its_bound_without_misses(
     assert draft_ahead_bound(times, 0.0) == 1.0
 
 
-def test_a_frontier_is_of_use_if_all_before_it_and_its_own_first_token_hold() -> None:
-    assert frontier_hit_rate([0.9, 0.8, 0.5]) == pytest.approx(0.36)
-    assert frontier_hit_rate([]) == 1.0
-
-
-def test_hidden_time_is_counted_against_the_shorter_phase_and_against_drafting() -> None:
+def test_hidden_time_is_counted_against_the_shorter_phase() -> None:
     times = PhaseTimes(2.0, 4.0)
-    assert hidden_share(times, 4.0) == hidden_draft_share(times, 4.0) == 1.0
+    assert hidden_share(times, 4.0) == 1.0
     assert hidden_share(times, 5.0) == 0.5
     assert hidden_share(times, 7.0) == -0.5
-    assert hidden_draft_share(PhaseTimes(4.0, 2.0), 4.0) == 0.5
     assert hidden_share(PhaseTimes(4.0, 2.0), 4.0) == 1.0
-
-
-def test_a_bound_is_reached_in_parts_of_its_gain() -> None:
-    assert bound_reached(1.35, 1.5) == pytest.approx(0.7)
-    assert bound_reached(1.0, 1.5) == 0.0
-    assert bound_reached(0.9, 0.95) == 0.0
 
 
 @pytest.mark.parametrize("times", [(-1.0, 1.0), (1.0, float("nan")), (float("inf"), 1.0), (0.0, 0.0)])

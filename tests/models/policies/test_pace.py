@@ -143,7 +143,7 @@ LONGEST = Action(np.full(REQUESTS, 4), 4)  # 54 ms for some 4 tokens of each, un
 
 def test_under_a_split_the_splits_own_costs_tell_who_is_late() -> None:
     """Not those of the whole device."""
-    plan = Plan(LONGEST, 600.0, 4, 32.0, np.zeros(0))
+    plan = Plan(LONGEST, 600.0, 0, 4, 32.0, np.zeros(0))
     assert kept(LONGEST, plan) != [4] * REQUESTS
     under = msgspec.structs.replace(LONGEST, split=1)
     assert kept(under, plan, split_factor=0.5) == [4] * REQUESTS
@@ -154,7 +154,7 @@ def test_a_probe_in_the_place_of_a_stop_rule_is_judged_as_what_it_drafts() -> No
     """The rule's drafts end early: 4 tokens in all, 26 ms, 3 tokens of each; the probe's do not."""
     rule = StopRule([1.0] * 4, [0.0] * 4, [0.9] * 4, [0.9] * 4)
     planned = msgspec.structs.replace(LONGEST, stop=rule)
-    plan = Plan(planned, 3 * REQUESTS / 26e-3, 4, 4.0, np.zeros(0))
+    plan = Plan(planned, 3 * REQUESTS / 26e-3, 0, 4, 4.0, np.zeros(0))
     assert kept(planned, plan) == [4] * REQUESTS
     assert kept(LONGEST, plan) != [4] * REQUESTS
 

@@ -304,7 +304,7 @@ def test_drafts_without_a_rule_are_in_the_table_of_stop_rules() -> None:
 
 def test_stop_rules_are_not_weighed_by_how_lucky_the_requests_are_that_run_now() -> None:
     def plan(rate: float, even: float) -> Plan:
-        return Plan(Action(np.zeros(1, np.int64), 0), rate, 2, 2.0, np.array([50.0, even, 0.9 * even]))
+        return Plan(Action(np.zeros(1, np.int64), 0), rate, 0, 2, 2.0, np.array([50.0, even, 0.9 * even]))
 
     assert _lead(plan(110.0, 100.0), plan(120.0, 120.0)) == pytest.approx(0.1)
     assert _lead(plan(110.0, 100.0), plan(88.0, 80.0)) == pytest.approx(0.0)
@@ -339,9 +339,9 @@ def test_a_splits_promise_is_of_who_runs_now_and_of_the_better_way() -> None:
     )
     assert policies[0].plan.action.stop is not None  # type: ignore[attr-defined]
     assert confident > 1.01 * history
-    before = policies[0]._point  # type: ignore[attr-defined]
+    before = policies[0]._held  # type: ignore[attr-defined]
     policies[0]._rate_at(state.view(), 0)  # type: ignore[attr-defined]
-    assert policies[0]._point is before, "asking moves nothing"  # type: ignore[attr-defined]
+    assert policies[0]._held is before, "asking moves nothing"  # type: ignore[attr-defined]
 
 
 def test_an_operating_point_outlives_a_short_time_with_another_number_of_requests() -> None:
