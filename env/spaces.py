@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..engine_adapter.arrays import Bools
 from ..engine_adapter.compiled import compiled
-from ..engine_adapter.protocol import LARGEST_NUMBER, Hello, Prune, StopRule
+from ..engine_adapter.protocol import LARGEST_NUMBER, Admission, Hello, Prune, StopRule
 from ..engine_adapter.steering.stop_rule import fitted
 
 Lengths = npt.NDArray[np.int64]
@@ -41,6 +41,7 @@ class Capabilities:
     max_batched_tokens: int = 0
     kv_tokens: int = 0
     frontier: int = 0  # most tokens that can be drafted ahead of a chunk
+    is_adaptive: bool = False  # of what is drafted, the engine verifies what pays
 
     @classmethod
     def from_hello(cls, hello: Hello) -> Capabilities:
@@ -62,6 +63,7 @@ class Capabilities:
             max_batched_tokens=hello.max_batched_tokens,
             kv_tokens=hello.kv_tokens,
             frontier=hello.frontier,
+            is_adaptive=hello.is_adaptive,
         )
 
 
@@ -75,6 +77,7 @@ class Action(msgspec.Struct, frozen=True):
     frontier: int | None = None  # most draft tokens per request that are drafted ahead
     prune: Prune | None = None
     stop: StopRule | None = None  # ends drafts on confidence, within the lengths
+    admission: Admission | None = None  # what adaptive verification reckons with; None: the engine's own numbers
     reason: str = ""
 
 
@@ -91,12 +94,14 @@ def clamp(action: Action, capabilities: Capabilities) -> Action:
     split = _index_or_none(action.split, len(capabilities.splits) - 1)
     frontier = _index_or_none(action.frontier, capabilities.frontier)
     prune, stop = _prune_or_none(action.prune, capabilities.exit_layers), _stop_or_none(action.stop, capabilities)
+    admission = action.admission if capabilities.is_adaptive else None
     if (
         lengths is action.lengths and default is action.default_length and price is action.price
         and split is action.split and frontier is action.frontier and prune is action.prune and stop is action.stop
+        and admission is action.admission
     ):  # fmt: skip
         return action
-    return Action(lengths, default, price, split, frontier, prune, stop, action.reason)
+    return Action(lengths, default, price, split, frontier, prune, stop, admission, action.reason)
 
 
 def is_other(asked: Action, given: Action) -> bool:

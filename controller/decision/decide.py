@@ -86,6 +86,7 @@ def decide(
         prune=action.prune,
         mode=terms.mode,
         stop=action.stop,
+        admission=action.admission,
     )
     if terms.mode in ("active", "canary"):
         state.ask(sequence, action.stop)

@@ -147,6 +147,7 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     splits: tuple[Split, ...] = (Split("unsplit"),)
     exits: tuple[Exit, ...] = ()
     ahead: Ahead | None = None  # None: this engine drafts nothing ahead
+    is_adaptive: bool = False  # all rounds are drafted in full, and of the drafts what pays is verified
 
     def packed(self) -> PackedProfile:
         """Return the numbers as arrays, for compiled code."""

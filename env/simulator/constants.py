@@ -31,6 +31,7 @@ PROFILE: Final = np.dtype(
         ("catch_up", np.int64),
         ("lookahead", np.int64),  # tokens beyond what is scheduled for which blocks are held
         ("splits", np.int64),
+        ("is_adaptive", np.int64),  # drafts are made in full whatever a stop rule keeps of them
         ("saved", np.float64),  # share of the layers that a pruned row is spared; 0: no exit heads
         ("recall", np.float64),  # as engine_model.Exit has them
         ("false_alarm", np.float64),

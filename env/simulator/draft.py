@@ -91,7 +91,7 @@ def draft(
     )
     if len(told) > 0:
         _toss_as_told(profile, ints, traits, keys, sigmoid, offsets, told, notes)
-    _count_drafts(engine, ints, notes, work)
+    _count_drafts(engine, profile, ints, notes, work)
 
 
 @apart
@@ -307,10 +307,13 @@ def _keep(
 
 
 @apart
-def _count_drafts(engine: Any, ints: Shorts, notes: Shorts, work: Floats) -> None:
-    """Sum up what was drawn."""
+def _count_drafts(engine: Any, profile: Any, ints: Shorts, notes: Shorts, work: Floats) -> None:
+    """Sum up what was drawn; under adaptive verification every draft is as long as was asked for."""
     drafting = rounds = tokens = hits = ahead_tokens = attended = 0
-    drawn, ahead = notes[DRAWN_TOKENS], notes[IS_AHEAD]
+    drawn, ahead, want = notes[DRAWN_TOKENS], notes[IS_AHEAD], notes[WANT]
+    if profile.is_adaptive != 0:
+        for i in range(len(drawn)):
+            drawn[i] = want[i] if drawn[i] > 0 else 0
     for i in range(ints.shape[1]):
         drafting += 1 if drawn[i] > 0 else 0
         tokens += drawn[i]

@@ -156,6 +156,7 @@ def _profile_numbers(profile: EngineProfile, scenario: Scenario) -> tuple[float,
     return (
         profile.kv_blocks, profile.block_size, profile.token_budget, min(profile.max_requests, scenario.slots),
         profile.max_context, profile.catch_up_tokens, profile.k_max, len(profile.splits),
+        int(profile.is_adaptive),
         *_released_exit(profile), *_ahead(profile), *noise,
         math.sqrt(model.request_share), math.sqrt(1.0 - model.request_share), model.carry,
         math.sqrt(1.0 - model.carry * model.carry), model.hidden,

@@ -56,6 +56,7 @@ def hello(simulator: Simulator, engine: int = 0) -> Hello:
         released_prune=Prune(profile.exits[0].layer, 0.5) if profile.exits else None,
         tensor_parallel=1, pipeline_parallel=1, data_parallel=1, data_parallel_rank=0, lease_steps=32, lease_ms=1000,
         roster=[], frontier=simulator.scenario.positions if profile.ahead is not None else 0,
+        is_adaptive=profile.is_adaptive,
     )  # fmt: skip
 
 

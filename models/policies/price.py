@@ -23,12 +23,13 @@ from ...env.estimate.engine_state import EngineState
 from ...env.estimate.planning_view import PlanningView
 from ...env.estimate.split_cost import IdealSplit
 from ...env.spaces import Action, Capabilities
+from .admission import admission
 from .advice import NEUTRAL, Advice
 from .baselines import uniform
 from .probe import BUDGET_SHARE, Chances, ProbeAccount
 from .split_choice import RateEstimates, SplitChoice
 from .step_grid import PLANES, Choice, choose
-from .stop_rules import EDGE_LIST, NO_RULE, all_drafts, predict_stops, rule_of
+from .stop_rules import EDGE_LIST, NO_RULE, all_drafts, predict_stops, predict_trims, rule_of
 
 BINS: Final = 48  # survival thresholds, log-spaced
 LOWEST_SURVIVAL: Final = 0.01  # the last of these: a row that seldom brings a token is worth its time nowhere
@@ -75,7 +76,8 @@ class PricePolicy:
     def __init__(self, capabilities: Capabilities, *, use_confidence: bool = True) -> None:
         self.name = "price" if use_confidence else "price:history"
         self._k_max = capabilities.k_max
-        self._can_stop = use_confidence and not capabilities.is_async
+        # An engine that verifies adaptively decides on its device, where it need not wait for what was drawn.
+        self._can_stop = use_confidence and (capabilities.is_adaptive or not capabilities.is_async)
         # By split and size of the batch, the newest: two requests need not be relearnt because one of them just ended.
         self._plans: dict[tuple[int, int], Plan] = {}
         self._searches = 0
@@ -203,7 +205,9 @@ class PricePolicy:
         return stops if _lead(stops, history) + self._advice.stop_lead > 0.0 else history
 
     def _by_confidence(self, view: PlanningView, forecast: Forecast, before: Plan | None) -> Plan:
-        go_on, table, verify_s = predict_stops(view, forecast, before.rate if before else 0.0)
+        is_adaptive, rate = view.capabilities.is_adaptive, before.rate if before else 0.0
+        stops = predict_trims(view, forecast) if is_adaptive else predict_stops(view, forecast, rate)
+        go_on, table, verify_s = stops
         choice = choose(table, view, _reading_s(view), verify_s, self._advice.time_weight)
         keep, depth = choice.threshold, choice.depth
         kept = "all kept" if keep == NO_RULE else f"kept above {EDGE_LIST[keep]:.2f}"
@@ -238,7 +242,7 @@ def _asked(
     ahead = _frontier(capabilities, choice.depth)
     return Action(
         lengths, default, price=1.0 / choice.rate, prune=capabilities.released_prune, stop=stop, frontier=ahead,
-        reason=reason,
+        admission=admission(view, choice.depth) if capabilities.is_adaptive and choice.depth else None, reason=reason,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from ...env.estimate.acceptance import GUESS_TRIALS, LARGEST_CHANCE, LEAST_CHANC
 from ...env.estimate.confidence import EDGES, Confidence, Forecast
 from ...env.estimate.planning_view import PlanningView
 from .probe import Chances
-from .step_grid import PLANES, ROWS
+from .step_grid import DRAFTED, PLANES, ROUNDS, ROWS, TOKENS
 
 EDGE_LIST: Final[list[float]] = EDGES.tolist()
 FREE: Final = len(EDGES) - 1  # the bin that lets everything pass
@@ -53,6 +53,23 @@ def predict_stops(view: PlanningView, forecast: Forecast, rate: float) -> Stops:
     verify_s = np.empty(table[ROWS].shape)
     time_of_few(few_s, table[ROWS], requests, verify_s)
     return Stops(go_on, table, verify_s if len(few_s) else None)
+
+
+def predict_trims(view: PlanningView, forecast: Forecast) -> Stops:
+    """Return the predictions for an engine that drafts in full, and then verifies what is above a threshold.
+
+    How many rows that are is fixed before the step, so that the time of the mean rows is the mean time.
+    """
+    k_max, bins = forecast.reach.shape
+    passed = np.minimum(np.arange(bins + 1), FREE)
+    kept, gain = (values[:, FREE, passed].cumsum(axis=0).T for values in (forecast.kept, forecast.gain))
+    table = np.zeros((PLANES, bins + 1, k_max + 1))
+    table[DRAFTED] = table[ROUNDS] = np.arange(k_max + 1.0)
+    table[DRAFTED] *= view.requests
+    table[ROWS, :, 1:], table[TOKENS, :, 1:] = kept, gain
+    table[ROWS] = (table[ROWS] + 1.0) * view.requests
+    table[TOKENS] = (table[TOKENS] + 1.0) * view.requests
+    return Stops(np.full((k_max, bins + 1), FREE), table, None)
 
 
 def rule_of(go_on: Ints, confidence: Confidence, keep: int, depth: int) -> StopRule | None:
