@@ -11,7 +11,6 @@ minute a seed on an idle core.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,13 +20,14 @@ from typing import Any, Final
 import numpy as np
 from decide import BATCHES
 from decide import measure as decision_us
+from measured_cells import begun, write
 from price_parts import PARTS, PolicyPart
-from simulated_points import half_width
+from worth import half_width
 
 from faser.controller.bench.markdown import markdown_table
 from faser.controller.cli.evaluate import decided, one_thread
 from faser.controller.engine.machine import provenance
-from faser.controller.whole_file import replacing, require_place
+from faser.controller.whole_file import require_place
 from faser.models.evaluation.evaluate import CHANGING, DRIFT, SWING, Cell, simulate
 from faser.models.evaluation.worlds import WorldSpec
 
@@ -187,20 +187,6 @@ def timed(steps: int) -> dict[str, dict[str, dict[str, float]]]:
     return found
 
 
-def begun(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return what a file has; end with one line if it was made with other settings."""
-    kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"settings": settings, "runs": {}}
-    if kept["settings"] != settings:
-        raise SystemExit(f"ablation: {path} has settings {kept['settings']}; expected {settings}; name another --json")
-    return kept
-
-
-def write(path: Path, kept: dict[str, Any]) -> None:
-    """Write the file, whole or not at all."""
-    with replacing(path) as place:
-        place.write_text(json.dumps(kept, indent=1) + "\n")
-
-
 def fill(path: Path, kept: dict[str, Any], seeds: range) -> None:
     """Make the runs that are missing, and write each."""
     wanted = list(ordered(seeds))
@@ -225,7 +211,7 @@ def main() -> None:
     seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
     steps = {name_of(load): steps_of(load) for load in LOADS}
     parts = [part.name for part in PARTS]  # a part that is gone is gone from whole `price`, too
-    kept = begun(options.json, {"steps": steps, "first_seed": FIRST_SEED, "parts": parts})
+    kept = begun(options.json, {"steps": steps, "first_seed": FIRST_SEED, "parts": parts}, {"runs": {}})
     fill(options.json, kept, seeds)
     if options.timed_steps:
         kept["decisions"] = timed(options.timed_steps)

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import zmq
-from engine_end import Inbox, summed_up
+from made_engine import Inbox, hello, summed_up
 
 from faser.engine_adapter import protocol
 from faser.engine_adapter.link.engine_link import EngineLink, give_way
@@ -64,14 +64,9 @@ def answer(endpoint: str) -> None:
 
 def steering_with(endpoint: str, requests: int) -> tuple[Steering, list[SimpleNamespace]]:
     """Return an adapter that knows `requests` live requests."""
-    hello = protocol.Hello(
-        boot_id=f"bench{requests}", pid=0, host="", adapter_version="", vllm_version="", model="", device="cpu",
-        runner="v1", is_async=False, method="ngram", drafter="", k_max=8, default_length=0, default_table=[],
-        max_requests=256, max_batched_tokens=2048, kv_tokens=0, graph_sizes=[], splits=["unsplit"], exit_layers=[],
-        tensor_parallel=1, pipeline_parallel=1, data_parallel=1, data_parallel_rank=0, lease_steps=32, lease_ms=1000,
-        roster=[],
-    )  # fmt: skip
-    steering = Steering(hello, EngineLink(endpoint, hello.boot_id), Lease(hello.boot_id, 8, 32, 1.0), Default(0))
+    introduction = hello(f"bench{requests}", k_max=8, method="ngram")
+    boot_id = introduction.boot_id
+    steering = Steering(introduction, EngineLink(endpoint, boot_id), Lease(boot_id, 8, 32, 1.0), Default(0))
     live = [
         SimpleNamespace(
             num_computed_tokens=50,

@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-import aiohttp
 import msgspec
 import numpy as np
 from openai import AsyncOpenAI
@@ -37,10 +36,11 @@ from faser.controller.engine.launch import free_port
 from faser.controller.engine.load_generator import LoadGenerator, LoadOptions
 from faser.controller.engine.machine import Machine, commit, machine_facts, versions
 from faser.controller.engine.processes import ProcessTree
-from faser.controller.engine.serve import ensure_embedded_pair
+from faser.controller.engine.running import is_healthy
 from faser.controller.errors import EngineError, FaserError
+from faser.controller.whole_file import replacing, require_place
 from faser.env.workload.workload import TimedRequest
-from faser.models.embedded.pair import TARGET_NAME
+from faser.models.embedded.pair import TARGET_NAME, ensure_embedded_pair
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = ROOT / "benchmarks" / "results" / "clients.json"
@@ -234,22 +234,12 @@ def served(folder: Path) -> Iterator[str]:
     command = [sys.executable, "-P", "-c", "from faser.controller.cli.main import main; main()"]
     log = folder / "serve.log"
     with ProcessTree([*command, "serve", "embedded", "--port", str(port)], environment, log) as server:
-        asyncio.run(_wait_ready(server, url))
+        end_s = time.monotonic() + READY_S
+        while not is_healthy(url):
+            if server.poll() is not None or time.monotonic() > end_s:
+                raise EngineError("faser serve was not ready", f"readiness within {READY_S:g} s", f"see {log}")
+            time.sleep(0.3)
         yield url
-
-
-async def _wait_ready(server: ProcessTree, url: str) -> None:
-    end_s = time.monotonic() + READY_S
-    async with aiohttp.ClientSession() as session:
-        while time.monotonic() < end_s and server.poll() is None:
-            try:
-                async with session.get(f"{url}/health") as reply:
-                    if reply.status == 200:
-                        return
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.3)
-    raise EngineError("faser serve was not ready", f"readiness within {READY_S:g} s", f"see {server.log}")
 
 
 def ratio(runs: Sequence[Run], client: str, figure: str) -> Ratio:
@@ -301,15 +291,8 @@ def measure(options: argparse.Namespace, results: Results) -> None:
                 )
                 if round_ >= 0:
                     results.runs.append(run)
-            write(results, options.out)
-
-
-def write(results: Results, path: Path) -> None:
-    """Replace the file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
-    part.replace(path)
+            with replacing(options.out) as place:
+                place.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
 
 
 def main() -> int:
@@ -325,6 +308,7 @@ def main() -> int:
     options = parser.parse_args()
     if min(options.rounds, options.requests, options.concurrency) < 1 or not 8 <= options.tokens <= 512:
         parser.error("rounds, requests and concurrency: at least 1; tokens: 8 to 512")
+    require_place(options.out, "--out")
     settings = {name: getattr(options, name) for name in ("rounds", "requests", "concurrency", "tokens")}
     packages = versions() | {"openai": __import__("openai").__version__}
     results = Results(machine_facts(), packages, commit(), settings, options.note)

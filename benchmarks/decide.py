@@ -14,10 +14,12 @@ import json
 import random
 import time
 
+import msgspec
 import numpy as np
+from made_engine import record
 
 from faser.controller.decision.decide import LeaseTerms, decide
-from faser.engine_adapter.protocol import RequestEvent, RequestRow, StepRecord
+from faser.engine_adapter.protocol import RequestEvent, StepRecord
 from faser.env.estimate.engine_state import EngineState, learn
 from faser.env.spaces import Capabilities
 from faser.models.registry import make_policy
@@ -39,30 +41,30 @@ def make_records(batch: int, k_max: int, steps: int, is_confident: bool) -> list
                 RequestEvent("finish", gone, time_s, 99),
                 RequestEvent("arrival", newest, time_s, 80, f"r{newest}"),
             ]
-        rows = [_row(chance, handle, k_max, step, is_confident) for handle in handles]
-        drafts = sum(row.verified for row in rows)
-        draft_s, verify_s = 0.004 + 1e-5 * drafts, (0.012 + 6e-5 * (batch + drafts)) * chance.lognormvariate(0, 0.05)
+        drafts = [_draft(chance, handle, k_max) for handle in handles]
+        lengths = [len(sure) for sure, _ in drafts]
+        verified = sum(lengths)
+        draft_s = 0.004 + 1e-5 * verified
+        verify_s = (0.012 + 6e-5 * (batch + verified)) * chance.lognormvariate(0, 0.05)
         time_s += draft_s + verify_s
+        confidences = [sure for sure, _ in drafts] if is_confident else ()
+        made = record("boot", step, time_s, lengths, [accepted for _, accepted in drafts], confidences, handles)
         records.append(
-            StepRecord(
-                boot_id="boot", counter=step, step=step, time_s=time_s, step_s=draft_s + verify_s, schedule_s=1e-4,
-                verify_s=verify_s, sample_s=0.0, draft_s=draft_s, overlap_s=0.0, adapter_s=0.0, running=batch,
-                waiting=0, prefill_tokens=0, decode_tokens=batch, draft_tokens=drafts, kv_usage=0.5, split=None,
-                frontier=None, lease_epoch=1, lease_sequence=step, dropped=0, rejected=0, events=events, rows=rows,
+            msgspec.structs.replace(
+                made, step_s=draft_s + verify_s, draft_s=draft_s, verify_s=verify_s, sample_s=0.0, events=events
             )
-        )  # fmt: skip
+        )
     return records
 
 
-def _row(chance: random.Random, handle: int, k_max: int, step: int, is_confident: bool) -> RequestRow:
-    drafted, accepted, level = chance.randint(0, k_max), 0, 0.5 + 0.4 * (handle % 3 - 1)
-    sure = tuple(chance.betavariate(3.0 * level, 3.0 - 3.0 * level) for _ in range(drafted))
-    while accepted < drafted and chance.random() < sure[accepted]:
+def _draft(chance: random.Random, handle: int, k_max: int) -> tuple[tuple[float, ...], int]:
+    """Return how sure a drafter is of its tokens, and how many of them are accepted."""
+    level = 0.5 + 0.4 * (handle % 3 - 1)
+    sure = tuple(chance.betavariate(3.0 * level, 3.0 - 3.0 * level) for _ in range(chance.randint(0, k_max)))
+    accepted = 0
+    while accepted < len(sure) and chance.random() < sure[accepted]:
         accepted += 1
-    return RequestRow(
-        handle, 1 + drafted, drafted, drafted, drafted, 0, accepted, accepted + 1, 100 + step, False,
-        sure if is_confident else (),
-    )  # fmt: skip
+    return sure, accepted
 
 
 def measure(batch: int, policy_name: str, k_max: int, steps: int, is_confident: bool) -> dict[str, float]:
@@ -70,9 +72,9 @@ def measure(batch: int, policy_name: str, k_max: int, steps: int, is_confident: 
     capabilities = Capabilities(k_max=k_max)
     state, policy = EngineState(capabilities), make_policy(policy_name, capabilities)
     whole, alone, after = [], [], []
-    for sequence, record in enumerate(make_records(batch, k_max, steps, is_confident)):
+    for sequence, step in enumerate(make_records(batch, k_max, steps, is_confident)):
         start = time.perf_counter()
-        decide(state, record, policy, LeaseTerms(), 1, sequence)
+        decide(state, step, policy, LeaseTerms(), 1, sequence)
         decided = time.perf_counter()
         learn(state)
         learnt = time.perf_counter()

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from embedded_engine import chat, start_engine
+
 from faser.env.workload.prompts import KINDS, held_out_prompts
-from faser.models.embedded.pair import ensure_embedded_drafter, ensure_embedded_target
-from faser.models.embedded.precision import dtype_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,25 +54,13 @@ def row(kind: str, temperature: float, prompts: int, counts: Counts) -> Row:
     return Row(kind, temperature, prompts, counts.drafts, tuple(round(r, 4) for r in rates), round(1 + sum(rates), 4))
 
 
-def start_engine(target: Path, drafter: Path, k: int, seed: int) -> Any:
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
-
+def start_mended_engine(target: Path | None, drafter: Path | None, k: int, seed: int) -> Any:
+    """Return vLLM without FASER, its sampling mended."""
+    engine = start_engine(
+        k, 16, target, drafter, {}, max_model_len=2048, enable_prefix_caching=False, disable_log_stats=False, seed=seed
+    )
     from faser.engine_adapter.patches.v1 import mend_expand
 
-    engine = LLM(
-        str(target),
-        dtype=dtype_on("cpu"),
-        max_model_len=2048,
-        max_num_seqs=16,
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        disable_log_stats=False,
-        seed=seed,
-        speculative_config={"method": "eagle3", "model": str(drafter), "num_speculative_tokens": k},
-    )
     mend_expand()  # vLLM puts its CPU kernels in place only when a worker starts
     return engine
 
@@ -89,14 +76,8 @@ def read_counts(engine: Any, k: int) -> Counts:
 
 
 def answer(engine: Any, texts: Sequence[str], temperature: float, max_tokens: int, k: int) -> Counts:
-    from vllm import SamplingParams
-
     before = read_counts(engine, k)
-    engine.chat(
-        [[{"role": "user", "content": text}] for text in texts],
-        SamplingParams(temperature=temperature, max_tokens=max_tokens),
-        use_tqdm=False,
-    )
+    chat(engine, texts, temperature=temperature, max_tokens=max_tokens)
     return read_counts(engine, k).minus(before)
 
 
@@ -135,8 +116,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     texts = chosen_texts(given.prompts, given.seed, given.longest_prompt, given.file)
-    target, drafter = given.target or ensure_embedded_target(), given.drafter or ensure_embedded_drafter()
-    engine = start_engine(target, drafter, given.k, given.seed)
+    engine = start_mended_engine(given.target, given.drafter, given.k, given.seed)
     rows = [line for heat in (0.0, 0.7) for line in measure(engine, heat, texts, given.max_tokens, given.k)]
     if given.json:
         print(json.dumps([asdict(line) for line in rows], indent=1))

@@ -31,7 +31,7 @@ import numpy as np
 import zmq
 from recorded_engine import RecordedEngine, Recording, record_steps
 from rich.progress import Progress
-from sidecar_process import cpu_s, start_sidecar
+from sidecar_process import cpu_s, running_sidecar
 
 from faser.controller.engine.machine import Processor
 from faser.controller.errors import FaserError
@@ -56,12 +56,10 @@ def serve(engines: int, rate: float, recorded: list[Recording], seconds: float) 
     """Run so many engines against a new sidecar; return the figures."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faser-fleet-")))
-        sidecar, link = start_sidecar(folder, {"FASER_LINK_MAX_ENGINES": str(engines)})
-        stack.callback(sidecar.wait)
-        stack.callback(sidecar.terminate)
         cores = sorted(os.sched_getaffinity(0))
+        settings = {"FASER_LINK_MAX_ENGINES": str(engines)}
+        pid, link = stack.enter_context(running_sidecar(folder, settings, cores[-1:]))
         if len(cores) > 1:
-            os.sched_setaffinity(sidecar.pid, cores[-1:])
             os.sched_setaffinity(0, cores[:-1])
             stack.callback(os.sched_setaffinity, 0, cores)
         context = stack.enter_context(zmq.Context())
@@ -73,7 +71,7 @@ def serve(engines: int, rate: float, recorded: list[Recording], seconds: float) 
         gc.collect()
         gc.disable()  # a collection here would count as a late answer there
         stack.callback(gc.enable)
-        tally = _drive(lines, rate, seconds, sidecar.pid)
+        tally = _drive(lines, rate, seconds, pid)
         status = ask(link, timeout_s=10.0)
     return _figures(engines, rate, tally, status)
 

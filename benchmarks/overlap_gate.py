@@ -3,7 +3,7 @@
 One engine (vLLM V1, CPU, greedy, one core for the target and one for the drafter's process), held-out prompts of five
 kinds, 1 to 16 requests at once. Four arms: `in turn` (the process drafts after verification), `ahead` (it goes on while
 the target verifies), `groups` (two groups take turns), `gated` (both where the gates have measured that they pay: what
-a user gets who switches both on). All are held to the same recorded answers (held_text.py), and steady.py makes rates
+a user gets who switches both on). All are held to the same recorded answers, and steady.py makes rates
 that a shared machine's bursts do not reach: in a turn each arm answers one set of prompts, which tells its steps; and
 twice the forced arms answer it taking turns after some tokens, which tells what steps take. A step counts as what it
 was, so that those of `gated` have the times of the arm whose code they ran; the first two of a slice, in which the
@@ -17,195 +17,36 @@ quiet cores; --quick is a dry run.
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import sys
+import os
 import tempfile
-import time
-from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from held_text import HeldText
-from overlap_pair import Engine, prompt_sets, read_pair_options, say, start
-from remote import serve
-from steady import Answers, Step, steady_rates
+from measured_cells import begun, fill
+from remote import Remote
 from tables import table
 
-from faser.controller.engine.machine import commit, machine_facts, versions
-from faser.engine_adapter.gate import Gate
-from faser.engine_adapter.settings import ALWAYS, AUTO
-from faser.engine_adapter.steering.orders import StepOrder
-from faser.engine_adapter.steering.steering import BatchOutcome, Steering
+from faser.controller.engine.machine import machine_facts, versions
+from faser.engine_adapter.settings import AUTO
+from faser.env.workload.prompts import KINDS, held_out_prompts
+from faser.models.embedded.precision import dtype_on
 
-RESULT: Final = Path(__file__).resolve().parent / "results" / "overlap_gate.json"
-FORCED: Final = ("in turn", "ahead", "groups")
-GATED: Final = "gated"
-SLICE_TOKENS: Final = 12  # of each request
-FIRST_STEPS: Final = 2  # of a slice
-LEARNING_RUNS: Final = 12  # at most
-LEARNING: Final = -1  # as a turn
+FOLDER: Final = Path(__file__).resolve().parent
+RESULT: Final = FOLDER / "results" / "overlap_gate.json"
+ENGINE: Final = FOLDER / "overlap_engine.py"
+MAX_PROMPT_TOKENS: Final = 300
 QUICK_TOKENS: Final = 60  # enough for a slice of each arm
 
 
-class Told(Gate):
-    """A gate that says what it is told to, and only where it is told nothing what it measured."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.says: bool | None = None
-        self.is_deaf = False  # a slice's first steps are no evidence
-
-    def ask(self, requests: int) -> bool:
-        """Tell whether the next step may use it."""
-        return super().ask(requests) if self.says is None else self.says
-
-    def note(self, requests: int, has_used: bool, time_s: float, tokens: int) -> None:
-        """Take in a step."""
-        if self.says is None and not self.is_deaf:
-            super().note(requests, has_used, time_s, tokens)
-
-
-class GatedEngine(Engine):
-    """In the child: answers `measure`."""
-
-    def __init__(self, length: int, requests: int, dtype: str) -> None:
-        super().__init__(length, requests, dtype)
-        self._engine: Any = self._llm.llm_engine
-        self._held = HeldText(self._engine.model_executor.driver_worker.worker.model_runner)
-        self._steering.default.length = self._steering.default.frontier = length
-        self._remote.mode = AUTO
-        self._outcome: BatchOutcome | None = None  # of the newest step
-        self._new_gates()
-        record, engine = Steering.record, self
-
-        def recorded(steering: Steering, order: StepOrder, outcome: BatchOutcome) -> None:
-            engine._outcome = outcome
-            record(steering, order, outcome)
-
-        Steering.record = recorded  # type: ignore[method-assign]
-
-    def _new_gates(self) -> None:
-        self._ahead, self._deferred = Told(), Told()
-        self._remote._gate, self._groups._gate = self._ahead, self._deferred
-
-    def put_into(self, arm: str) -> None:
-        """Have the gates say what makes an arm."""
-        self._ahead.says = None if arm == GATED else arm == "ahead"
-        self._deferred.says = None if arm == GATED else arm == "groups"
-        self._groups.mode = ALWAYS if arm == "groups" else AUTO  # which also asks whether it may pay at all
-
-    def measure(self, sets: list[list[str]], tokens: int) -> dict[str, Any]:
-        """Return one load's cell: the first set of prompts is for the gates to learn, each other one is a turn."""
-        arms = tuple(arm for arm in FORCED if arm != "groups" or len(sets[0]) > 1)
-        timed, deaths = list[Step](), self._remote.process.deaths
-        answered: dict[str, list[Answers]] = {arm: [] for arm in (*arms, GATED)}
-        self._new_gates()
-        self._record(sets[0], tokens)
-        for _ in range(LEARNING_RUNS):
-            if self._are_settled(len(sets[0])):
-                break
-            self.answer((GATED,), sets[0], LEARNING)
-        for number, texts in enumerate(sets[1:]):
-            self._record(texts, tokens)
-            for arm in list(answered)[:: -1 if number % 2 else 1]:
-                steps, emitted = self.answer((arm,), texts, number)
-                answered[arm].append(Answers(tuple(steps), emitted))
-            for order in (arms, arms[::-1]):
-                timed += self.answer(order, texts, number)[0]
-        if self._remote.process.deaths > deaths or not self._remote.is_ready:
-            raise RuntimeError("the drafter's process ended while it was measured")
-        kinds = {
-            arm: _shares(step.kind for answer in of_arm for step in answer.steps) for arm, of_arm in answered.items()
-        }
-        rates = steady_rates(timed, answered)
-        return {
-            "requests": len(sets[0]), "timed": len(timed), "kinds": kinds,
-            "gain_seen_by_gates": {
-                "ahead": self._ahead.gain(len(sets[0])), "groups": self._deferred.gain(len(sets[0])),
-            },
-            "tokens_per_s": {arm: [round(rate, 4) for rate in found] for arm, found in rates.items()},
-        }  # fmt: skip
-
-    def _are_settled(self, requests: int) -> bool:
-        """Whether both gates know what they want to; groups that cannot pay at all are not asked about."""
-        asks_groups = requests > 1 and self._groups.pace.may_pay()
-        return self._ahead.gain(requests) is not None and (not asks_groups or self._deferred.gain(requests) is not None)
-
-    def _record(self, texts: list[str], tokens: int) -> None:
-        """Let the engine answer the prompts in turn; from now on they get the same tokens."""
-        self.put_into("in turn")
-        self._held.texts = {}
-        names, said = self._add(texts, tokens), dict[str, list[int]]()
-        while self._engine.has_unfinished_requests():
-            said |= {output.request_id: list(output.outputs[0].token_ids) for output in self._engine.step()}
-        self._answers = [said[name] for name in names]
-
-    def answer(self, arms: tuple[str, ...], texts: list[str], number: int) -> tuple[list[Step], int]:
-        """Answer the prompts with the arms in slices, the first one first; return steps that only decode, and tokens.
-
-        With several arms the first steps of a slice are left out.
-        """
-        self.put_into(arms[0])
-        names = self._add(texts, len(self._answers[0]))
-        self._held.texts = dict(zip(names, self._answers, strict=True))
-        while not self._is_decoding(names):
-            self._engine.step()
-        emitted, slice_, into, steps, said = 0, 0, 0, list[Step](), dict[str, list[int]]()
-        while True:
-            if emitted // (SLICE_TOKENS * len(texts)) > slice_:
-                slice_, into = emitted // (SLICE_TOKENS * len(texts)), 0
-                self.put_into(arms[slice_ % len(arms)])
-            is_counted = len(arms) == 1 or into >= FIRST_STEPS
-            self._ahead.is_deaf = self._deferred.is_deaf = not is_counted
-            outputs, step, fresh = self._timed_step(number, emitted)
-            said |= {output.request_id: list(output.outputs[0].token_ids) for output in outputs}
-            if any(output.finished for output in outputs):
-                break
-            steps += [step] if is_counted else []
-            emitted, into = emitted + fresh, into + 1
-        self._check(said)
-        self._engine.abort_request(names)
-        while self._engine.has_unfinished_requests():
-            self._engine.step()
-        return steps, emitted
-
-    def _is_decoding(self, names: list[str]) -> bool:
-        entries = self._steering.entries
-        held = [entries.get(name) or self._suffixed(name) for name in names]
-        return all(entry is not None and entry.request.num_output_tokens > 0 for entry in held)
-
-    def _suffixed(self, name: str) -> Any:
-        """Return the entry of a request whose id vLLM gave a suffix."""
-        return next((entry for key, entry in self._steering.entries.items() if key.split("-")[0] == name), None)
-
-    def _timed_step(self, number: int, emitted: int) -> tuple[list[Any], Step, int]:
-        """Take a step; return vLLM's outputs, the step as what it was, and the tokens it emitted."""
-        was_ahead = self._remote.is_ahead  # the process drafts beside this step's verification
-        began_s = time.monotonic()
-        outputs = self._engine.step()
-        took_s = time.monotonic() - began_s
-        outcome, turn = self._outcome, self._groups._turn
-        assert outcome is not None
-        assert outcome.report is not None
-        kind = "groups" if turn.is_deferred or turn.held else "ahead" if was_ahead else "in turn"
-        rows, rounds = sum(outcome.scheduled.values()), outcome.report.rounds or ()
-        work = (math.log(rows), float(rows), float(len(rounds)), float(sum(rounds)), float(emitted))
-        return outputs, Step(kind, number, work, took_s), sum(outcome.sampled.counts)
-
-    def _check(self, said: dict[str, list[int]]) -> None:
-        """Raise if answers so far are not what they are held to."""
-        for name, tokens in said.items():
-            if tokens != self._held.texts[name][: len(tokens)]:
-                raise RuntimeError(f"request {name} left the text that it is held to")
-
-
-def _shares(kinds: Iterable[str]) -> dict[str, float]:
-    """Return the share of each kind of step."""
-    counts = Counter(kinds)
-    return {kind: count / counts.total() for kind, count in sorted(counts.items())}
+def prompt_sets(count: int, requests: int) -> list[list[str]]:
+    """Return sets of prompts, the kinds in turn; another set has others."""
+    kinds = [[each.text for each in held_out_prompts([kind]) if each.tokens <= MAX_PROMPT_TOKENS] for kind in KINDS]
+    found = []
+    for set_ in range(count):
+        numbers = range(set_ * requests, (set_ + 1) * requests)
+        found.append([(of := kinds[number % len(kinds)])[number // len(kinds) % len(of)] for number in numbers])
+    return found
 
 
 def turns_of(turns: int, requests: int) -> int:
@@ -213,43 +54,53 @@ def turns_of(turns: int, requests: int) -> int:
     return max(turns * 40 // (2 * requests + 8), 2)
 
 
-def main() -> None:
-    """Measure what is not there yet."""
+def read_options() -> argparse.Namespace:
+    """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=4, help="at 16 requests; fewer requests take more")
-    options = read_pair_options(parser, RESULT)
-    turns, options.tokens = (1, QUICK_TOKENS) if options.quick else (options.turns, options.tokens)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="loads")
+    parser.add_argument("--length", type=int, default=4, help="tokens of a chunk and of a frontier")
+    parser.add_argument("--tokens", type=int, default=96, help="of each answer")
+    parser.add_argument("--dtype", default=dtype_on("cpu"))
+    parser.add_argument("--cores", type=int, nargs=2, default=sorted(os.sched_getaffinity(0))[:2])
+    parser.add_argument("--quick", action="store_true", help="two loads, one turn, few tokens: no measurement")
+    parser.add_argument("--json", type=Path, default=RESULT, help="write the report here")
+    options = parser.parse_args()
+    if len(set(options.cores)) < 2:
+        parser.error(f"cores {options.cores}; expected two, one for the target and one for the drafter")
     if options.quick and options.json == RESULT:
         parser.error("--quick is a dry run; name another file with --json")
+    if options.quick:
+        options.requests, options.tokens, options.turns = [1, 2], QUICK_TOKENS, 1
+    return options
+
+
+def main() -> None:
+    """Measure what is not there yet."""
+    options = read_options()
     said = {
-        "length": options.length, "tokens": options.tokens, "turns": turns, "dtype": options.dtype,
+        "length": options.length, "tokens": options.tokens, "turns": options.turns, "dtype": options.dtype,
         "machine": msgspec.to_builtins(machine_facts()), "versions": versions(),
     }  # fmt: skip
-    report = json.loads(options.json.read_text()) if options.json.is_file() else {}
-    if report and report["settings"] != said:
-        parser.error(
-            f"{options.json} was measured otherwise or elsewhere; move it away, or name another file with --json"
-        )
-    report = report or {"settings": said, "loads": []}
-    done = {load["requests"] for load in report["loads"]}
+    report = begun(options.json, said, {"loads": []})
+    target, drafter = options.cores
+    arguments = [str(options.length), str(max(options.requests)), options.dtype]
     with tempfile.TemporaryDirectory(prefix="faser-") as folder:
-        engine = start(options, folder, is_split=True, script=__file__)
-        try:
-            for requests in [requests for requests in options.requests if requests not in done]:
-                options.rounds = 1 + turns_of(turns, requests)
-                cell = engine.ask("measure", prompt_sets(options, requests), options.tokens)
-                report["loads"] = sorted(
-                    [*report["loads"], cell | {"commit": commit()}], key=lambda one: one["requests"]
-                )
-                options.json.write_text(json.dumps(report, indent=1) + "\n")
-                say(f"{requests} requests: done")
-        finally:
-            engine.end()
+        environment = {
+            "FASER_DRAFTER_CORES": str(drafter), "FASER_PING_PONG": AUTO,
+            "FASER_ENDPOINT": f"ipc://{folder}/engine.sock",  # where nobody listens
+            "VLLM_CPU_OMP_THREADS_BIND": str(target), "KMP_BLOCKTIME": "0",
+        }  # fmt: skip
+
+        def measure(requests: int) -> dict[str, Any]:
+            sets = prompt_sets(1 + turns_of(options.turns, requests), requests)
+            found: dict[str, Any] = engine.ask("measure", sets, options.tokens)
+            return found
+
+        with Remote(str(ENGINE), arguments, folder, environment) as engine:
+            fill(options.json, report, "loads", options.requests, lambda load: load["requests"], measure)
     print(table(report))
 
 
 if __name__ == "__main__":
-    if "--child" in sys.argv:
-        serve(GatedEngine(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))
-    else:
-        main()
+    main()

@@ -6,38 +6,26 @@ engines can take turns on one machine.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from faser.controller.engine.launch import openmp_library
 
 ANSWERS = 3  # the child's file descriptor; vLLM writes to its stdout
 
 
-class RemoteError(RuntimeError):
-    """The engine's process has ended."""
-
-
 class Remote:
-    """An engine's process: `script` is run with `--child` and these arguments.
+    """An engine's process, which has taken its place when the context is entered and ends with it.
 
+    :param script: run with `--child` and these arguments
     :param environment: wins over what every engine gets
-    :param log: where its output goes; None: this process's stderr
     """
 
-    def __init__(
-        self,
-        script: str,
-        arguments: list[str],
-        folder: str | Path,
-        threads: int = 1,
-        environment: dict[str, str] | None = None,
-        log: Path | None = None,
-    ) -> None:
+    def __init__(self, script: str, arguments: list[str], folder: str, environment: dict[str, str]) -> None:
         merged = os.environ | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -45,58 +33,51 @@ class Remote:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": str(threads),
-            "NUMBA_NUM_THREADS": str(threads),  # launch.py says why
+            "OMP_NUM_THREADS": "1",
+            "NUMBA_NUM_THREADS": "1",  # launch.py says why
             "LD_PRELOAD": str(openmp_library() or ""),
         }
         reading, writing = os.pipe()
-        output = open(log, "ab") if log is not None else None  # noqa: SIM115  # the child's, closed below
-        self.process = subprocess.Popen(
+        self._process = subprocess.Popen(
             ["bash", "-c", f'exec {ANSWERS}>&{writing}; exec "$@"', "-", sys.executable, script, "--child", *arguments],
             stdin=subprocess.PIPE,
-            stdout=output or sys.stderr,
-            stderr=output,
-            env=merged | (environment or {}),
+            stdout=sys.stderr,
+            env=merged | environment,
             cwd=folder,
             pass_fds=(writing,),
             text=True,
             start_new_session=True,  # Ctrl-C is for the parent, which ends its children
         )
         os.close(writing)
-        if output is not None:
-            output.close()
         self._answers = os.fdopen(reading)
 
-    def wait_ready(self) -> None:
-        """Wait until the engine can take orders; RemoteError if it ends before."""
-        self._answer()
+    def __enter__(self) -> Self:
+        try:
+            self._answer()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
 
     def ask(self, *order: Any) -> Any:
         """Return the engine's answer to a method's name and its arguments."""
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps(order) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            raise RemoteError(f"the engine ended with {self.process.wait(10)}") from None
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # then there is no answer
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
         return self._answer()
 
     def _answer(self) -> Any:
-        line = self._answers.readline()
-        if not line:
-            raise RemoteError(f"the engine ended with {self.process.wait(10)}")
+        if not (line := self._answers.readline()):
+            raise RuntimeError(f"the engine ended with {self._process.wait(10)}")
         return json.loads(line)
 
-    def end(self) -> None:
-        """End the process and wait for it."""
-        self.process.kill()
-        self.process.wait()
-
-
-def process_cpu_s(pid: int) -> float:
-    """Return the processor time a process has used, all threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 def serve(engine: object) -> None:

@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 import zmq
-from engine_end import Inbox, summed_up
-from engines import sidecar
+from made_engine import Inbox, hello, record, summed_up
+from sidecar_process import cpu_s, running_sidecar
 
 from faser.engine_adapter import protocol as wire
 from faser.engine_adapter.link.engine_link import EngineLink
@@ -38,32 +38,11 @@ BLOCK_STEPS, FIRST_STEPS = 80, 10
 Cores = set[int]
 
 
-def hello(boot_id: str) -> wire.Hello:
-    """Introduce an engine that does not exist."""
-    return wire.Hello(
-        boot_id=boot_id, pid=os.getpid(), host="", adapter_version="", vllm_version="0.32.0", model="none",
-        device="cpu", runner="v1", is_async=False, method="eagle3", drafter="", k_max=6, default_length=0,
-        default_table=[], max_requests=256, max_batched_tokens=4096, kv_tokens=1 << 20, graph_sizes=[],
-        splits=["unsplit"], exit_layers=[], tensor_parallel=1, pipeline_parallel=1, data_parallel=1,
-        data_parallel_rank=0, lease_steps=32, lease_ms=1000, roster=[],
-    )  # fmt: skip
-
-
-def record(boot_id: str, counter: int, requests: int, generator: np.random.Generator) -> wire.StepRecord:
+def step(boot_id: str, counter: int, requests: int, generator: np.random.Generator) -> wire.StepRecord:
     """Return a plausible step of `requests` decoding requests."""
     lengths = generator.integers(0, 5, requests)
     accepted = np.minimum(generator.geometric(0.5, requests) - 1, lengths)
-    rows = [
-        wire.RequestRow(i + 1, 1 + int(k), int(k), int(k), int(k), 0, int(a), int(a) + 1, 100 + counter, False)
-        for i, (k, a) in enumerate(zip(lengths, accepted, strict=True))
-    ]
-    drafts = int(lengths.sum())
-    seconds = 0.015 + 0.0007 * (requests + drafts)
-    events = [wire.RequestEvent("arrival", i + 1, time.monotonic(), 90, f"r{i}") for i in range(requests)]
-    return wire.StepRecord(
-        boot_id, counter, counter, time.monotonic(), seconds, 1e-4, 0.8 * seconds, 1e-3, 0.1 * seconds, 0.0, 5e-5,
-        requests, 0, 0, requests, drafts, 0.3, None, None, 0, 0, 0, 0, events if counter == 1 else [], rows,
-    )  # fmt: skip
+    return record(boot_id, counter, time.monotonic(), lengths.tolist(), accepted.tolist())
 
 
 class Engine:
@@ -82,7 +61,7 @@ class Engine:
 
     def _trip_us(self, pause_s: float) -> float:
         self._counter += 1
-        message = record(self._boot_id, self._counter, self._requests, self._generator)
+        message = step(self._boot_id, self._counter, self._requests, self._generator)
         time.sleep(pause_s)
         started_s = time.perf_counter()
         self._link.send(message)
@@ -145,7 +124,7 @@ def bare_us(endpoint: str, pause_s: float, peers: Cores, times: int = 300) -> fl
     os.sched_setaffinity(peer.pid or 0, peers)
     socket = zmq.Context().socket(zmq.DEALER)  # whose thread is placed as this one is
     socket.connect(endpoint)
-    frame = wire.encode(record("bare", 2, 64, np.random.default_rng(0)))
+    frame = wire.encode(step("bare", 2, 64, np.random.default_rng(0)))
     trips_us = []
     for _ in range(times):
         time.sleep(pause_s)
@@ -158,17 +137,11 @@ def bare_us(endpoint: str, pause_s: float, peers: Cores, times: int = 300) -> fl
     return statistics.median(trips_us[times // 5 :])
 
 
-def cpu_s(pid: int) -> float:
-    """Return the CPU time a process has used, all threads, seconds."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def placed(name: str, engine: Cores, peers: Cores, blocks: int) -> list[dict[str, Any]]:
     """Measure with the engine's process on some cores and the sidecar on others."""
     os.sched_setaffinity(0, engine)
     with tempfile.TemporaryDirectory() as folder:
-        with sidecar(folder, peers) as (link, pid):
+        with running_sidecar(Path(folder), {}, peers) as (pid, link):
             rows = measure(link.endpoint, blocks, pid)
         bare = {pause_s * 1e3: bare_us(f"ipc://{folder}/bare{pause_s}.sock", pause_s, peers) for pause_s in PAUSES_S}
     return [{"cores": name, **row, "bare_us": bare[row["pause_ms"]]} for row in rows]

@@ -27,7 +27,7 @@ from typing import Any
 import zmq
 from recorded_engine import RecordedEngine, Recording, record_steps
 from rich.progress import Progress
-from sidecar_process import start_sidecar
+from sidecar_process import running_sidecar
 
 from faser.controller.config import LinkConfig
 from faser.controller.engine.machine import provenance
@@ -46,7 +46,6 @@ SETTINGS = {
     "FASER_GUARD_STALE_MS": "600000",  # the simulated clocks are not this machine's
 }
 GROWTH = 0.01
-RESULT = Path(__file__).parent / "results" / "soak.json"
 NOTHING = ("gaps", "lost_records", "late_records", "failures", "unanswered", "store_dropped")
 
 
@@ -146,15 +145,14 @@ def soak(steps: int, engines: int, requests: int, folder: Path, out: Path | None
         progress = stack.enter_context(Progress(disable=not sys.stderr.isatty()))
         task = progress.add_task("recording", total=None)
         recordings = [record_steps(world, requests, min(LIFE_STEPS, steps), 50.0) for world in held_out()]
-        sidecar, link = start_sidecar(folder, SETTINGS | {"FASER_LINK_MAX_ENGINES": str(2 * engines)})
-        stack.callback(sidecar.wait)
-        stack.callback(sidecar.terminate)
+        settings = SETTINGS | {"FASER_LINK_MAX_ENGINES": str(2 * engines)}
+        pid, link = stack.enter_context(running_sidecar(folder, settings))
         context = stack.enter_context(zmq.Context())
         fleet = Fleet(context, link.endpoint, recordings)
         stack.callback(fleet.close)
         for _ in range(engines):
             fleet.boot()
-        watch, faults, done, unanswered = Watch(sidecar.pid), Faults(), 0, 0
+        watch, faults, done, unanswered = Watch(pid), Faults(), 0, 0
         progress.update(task, description="soaking", total=steps)
         begun_s, look = time.monotonic(), max(steps // LOOKS, 1)
         about = provenance()
@@ -203,24 +201,6 @@ def is_sound(found: dict[str, Any], engines: int) -> bool:
     low, high = found["descriptors"]
     is_quiet = not any(found[name] for name in NOTHING) and not found["store_error"]
     return bool(is_quiet and found["growth"] < GROWTH and high - low <= engines)
-
-
-def table() -> str:
-    """Return what the longest soak saw."""
-    found = json.loads(RESULT.read_text())
-    first_mb, last_mb = found["resident_mb"]
-    low, high = found["descriptors"]
-    rows = {
-        "steps": f"{found['steps']:,} of {found['requests']} requests, {found['steps_per_s']:,.0f} a second",
-        "engines": f"{found['engines']} at a time, {found['boots']:,} in all; "
-        f"they waited {found['waited_s']:,.0f} s for records to be written",
-        "resident memory": f"{first_mb:.0f} MB at the first look, {last_mb:.0f} at the last; "
-        f"the last fifth {found['growth']:+.2%} on the second (bar 1 %)",
-        "file descriptors": str(low) if low == high else f"{low} to {high}",
-        "gaps in the records": str(found["gaps"]),
-        "lost, late, failed, unanswered, dropped by the store": " / ".join(str(found[name]) for name in NOTHING[1:]),
-    }
-    return "\n".join(["| what | seen |", "|---|---|", *(f"| {name} | {told} |" for name, told in rows.items())])
 
 
 def main() -> int:

@@ -11,53 +11,27 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import struct
 import tempfile
 import time
 from pathlib import Path
 
 import msgspec
+import numpy as np
+from made_engine import hello, record
 
 from faser.controller.telemetry.store import EngineEntry, RunEntry, StepEntry, Store
-from faser.engine_adapter.protocol import ActionSet, Hello, RequestRow, StepRecord
+from faser.engine_adapter.protocol import ActionSet, StepRecord
 
 DEMAND_STEPS_PER_S = 100.0
 
 
-def hello(boot_id: str) -> Hello:
-    """Return a plausible engine."""
-    return Hello(
-        boot_id, 1, "host", "0.1.0", "0.32.0", "target", "cpu", "v1", False, "eagle3", "drafter", 6, 0, [], 256, 8192,
-        100_000, [], ["unsplit"], [], 1, 1, 1, 0, 32, 1000, [],
-    )  # fmt: skip
-
-
-def record(boot_id: str, counter: int, requests: int, dice: random.Random) -> StepRecord:
+def step(boot_id: str, counter: int, requests: int, dice: random.Random) -> StepRecord:
     """Return one step with random lengths, acceptances and single-precision confidences."""
-    rows = []
-    for handle in range(counter // 50 + 1, counter // 50 + 1 + requests):
-        length = dice.randint(0, 5)
-        accepted = dice.randint(0, length)
-        confidences = struct.unpack(f"{length}f", struct.pack(f"{length}f", *(dice.random() for _ in range(length))))
-        rows.append(
-            RequestRow(
-                handle,
-                1 + length,
-                5,
-                length,
-                length,
-                0,
-                accepted,
-                accepted + 1,
-                100 + counter % 3000,
-                False,
-                confidences,
-            )
-        )
-    return StepRecord(
-        boot_id, counter, counter, counter * 0.01, 0.01, 1e-4, 8e-3, 1e-4, 1e-3, 0.0, 1e-5, requests, 0, 0, requests,
-        sum(row.verified for row in rows), 0.5, None, None, 1, counter, 0, 0, [], rows,
-    )  # fmt: skip
+    lengths = [dice.randint(0, 5) for _ in range(requests)]
+    accepted = [dice.randint(0, length) for length in lengths]
+    confidences = [tuple(float(np.float32(dice.random())) for _ in range(length)) for length in lengths]
+    handles = range(counter // 50 + 1, counter // 50 + 1 + requests)
+    return record(boot_id, counter, counter * 0.01, lengths, accepted, confidences, handles)
 
 
 def action(step: StepRecord) -> ActionSet:
@@ -78,7 +52,7 @@ def main() -> None:
     options = parser.parse_args()
     dice = random.Random(0)
     boots = [f"boot-{engine}" for engine in range(options.engines)]
-    pool = [record(boots[0], counter, options.requests, dice) for counter in range(1, 301)]
+    pool = [step(boots[0], counter, options.requests, dice) for counter in range(1, 301)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "telemetry.sqlite"
         store = Store(path, RunEntry(1, time.time_ns(), "benchmark", "{}"))
@@ -90,9 +64,9 @@ def main() -> None:
             peak = max(peak, waiting)
             due = int(elapsed * options.rate) * options.engines if options.rate else offered + max(0, 2000 - waiting)
             while offered < due:
-                step = pool[offered % len(pool)]
-                step = msgspec.structs.replace(step, boot_id=boots[offered % options.engines], counter=offered)
-                store.put(StepEntry(step, time.time_ns(), action(step), "benchmark", 5e-5, True))
+                boot_id, made = boots[offered % options.engines], pool[offered % len(pool)]
+                made = msgspec.structs.replace(made, boot_id=boot_id, counter=offered)
+                store.put(StepEntry(made, time.time_ns(), action(made), "benchmark", 5e-5, True))
                 offered += 1
             time.sleep(0.002)
         store.close(60.0)

@@ -223,9 +223,14 @@ class Effective:
 
     def value(self, key: str) -> Value:
         """Return the effective value of PART.FIELD."""
-        part, name = key.split(".")
-        result: Value = getattr(getattr(self.config, part), name)
-        return result
+        return value_of(self.config, key)
+
+
+def value_of(config: Config, key: str) -> Value:
+    """Return a configuration's value of PART.FIELD."""
+    part, name = key.split(".")
+    result: Value = getattr(getattr(config, part), name)
+    return result
 
 
 @functools.cache

@@ -15,16 +15,18 @@ from .errors import UsageError
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, mode: int | None = None) -> Iterator[Path]:
     """Yield the path to write to; `path` has its content once the block ends, and is as before if it raises.
 
     A link is followed. What is no regular file, such as a pipe, cannot be replaced and is written to directly.
+    :param mode: the file's permissions; None: as it has, or as new files get
     """
     if path.exists() and not path.is_file():
         yield path
         return
     place = Path(os.path.realpath(path))
-    mode = place.stat().st_mode & 0o777 if place.exists() else 0o666 & ~_umask()
+    if mode is None:
+        mode = place.stat().st_mode & 0o777 if place.exists() else 0o666 & ~_umask()
     handle, name = tempfile.mkstemp(prefix=f".{place.name}.", suffix=".partial", dir=place.parent)
     try:
         os.close(handle)

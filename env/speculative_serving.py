@@ -5,6 +5,7 @@ Importing this module registers the environment. Needs gymnasium (extra `train`)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import gymnasium
@@ -13,11 +14,10 @@ import numpy.typing as npt
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from ..engine_adapter.arrays import Bools, Singles
+from ..engine_adapter.arrays import Bools, Floats, Singles
 from .layout.action_vector import ACTION, require_numbers
 from .layout.observation import GLOBAL_FEATURES, REQUEST_FEATURES, Feature
 from .layout.reward import discount
-from .render import ansi, picture
 from .simulator.scenario import Scenario
 from .simulator.simulator import Simulator
 from .simulator.state import TERMS
@@ -25,6 +25,10 @@ from .simulator.state import TERMS
 ENV_ID = "faser/SpeculativeServing-v0"
 
 Observations = dict[str, Singles]
+Moments = Sequence[tuple[float, ...]]  # (seconds, running, waiting, mean draft length, tokens/s, good tokens/s)
+
+_BARS = " ▁▂▃▄▅▆▇█"
+_WIDTH = 40
 
 
 def observation_space(slots: int) -> spaces.Dict:
@@ -81,7 +85,7 @@ class SpeculativeServingEnv(gymnasium.Env[Observations, Singles]):
         self._simulator.reset()
         self._simulator.warm()
         self._history.clear()
-        return observations(self._simulator, 0), step_info(self._simulator, 0)
+        return observations(self._simulator, 0), self._info()
 
     def step(self, action: Singles) -> tuple[Observations, float, bool, bool, dict[str, Any]]:
         """Simulate one engine step; raise ValueError for an action that holds NaN or infinity."""
@@ -89,7 +93,10 @@ class SpeculativeServingEnv(gymnasium.Env[Observations, Singles]):
         if self.render_mode is not None:
             self._history.append(moment(self._simulator, 0))
         truncated = bool(is_over(self._simulator)[0])
-        return observations(self._simulator, 0), reward, False, truncated, step_info(self._simulator, 0)
+        return observations(self._simulator, 0), reward, False, truncated, self._info()
+
+    def _info(self) -> dict[str, Any]:
+        return {name: float(values[0]) for name, values in step_infos(self._simulator).items()}
 
     def render(self) -> Any:
         """Draw load, lengths and goodput of the episode so far: an image, or a line of text."""
@@ -136,7 +143,7 @@ class SpeculativeServingVectorEnv(VectorEnv[Observations, Singles, npt.NDArray[A
             self._simulator.seed(seed_of(self._seed, self.np_random))
         self._simulator.reset()
         self._simulator.warm()
-        return observations(self._simulator), self._infos()
+        return observations(self._simulator), step_infos(self._simulator)
 
     def step(
         self, actions: Singles
@@ -144,7 +151,7 @@ class SpeculativeServingVectorEnv(VectorEnv[Observations, Singles, npt.NDArray[A
         """Simulate one step of every engine; raise ValueError for actions that hold NaN or infinity."""
         rewards = self._simulator.step(require_numbers(actions)).copy()
         over = is_over(self._simulator)
-        infos = self._infos()
+        infos = step_infos(self._simulator)
         if over.any():
             infos["final_obs"] = observations(self._simulator)
             infos["final_info"] = {name: values.copy() for name, values in infos.items() if name != "final_obs"}
@@ -153,13 +160,6 @@ class SpeculativeServingVectorEnv(VectorEnv[Observations, Singles, npt.NDArray[A
             self._simulator.reset(ended)
             self._simulator.warm(ended)
         return observations(self._simulator), rewards, np.zeros_like(over), over, infos
-
-    def _infos(self) -> dict[str, Any]:
-        engines = self._simulator.state.engines
-        infos: dict[str, Any] = {name: self._simulator.state.terms[:, k].copy() for k, name in enumerate(TERMS)}
-        infos["elapsed_s"] = engines["elapsed_s"].copy()
-        infos["discount"] = discount(engines["elapsed_s"], self.scenario.weights.discount_per_s)
-        return infos
 
     def close_extras(self, **kwargs: Any) -> None:
         """End the threads."""
@@ -186,13 +186,12 @@ def is_over(simulator: Simulator) -> Bools:
     return over | simulator.is_done
 
 
-def step_info(simulator: Simulator, engine: int) -> dict[str, Any]:
-    """Return the reward's terms, the seconds that passed and the factor on what comes after."""
-    info: dict[str, Any] = {name: float(simulator.state.terms[engine, k]) for k, name in enumerate(TERMS)}
-    elapsed_s = float(simulator.state.engines[engine]["elapsed_s"])
-    info["elapsed_s"] = elapsed_s
-    info["discount"] = float(discount(elapsed_s, simulator.scenario.weights.discount_per_s))
-    return info
+def step_infos(simulator: Simulator) -> dict[str, Any]:
+    """Return the reward's terms, the seconds that passed and the factor on what comes after, (engines,) each."""
+    infos: dict[str, Any] = {name: simulator.state.terms[:, k].copy() for k, name in enumerate(TERMS)}
+    infos["elapsed_s"] = simulator.state.engines["elapsed_s"].copy()
+    infos["discount"] = discount(infos["elapsed_s"], simulator.scenario.weights.discount_per_s)
+    return infos
 
 
 def moment(simulator: Simulator, engine: int) -> tuple[float, ...]:
@@ -265,6 +264,55 @@ SpeculativeServingEnv.__doc__ = f"""
     ## Version History
     v0: first.
 """
+
+
+def ansi(moments: Moments) -> str:
+    """Return one line per curve: its last value and its course."""
+    if not moments:
+        return "no steps yet"
+    columns = np.array(moments).T
+    names = ("running", "waiting", "draft length", "tokens/s", "good tokens/s")
+    lines = [f"{columns[0, -1]:9.2f} s, step {len(moments)}"]
+    lines += [f"{name:>13} {values[-1]:9.2f} {_bars(values)}" for name, values in zip(names, columns[1:], strict=True)]
+    return "\n".join(lines)
+
+
+def _bars(values: Floats) -> str:
+    parts = np.array_split(values, min(_WIDTH, len(values)))
+    means = np.array([part.mean() for part in parts])
+    scaled = means / max(float(means.max()), 1e-12) * (len(_BARS) - 1)
+    return "".join(_BARS[int(value)] for value in np.clip(scaled.round(), 0, len(_BARS) - 1))
+
+
+def picture(moments: Moments) -> npt.NDArray[np.uint8]:
+    """Return an image, (height, width, 3) uint8."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = np.array(moments).T if moments else np.zeros((6, 1))
+    time_s = columns[0]
+    figure = Figure(figsize=(6.4, 6.4), dpi=100, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.subplots(3, 1, sharex=True)
+    axes[0].plot(time_s, columns[1], label="running")
+    axes[0].plot(time_s, columns[2], label="waiting")
+    axes[0].set_ylabel("requests")
+    axes[1].plot(time_s, columns[3], color="tab:green")
+    axes[1].set_ylabel("draft length, tokens")
+    axes[2].plot(time_s, _smooth(columns[4]), label="tokens/s", color="tab:grey")
+    axes[2].plot(time_s, _smooth(columns[5]), label="in time", color="tab:orange")
+    axes[2].set_xlabel("s")
+    for axis in (axes[0], axes[2]):
+        axis.legend(loc="upper left", fontsize=8)
+    canvas.draw()  # type: ignore[no-untyped-call]
+    pixels: npt.NDArray[np.uint8] = np.asarray(canvas.buffer_rgba())[..., :3].copy()  # type: ignore[no-untyped-call]
+    return pixels
+
+
+def _smooth(values: Floats) -> Floats:
+    width = max(len(values) // 50, 1)
+    return np.asarray(np.convolve(values, np.ones(width) / width, mode="same"), np.float64)
+
 
 gymnasium.register(
     id=ENV_ID,

@@ -8,10 +8,8 @@ step, whose time FASER would learn; paused alone its worker keeps half a core bu
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import os
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -20,7 +18,7 @@ from typing import Final, Self
 
 import aiohttp
 
-from ...models.embedded.pair import EMBEDDED_K_MAX
+from ...models.embedded.pair import EMBEDDED_K_MAX, EmbeddedPair
 from ...models.embedded.precision import DType, number_bytes
 from ..config import Config, LinkConfig, Value
 from ..config import load as load_config
@@ -28,8 +26,9 @@ from ..engine.launch import EngineLaunch, embedded_dtype
 from ..engine.machine import ROOT
 from ..engine.processes import ProcessTree, deferred_interrupts
 from ..engine.running import RunningEngine
-from ..engine.serve import EmbeddedPair, embedded_launch, start_sidecar
-from ..errors import EndpointError, EngineError, FaserError
+from ..engine.serve import embedded_launch
+from ..engine.sidecar_child import await_introduction, own_sidecar
+from ..errors import EngineError, FaserError
 from ..link.ask import ask
 from .best_table import Table, longest
 from .plan import LENGTHS, NGRAM, NONE, POLICIES, SUFFIX, TABLE, VARIANTS
@@ -168,12 +167,8 @@ class Arm:
         stack, sidecar, link = ExitStack(), None, None
         with deferred_interrupts():
             if is_steered(name):
-                config = bed.config(name)
-                link = config.link
-                sidecar = start_sidecar(config, bed.folder / f"{name}.sidecar.log")
-                if sidecar is None:
-                    raise EndpointError(f"a sidecar already runs at {link.endpoint}", "none", "stop it")
-                stack.enter_context(sidecar)
+                link = bed.config(name).link
+                sidecar = stack.enter_context(own_sidecar(bed.config(name), bed.folder / f"{name}.sidecar.log"))
             try:
                 engine = stack.enter_context(RunningEngine(bed.launch(name, table), bed.folder / f"{name}.log"))
             except BaseException:
@@ -184,17 +179,11 @@ class Arm:
     def wait_ready(self, bed: Bed) -> None:
         """Block until the server serves, for FASER until it and the sidecar have met; raise EngineError otherwise."""
         self.engine.wait_ready(READY_S)
-        if (link := self.link) is None:
-            return
-        end_s = time.monotonic() + _INTRODUCTION_S
-        while time.monotonic() < end_s:
-            with contextlib.suppress(FaserError):
-                if ask(link, timeout_s=1.0).engines:
-                    return
-            time.sleep(0.1)
-        raise EngineError(
-            f"the engine of {self.name} did not introduce itself to the sidecar", remedy=f"see {bed.folder}"
-        )
+        if self.sidecar is not None:
+            remedy = f"see {bed.folder}"
+            await_introduction(
+                bed.config(self.name), self.sidecar, _INTRODUCTION_S, remedy, f"the engine of {self.name}"
+            )
 
     @property
     def url(self) -> str:

@@ -21,12 +21,11 @@ from typing import Final
 import msgspec
 from rich.console import Console
 
-from ...models.embedded.pair import EMBEDDED_K_MAX, TARGET_NAME
+from ...models.embedded.pair import EMBEDDED_K_MAX, TARGET_NAME, ensure_embedded_pair
 from ...models.embedded.precision import DTYPES, DType
 from ..decision.session import check_policy
 from ..engine.launch import available_cores, default_threads, embedded_dtype
 from ..engine.machine import ROOT, commit, machine_facts, versions
-from ..engine.serve import ensure_embedded_pair
 from ..errors import FaserError, UsageError
 from ..link.endpoint import socket_folder
 from ..whole_file import require_folder, require_place
@@ -46,7 +45,7 @@ from .plan import (
 )
 from .progress import BenchProgress
 from .result import BenchSettings, Results, read_results, summary
-from .view import envelope_table, write_picture
+from .view import tables, write_picture
 from .workload import MIXED, Mix, Replay, seconds_of_work
 
 _QUICK_TABLE: Final = (0, 1, 3, 4)  # with the four rivals three pairs of servers to start
@@ -228,7 +227,7 @@ def show(options: BenchOptions, results: Results, path: Path, console: Console) 
         picture = options.picture or path.with_suffix(".svg")
         write_picture(results, picture)
         wide = Console(stderr=options.json, highlight=False, width=None if sys.stdout.isatty() else 220)
-        wide.print(envelope_table(results))
+        wide.print(tables(results))
         console.print(f"faser: results {path}, picture {picture}", soft_wrap=True)
     if options.json:
         sys.stdout.write(json.dumps(summary(results)) + "\n")

@@ -5,9 +5,12 @@ Called by controller/bench/course.py: a tuned table is the rival that a careful 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Final
+
+from ...models.evaluation.best_table import first_and_length
 
 NEAR_BEST: Final = 0.8  # of the best length's tokens/s
 
@@ -23,21 +26,11 @@ def best_lengths(levels: Mapping[int, Mapping[int, float]]) -> dict[int, int]:
 
 
 def best_table(levels: Mapping[int, Mapping[int, float]], max_requests: int) -> Table:
-    """Return the table: between two loads the border is their geometric mean; neighbours alike are one row."""
-    chosen = list(best_lengths(levels).items())
-    if not chosen:
+    """Return the table of the best length at each load."""
+    if not levels:
         raise ValueError("no load was swept; expected at least one")
-    rows: list[tuple[int, int, int]] = []
-    first = 1
-    for at, (load, length) in enumerate(chosen):
-        is_last = at + 1 == len(chosen)
-        last = max_requests if is_last else math.isqrt(load * chosen[at + 1][0])
-        if rows and rows[-1][2] == length:
-            rows[-1] = (rows[-1][0], last, length)
-        else:
-            rows.append((first, last, length))
-        first = last + 1
-    return tuple(rows)
+    rows = [*first_and_length(list(best_lengths(levels).items())), (max_requests + 1, 0)]
+    return tuple((first, after - 1, length) for (first, length), (after, _) in itertools.pairwise(rows))
 
 
 def worth_sweeping(levels: Mapping[int, float]) -> set[int]:

@@ -1,78 +1,29 @@
-"""What people see of a benchmark: the envelope table, latencies and costs, and the picture.
+"""What people see of a benchmark: its tables and the picture.
 
 Called by controller/bench/bench.py. Made from the results alone. Uses matplotlib without its global state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from rich.console import Group
-from rich.table import Table
+from rich.markdown import Markdown
 
-from .best_table import described
+from .markdown import markdown_table, page
 from .ratio import OURS, Ratio, chained, paired_ratio, wider_interval
-from .result import MAIN, Point, Results, Spans, cost_of, name_of, points
+from .result import Results, Spans, name_of
 
 
-def envelope_table(results: Results) -> Group:
-    """Return the tables: the envelope first, then latencies and costs by arm."""
-    arms = [arm for arm in results.arms() if arm != OURS]
-    table = Table(title="FASER against the best rival, tokens/s (traces: goodput)")
-    for heading in (
-        "load",
-        "prompts",
-        *map(name_of, arms),
-        "FASER",
-        "ratio",
-        "95 % interval",
-        "best rival",
-        "starts" if any(point.starts > 1 for point in points(results)) else "pairs",
-        "",
-    ):
-        table.add_column(heading, justify="right")
-    for point in points(results):
-        table.add_row(*_row(point, arms))
-    lines = [f"best table: {described(results.table)}"] if results.table else []
-    lines += [f"left out: {name_of(arm)}: {reason}" for arm, reason in results.failed.items()]
-    if any(turn.disturbed for turn in results.turns):
-        lines.append("* uses rounds that other load disturbed: too few were quiet")
-    return Group(table, _cost_table(results), *lines)
-
-
-def _row(point: Point, arms: Sequence[str]) -> list[str]:
-    low, high = point.ci
-    span = f"{low:.3f} to {high:.3f}" if low is not None and high is not None else ""
-    ratio = "" if point.envelope_ratio is None else f"{point.envelope_ratio:.3f}"
-    mark = " *" if point.uses_disturbed else ""
-    rates = [f"{point.rivals[arm]:.1f}" if arm in point.rivals else "" for arm in arms]
-    best = " / ".join(map(name_of, point.best_rival))
-    faser = "" if point.faser is None else f"{point.faser:.1f}"
-    return [str(point.load), point.kinds, *rates, faser, ratio, span, best, f"{point.pairs}{mark}", point.verdict]
-
-
-def _cost_table(results: Results) -> Table:
-    table = Table(title="latency p50 / p90 / p99 in ms, drafts and CPU time")
-    headings = ("load", "prompts", "arm", "first token", "per token", "whole answer", "length", "accepted", "waste")
-    for heading in (*headings, "CPU ms/token", "spread"):
-        table.add_column(heading, justify="right")
-    lives = {(each.load, each.kinds, each.arm): each for each in results.latencies}
-    for load, kinds in results.load_points():
-        for arm in results.arms(MAIN):
-            if not (turns := [turn for turn in results.turns_at(load, kinds) if turn.arm == arm]):
-                continue
-            cost, life = cost_of(turns), lives.get((load, kinds, arm))
-            spans = [_spans(each) for each in (life.ttft_ms, life.tpot_ms, life.e2e_ms)] if life else [""] * 3
-            costs = (cost.draft_length, cost.acceptance_rate, cost.draft_waste)
-            rates = [turn.rate for turn in turns]
-            table.add_row(
-                str(load), kinds, name_of(arm), *spans, *("" if each is None else f"{each:.2f}" for each in costs),
-                "" if cost.cpu_ms_per_token is None else f"{cost.cpu_ms_per_token:.1f}",
-                f"{min(rates):.0f} to {max(rates):.0f}",
-            )  # fmt: skip
-    return table
+def tables(results: Results) -> Markdown:
+    """Return the tables of a run's page, and the latencies of every arm."""
+    names = ("load", "prompts", "arm", "first token", "per token", "whole answer")
+    rows = [
+        (str(each.load), each.kinds, name_of(each.arm), *map(_spans, (each.ttft_ms, each.tpot_ms, each.e2e_ms)))
+        for each in results.latencies
+    ]
+    latencies = f"\n\nLatency p50 / p90 / p99 in ms:\n\n{markdown_table(names, rows)}" if rows else ""
+    return Markdown(page(results) + latencies)
 
 
 def _spans(spans: Spans) -> str:

@@ -7,8 +7,6 @@ drafter and versions. The profile is written whole or not at all.
 from __future__ import annotations
 
 import json
-import os
-import platform
 import sys
 import time
 from dataclasses import dataclass
@@ -38,7 +36,7 @@ from ...env.profile.engine_profile import (
     shipped_profile,
 )
 from ...env.workload.request_trace import TraceError
-from ..engine.machine import commit
+from ..engine.machine import commit, machine_facts
 from ..errors import ModelError, StoreError, UsageError
 from ..whole_file import replacing, require_place
 from .measured import Measured, ahead_steps, looks, read_measured, trials
@@ -116,10 +114,11 @@ def recorded_steps(measured: Measured) -> RecordedSteps:
 
 def fit_options(hello: Hello, options: CalibrateOptions) -> FitOptions:
     """Return what the fit needs to know of the command, the machine and the day."""
+    here = machine_facts()
     card = Card(
         model=model_name(hello.model), drafter=model_name(hello.drafter), method=hello.method,
-        vllm_version=hello.vllm_version, device=hello.device, machine=machine(),
-        threads=len(os.sched_getaffinity(0)), date=time.strftime("%Y-%m-%d"), command=options.command,
+        vllm_version=hello.vllm_version, device=hello.device, machine=f"{here.cpu}, {here.cores} cores",
+        threads=here.cores, date=time.strftime("%Y-%m-%d"), command=options.command,
         commit=commit(),
     )  # fmt: skip
     return FitOptions(
@@ -193,17 +192,3 @@ def require_fitting(profile: EngineProfile, hello: Hello, path: Path) -> EngineP
 def model_name(text: str) -> str:
     """Return the model's name without the folder it lies in; what follows a hash of our cache stays."""
     return Path(text).name if text.startswith("/") else text
-
-
-def machine() -> str:
-    """Return the processor's name and the number of cores."""
-    name = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            name = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), name)
-    except OSError:
-        pass
-    return f"{name}, {len(os.sched_getaffinity(0))} cores"
-
-
-__all__ = ["LEAST_REPEATS", "CalibrateOptions", "calibrate"]

@@ -16,11 +16,11 @@ from matplotlib.figure import Figure
 
 from ...engine_adapter.arrays import Bools, Floats
 from ...engine_adapter.protocol import RequestRow
+from ...env.calibration.judgement import auc, calibration_error, reliability
 from ...env.estimate.acceptance import count_trials
 from ...env.estimate.confidence import Confidence, DraftRows, unfold
 from ...env.estimate.step_rows import Confidences
 
-BINS = 10
 RESAMPLES = 200  # for intervals
 
 
@@ -92,16 +92,6 @@ def quality(position: int, judged: Judgements) -> Quality:
     )
 
 
-def auc(score: Floats, is_accepted: Bools) -> float:
-    """Return the chance that an accepted token scores above a rejected one, ties by half; (n,) each."""
-    accepted, rejected = int(is_accepted.sum()), int((~is_accepted).sum())
-    if not accepted or not rejected:
-        return float("nan")
-    _, place, counts = np.unique(score, return_inverse=True, return_counts=True)
-    rank = (np.cumsum(counts) - (counts - 1) / 2.0)[place]
-    return float((rank[is_accepted].sum() - accepted * (accepted + 1) / 2.0) / (accepted * rejected))
-
-
 def interval(score: Floats, is_accepted: Bools) -> tuple[float, float, float]:
     """Return the AUC and the ends of its 95 % interval, by resampling tokens."""
     area = auc(score, is_accepted)
@@ -111,23 +101,6 @@ def interval(score: Floats, is_accepted: Bools) -> tuple[float, float, float]:
     samples = [random.integers(0, len(score), len(score)) for _ in range(RESAMPLES)]
     low, high = np.nanpercentile([auc(score[sample], is_accepted[sample]) for sample in samples], [2.5, 97.5])
     return area, float(low), float(high)
-
-
-def reliability(chance: Floats, is_accepted: Bools) -> tuple[tuple[float, float, int], ...]:
-    """Return (mean chance, share accepted, tokens) of each tenth of 0..1 that has tokens."""
-    place = np.minimum((chance * BINS).astype(np.int64), BINS - 1)
-    return tuple(
-        (float(chance[inside].mean()), float(is_accepted[inside].mean()), int(inside.sum()))
-        for inside in (place == index for index in range(BINS))
-        if inside.any()
-    )
-
-
-def calibration_error(chance: Floats, is_accepted: Bools) -> float:
-    """Return the expected calibration error: distance of chance and share accepted, weighted by tokens."""
-    if not len(chance):
-        return float("nan")
-    return sum(abs(mean - share) * count for mean, share, count in reliability(chance, is_accepted)) / len(chance)
 
 
 def draw(qualities: list[Quality], path: Path) -> None:

@@ -22,6 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 from ...engine_adapter.arrays import Floats
+from ...engine_adapter.protocol import Hello
 from ...env.calibration.ahead_fit import AheadSteps
 from ...env.calibration.recorded_request import RecordedDraft, RecordedRequest
 from ...env.calibration.step_samples import StepSamples
@@ -63,17 +64,19 @@ class Run:
 def run_fidelity(options: FidelityOptions) -> int:
     """Compare and print; return 0."""
     measured = read_measured(options.telemetry)
-    hello = require_same([measured])
-    path = options.profile or Path("the shipped profile")
-    profile = load_profile_or_fail(options.profile) if options.profile else shipped_profile()
-    require_fitting(profile, hello, path)
-    result = compare(measured, profile, options)
+    result = compare(measured, fitting_profile(require_same([measured]), options.profile), options)
     if options.json:
         sys.stdout.write(json.dumps(result) + "\n")
         sys.stdout.flush()
     else:
         Console(highlight=False).print(_table(result))
     return 0
+
+
+def fitting_profile(hello: Hello, path: Path | None) -> EngineProfile:
+    """Return a profile of this kind of engine, the shipped one unless another is named; raise ModelError otherwise."""
+    profile = load_profile_or_fail(path) if path else shipped_profile()
+    return require_fitting(profile, hello, path or Path("the shipped profile"))
 
 
 def compare(measured: Measured, profile: EngineProfile, options: FidelityOptions) -> dict[str, object]:

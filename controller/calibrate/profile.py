@@ -21,26 +21,20 @@ from typing import Final
 from rich.console import Console
 
 from ...engine_adapter.protocol import Hello
+from ...env.calibration.profile_fit import LEAST_REPEATS
+from ...models.embedded.pair import ensure_embedded_pair
 from ..config import Config, Value, load
 from ..engine.launch import EngineLaunch
-from ..engine.processes import deferred_interrupts
+from ..engine.processes import Terminated, deferred_interrupts, stopping_on_sigterm
 from ..engine.running import RunningEngine
-from ..engine.serve import (
-    EMBEDDED,
-    Terminated,
-    embedded_launch,
-    ensure_embedded_pair,
-    flag_value,
-    model_launch,
-    progress_bar,
-    start_sidecar,
-    stopping_on_sigterm,
-)
-from ..errors import EndpointError, EngineError, UsageError
+from ..engine.serve import EMBEDDED, embedded_launch, flag_value, model_launch
+from ..engine.sidecar_child import own_sidecar
+from ..errors import EngineError, UsageError
 from ..link.endpoint import socket_folder
+from ..progress import progress_bar
 from ..telemetry.telemetry_file import TelemetryFile
 from ..whole_file import require_place
-from .calibrate import LEAST_REPEATS, CalibrateOptions, calibrate
+from .calibrate import CalibrateOptions, calibrate
 from .starvation import WaitingMeter, save_waiting
 from .survey_load import Grid, SurveyLoad
 
@@ -123,10 +117,7 @@ def measure(options: ProfileOptions, telemetry: Path, console: Console) -> None:
         config = _configure(options, sockets, telemetry)
         launch = replace(_launch(options, config), environment_extra={"FASER_LEASE_MS": str(_LEASE_MS)})
         with deferred_interrupts():
-            sidecar = start_sidecar(config, telemetry.with_suffix(".sidecar.log"))
-            if sidecar is None:
-                raise EndpointError(f"a sidecar already runs at {config.link.endpoint}", "none", "stop it")
-            stack.enter_context(sidecar)
+            stack.enter_context(own_sidecar(config, telemetry.with_suffix(".sidecar.log")))
             engine = stack.enter_context(RunningEngine(launch, telemetry.with_suffix(".engine.log")))
         engine.wait_ready(_START_LIMIT_S, progress=show)
         hello = _introduction(telemetry)

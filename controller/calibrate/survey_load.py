@@ -8,7 +8,6 @@ order and again and again until the time is used up, so that repeats of a cell l
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -168,9 +167,3 @@ class _Steps:
     def note(self) -> None:
         self.steps += 1
         self.changed.set()
-
-
-async def run_until(load: SurveyLoad, end_s: float, progress: Progress, visits: int | None = None) -> None:
-    """Run the load, ending quietly when cancelled."""
-    with contextlib.suppress(asyncio.CancelledError):
-        await load.run(end_s, progress, visits)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..errors import UsageError
+from ..extras import require_extra
 
 
 def bench(
@@ -78,8 +77,7 @@ def bench(
     note: Annotated[str, typer.Option(help="A remark to keep in the results.")] = "",
 ) -> None:
     """Compare FASER with its rivals on real servers that take turns."""
-    if find_spec("scipy") is None:
-        raise UsageError("no scipy here", "the extra train", "pip install 'faser-vllm[train]'")
+    require_extra("train", "scipy")
     from ..bench.bench import BenchOptions, print_tables, run_bench
 
     if table is not None:
@@ -92,8 +90,3 @@ def bench(
         note=note, resume=resume, dtype=dtype, held=held, starts=starts,
     )  # fmt: skip
     raise typer.Exit(run_bench(options))
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(bench)

@@ -15,17 +15,17 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
     from ...models.drafter.evaluate import Acceptance
     from ...models.drafter.recipe import Recipe
     from ...models.drafter.train import Trainer, TrainingReport
+    from ..progress import StageBars
 
 app = typer.Typer(
     help="Distil a drafter from a target, score it, export it.", no_args_is_help=True, rich_markup_mode=None
@@ -69,8 +69,9 @@ def evaluate(
 ) -> None:
     """Score a head on the held-out conversations: acceptance by position, greedy and sampled, without vLLM."""
     from ...models.drafter.pipeline import acceptance_fields, evaluate_drafter, open_workshop
+    from ..progress import stage_bars
 
-    with _bars() as bars:
+    with stage_bars() as bars:
         # As start weights the head is read, and refused, before the features are computed.
         recipe = dataclasses.replace(_recipe(config, work), initial=str(weights))
         found = evaluate_drafter(open_workshop(recipe, bars.stage), weights)
@@ -85,8 +86,9 @@ def export(config: RecipeFile = None, work: Work = None) -> None:
     """Export the head of the last checkpoint."""
     from ...models.drafter.drafter_error import DrafterError
     from ...models.drafter.pipeline import export_trained, open_workshop
+    from ..progress import stage_bars
 
-    with _bars() as bars:
+    with stage_bars() as bars:
         workshop = open_workshop(_recipe(config, work), bars.stage)
         if not workshop.checkpoint.exists():
             raise DrafterError(f"{workshop.checkpoint} does not exist; run: faser drafter train")
@@ -96,14 +98,15 @@ def export(config: RecipeFile = None, work: Work = None) -> None:
 
 def _train(recipe: Recipe) -> None:
     from ...models.drafter.pipeline import open_workshop, train_drafter
+    from ..progress import stage_bars
 
-    with _bars() as bars:
+    with stage_bars() as bars:
         workshop = open_workshop(recipe, bars.stage)
         trainer = workshop.trainer()
         if trainer.position.step:
             typer.echo(f"resumed at step {trainer.position.step}", err=True)
         with stops(trainer):
-            folder = train_drafter(workshop, trainer, bars.training, _command_line())
+            folder = train_drafter(workshop, trainer, partial(_told, bars), _command_line())
         scores = trainer.score()
     if trainer.stop_asked:
         typer.echo(f"stopped at step {trainer.position.step}; the same command goes on from there", err=True)
@@ -148,40 +151,12 @@ def stops(trainer: Trainer) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class _Bars:
-    """Progress bars on stderr: one per stage, one for training."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._tasks: dict[str, TaskID] = {}
-
-    def stage(self, what: str, done: int, total: int) -> None:
-        if what not in self._tasks:
-            self._tasks[what] = self._progress.add_task(what, total=total)
-        self._progress.update(self._tasks[what], completed=done, total=total)
-
-    def training(self, report: TrainingReport) -> None:
-        self.stage("training", int(1000 * report.share_done), 1000)
-        self._progress.update(self._tasks["training"], description=f"training, loss {report.loss:.3f}")
-        if report.acceptance:
-            position = report.position
-            self._progress.console.print(
-                f"step {position.step}, {position.answer_tokens / 1e6:.2f} M answer tokens, loss {report.loss:.3f}\n"
-                + _lines(report.acceptance)
-            )
-
-
-@contextmanager
-def _bars() -> Iterator[_Bars]:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        yield _Bars(progress)
+def _told(bars: StageBars, report: TrainingReport) -> None:
+    """Show how far the training is, and how good the head is where it was scored."""
+    bars.stage("training", int(1000 * report.share_done), 1000, f"training, loss {report.loss:.3f}")
+    if report.acceptance:
+        position = report.position
+        bars.say(
+            f"step {position.step}, {position.answer_tokens / 1e6:.2f} M answer tokens, loss {report.loss:.3f}\n"
+            + _lines(report.acceptance)
+        )

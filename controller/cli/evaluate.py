@@ -187,8 +187,3 @@ def drawn(result: dict[str, Any]) -> str:
         )
     tables = [f"best table in {world}: {spec}" for world, spec in result["tables"].items()]
     return "\n".join([*lines, "", *tables, f"{result['worlds']} worlds, {result['seeds']} seeds"])
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(evaluate)

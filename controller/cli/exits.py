@@ -39,11 +39,11 @@ def train(
 ) -> None:
     """Record, train and judge exit heads; print ROC-AUC by layer and of confidence alone."""
     from ...models.exits.pipeline import train_exits
-    from .drafter import _bars
+    from ..progress import stage_bars
 
     require_place(output, "--output")
     recipe = _recipe(target, drafter, method, layers, tokens, longest)
-    with _bars() as bars:
+    with stage_bars() as bars:
         figures = train_exits(recipe, output, shlex.join(["faser", *sys.argv[1:]]), seed, bars.stage)
     typer.echo("\n".join(lines_of(figures)))
     typer.echo(str(output))

@@ -10,24 +10,24 @@ import contextlib
 import errno
 import os
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Final, Literal, NoReturn
 
 import typer
 
 from ... import __version__
+from ...engine_adapter.protocol import Mode
 from ..config import Effective, Value, as_json, as_toml, load
 from ..errors import FaserError, UsageError
-from .bench import register as register_bench
+from .bench import bench
 from .drafter import app as drafter_app
-from .evaluate import register as register_evaluate
+from .evaluate import evaluate
 from .exits import app as exits_app
 from .groups import GroupedCommands
 from .policy import app as policy_app
-from .simulation import register as register_simulation
-from .sweep import register as register_sweep
-from .train import register as register_train
+from .simulation import calibrate, fidelity, profile
+from .sweep import sweep
+from .train import train
 
 app = typer.Typer(
     name="faser",
@@ -49,11 +49,10 @@ app.add_typer(keys_app, name="keys")
 app.add_typer(drafter_app, name="drafter")
 app.add_typer(exits_app, name="exits")
 app.add_typer(policy_app, name="policy")
-register_simulation(app)
-register_evaluate(app)
-register_bench(app)
-register_train(app)
-register_sweep(app)
+PASSED_ON: Final = {"allow_extra_args": True, "ignore_unknown_options": True}  # to vLLM
+app.command(context_settings=PASSED_ON)(profile)
+for command in (calibrate, fidelity, evaluate, bench, train, sweep):
+    app.command()(command)
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file; see `faser config`.")]
 Endpoint = Annotated[
@@ -61,34 +60,7 @@ Endpoint = Annotated[
 ]
 Policy = Annotated[str | None, typer.Option(help="price, price:history, off, fixed:K or table:FIRST-LAST=K,...")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-
-
 KeyFolder = Annotated[Path, typer.Argument(help="The folder, as in link.keys.")]
-
-
-class EngineMode(StrEnum):
-    """What the sidecar may do to an engine."""
-
-    active = "active"
-    advisory = "advisory"
-    canary = "canary"
-    off = "off"
-
-
-class ExportFormat(StrEnum):
-    """What `faser store export` writes."""
-
-    csv = "csv"
-    jsonl = "jsonl"
-    parquet = "parquet"
-
-
-class ExportTable(StrEnum):
-    """Which rows `faser store export` writes."""
-
-    requests = "requests"
-    steps = "steps"
-    events = "events"
 
 
 def main() -> NoReturn:
@@ -181,7 +153,7 @@ def demo(
     raise typer.Exit(run_demo(options))
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(context_settings=PASSED_ON)
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="The model, as vLLM takes it.")],
@@ -227,7 +199,7 @@ def status(endpoint: Endpoint = None, json: Json = False, config: ConfigFile = N
 @app.command()
 def mode(
     mode: Annotated[
-        EngineMode | None, typer.Argument(help="The mode to set; without one the current modes are printed.")
+        Mode | None, typer.Argument(help="The mode to set; without one the current modes are printed.")
     ] = None,
     engine: Annotated[str, typer.Option(help="An engine's boot id or name; *: every engine.")] = "*",
     forget: Annotated[bool, typer.Option("--forget", help="Go back to the default mode.")] = False,
@@ -240,7 +212,7 @@ def mode(
     if mode is not None and forget:
         raise UsageError("a mode and --forget", "one of them")
     link = _load(config, {"link.endpoint": endpoint}).config.link
-    raise typer.Exit(run_mode(link, mode.value if mode else None, engine, forget))
+    raise typer.Exit(run_mode(link, mode, engine, forget))
 
 
 @app.command()
@@ -293,17 +265,18 @@ def show_config(json: Json = False, config: ConfigFile = None) -> None:
 def export(
     file: Annotated[Path, typer.Argument(help="A telemetry file.")],
     format: Annotated[
-        ExportFormat, typer.Option(help="csv, jsonl, or parquet (needs the extra parquet).")
-    ] = ExportFormat.jsonl,
+        Literal["csv", "jsonl", "parquet"], typer.Option(help="csv, jsonl, or parquet (needs the extra parquet).")
+    ] = "jsonl",
     table: Annotated[
-        ExportTable, typer.Option(help="One line per request and step, per step, or per event.")
-    ] = ExportTable.requests,
+        Literal["requests", "steps", "events"],
+        typer.Option(help="One line per request and step, per step, or per event."),
+    ] = "requests",
     output: Annotated[Path | None, typer.Option(help="Where to write; default: stdout (not for parquet).")] = None,
 ) -> None:
     """Unfold the packed columns of a telemetry file."""
     from ..telemetry.export import run_export
 
-    raise typer.Exit(run_export(file, format.value, table.value, output))
+    raise typer.Exit(run_export(file, format, table, output))
 
 
 TelemetryFile = Annotated[Path, typer.Argument(help="A telemetry file.")]

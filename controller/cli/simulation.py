@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from ..calibrate.libraries import require_libraries
+from ..extras import require_simulator
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Files = Annotated[list[Path], typer.Argument(help="Telemetry files, all of the same model and drafter.")]
@@ -31,7 +31,7 @@ def profile(
     json: Json = False,
 ) -> None:
     """Measure an engine's step costs and write its profile; unknown options go to vLLM."""
-    require_libraries()
+    require_simulator()
     from ..calibrate.profile import ProfileOptions, command_line, run_profile
 
     options = ProfileOptions(
@@ -67,7 +67,7 @@ def calibrate(
     json: Json = False,
 ) -> None:
     """Fit a profile to telemetry of demo, serve or bench runs."""
-    require_libraries()
+    require_simulator()
     from rich.console import Console
 
     from ..calibrate.calibrate import CalibrateOptions
@@ -92,14 +92,7 @@ def fidelity(
     json: Json = False,
 ) -> None:
     """Replay a telemetry file in the simulator and print the simulator's errors."""
-    require_libraries()
+    require_simulator()
     from ..calibrate.fidelity import FidelityOptions, run_fidelity
 
     raise typer.Exit(run_fidelity(FidelityOptions(telemetry, profile, repeat, runs, json)))
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(profile)
-    app.command()(calibrate)
-    app.command()(fidelity)

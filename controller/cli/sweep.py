@@ -16,6 +16,7 @@ import typer
 from ..engine.launch import available_cores
 from ..engine.machine import commit
 from ..errors import UsageError
+from ..extras import require_extra
 from ..whole_file import require_folder
 from .evaluate import decided, whole_numbers
 
@@ -64,11 +65,9 @@ def sweep(
 
 def _planned(config: Path, seeds: str, settings: Sequence[str], output: Path) -> list[TrainingRun]:
     """Return the runs; whatever is wrong with one of them is said before the first begins."""
-    try:
-        from ...models.training.config import load_config
-        from ...models.training.sweep import grid, parsed
-    except ImportError as error:
-        raise UsageError(f"no module {error.name}", "", "training needs pip install 'faser-vllm[train]'") from None
+    require_extra("train", "torch", "stable_baselines3")
+    from ...models.training.config import load_config
+    from ...models.training.sweep import grid, parsed
 
     recipe = load_config(config)
     values: dict[str, tuple[Value, ...]] = {}
@@ -157,8 +156,3 @@ def drawn(outcomes: Sequence[Outcome]) -> str:
             for values, best, n in groups
         ]
     return "\n".join(lines)
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(sweep)

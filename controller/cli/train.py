@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ..engine.machine import commit
-from ..errors import UsageError
+from ..extras import require_extra
 from ..whole_file import require_folder
 
 
@@ -22,31 +22,18 @@ def train(
     json: Annotated[bool, typer.Option("--json", help="End with one JSON object.")] = False,
 ) -> None:
     """Train a policy in simulation with PPO."""
-    try:
-        from ...models.training.config import load_config
-        from ...models.training.train import train as run
-    except ImportError as error:
-        raise UsageError(f"no module {error.name}", "", "training needs pip install 'faser-vllm[train]'") from None
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
+    require_extra("train", "torch", "stable_baselines3")
+    from ...models.training.config import load_config
+    from ...models.training.train import train as run
+    from ..progress import stage_bars
     from .evaluate import decided
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     settings = load_config(config)
     if seed is not None:
         settings = replace(settings, seed=seed)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        tasks: dict[str, int] = {}
-
-        def tell(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done, total=total)  # type: ignore[arg-type]
-
-        require_folder(output, "--output")
-        result = run(settings, output, decided, resume=resume, progress=tell, commit=commit())
+    require_folder(output, "--output")
+    with stage_bars() as bars:
+        result = run(settings, output, decided, resume=resume, progress=bars.stage, commit=commit())
     if json:
         typer.echo(
             json_module.dumps(
@@ -62,8 +49,3 @@ def train(
             f"{result.manifest}: {result.steps} steps in {result.seconds:.0f} s, {gain:+.2%} tokens/s on unseen "
             f"engines over where it began; try --policy learned:{result.manifest}"
         )
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(train)

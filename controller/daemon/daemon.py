@@ -15,26 +15,25 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import zmq
 
 from ... import __version__
 from ...engine_adapter.protocol import Goodbye, Hello, HelloRequest, Release, StepRecord
-from ..config import Config, require_files
+from ..config import Config, TraceConfig, require_files
 from ..decision.audit import AuditFile, DecisionNote, audit_event
 from ..decision.decide import Decision, LeaseTerms
 from ..decision.governor import Governor
 from ..decision.modes import ModeBoard, engine_name
 from ..decision.session import Session, check_policy
-from ..errors import FaserError
+from ..errors import FaserError, UsageError
 from ..link.endpoint import IPC, Endpoint, status_address
 from ..link.engine_router import EngineRouter, Incoming
 from ..link.gatekeeper import Gatekeeper
 from ..link.keys import load_keyring
-from ..link.questions import Questions
-from ..link.status_orders import Refusal, carry_out, decode_order
+from ..link.status_orders import Questions, Refusal, carry_out, decode_order
 from ..snapshot import (
     QUESTION,
     SNAPSHOT_VERSION,
@@ -47,12 +46,14 @@ from ..snapshot import (
 from ..telemetry.packing import pack_rows
 from ..telemetry.retention import Retention
 from ..telemetry.store import EngineEntry, Entry, NoticeEntry, RunEntry, StepEntry, Store
-from .open_traces import open_traces
 from .reload import Prepared, prepare
 from .rising_clock import RisingClock
 from .span_notes import StageClock, TraceNote
 from .systemd import Notifier
 from .warm_up import warm_up
+
+if TYPE_CHECKING:
+    from .spans import SpanWriter
 
 logger = logging.getLogger(__name__)
 
@@ -403,3 +404,18 @@ class Daemon:
 
 def _effective(config: Config) -> str:
     return msgspec.json.encode(config, enc_hook=str).decode()
+
+
+def open_traces(config: TraceConfig) -> SpanWriter | None:
+    """Return where traces go, None if they are off; raise UsageError where OpenTelemetry is not installed."""
+    if not config.enabled:
+        return None
+    try:
+        from .spans import SpanWriter
+    except ImportError as error:
+        raise UsageError(
+            f"trace.enabled is set, but {error.name} is not installed",
+            "the extra otel",
+            "pip install 'faser-vllm[otel]'",
+        ) from None
+    return SpanWriter(config)

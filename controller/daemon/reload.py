@@ -13,7 +13,7 @@ from typing import Final
 
 from ...models.policies.policy import Policy, PolicyError
 from ...models.registry import make_policy
-from ..config import Config, settings
+from ..config import Config, settings, value_of
 from ..decision.session import Session, check_policy
 from ..errors import ConfigError
 from ..link.keys import Keyring, load_keyring
@@ -40,7 +40,7 @@ class Prepared:
 
 def prepare(before: Config, after: Config, sessions: Mapping[bytes, Session]) -> Prepared:
     """Check a configuration against what runs; raise FaserError, having changed nothing, if any part cannot be had."""
-    changed = tuple(key for key in settings() if _value(before, key) != _value(after, key))
+    changed = tuple(key for key in settings() if value_of(before, key) != value_of(after, key))
     if fixed := FIXED.intersection(changed):
         raise ConfigError(
             f"{', '.join(sorted(fixed))} changed", "settings that can change at run time", "restart the sidecar"
@@ -58,8 +58,3 @@ def _policies(config: Config, sessions: Mapping[bytes, Session]) -> dict[bytes, 
         except PolicyError as error:
             raise PolicyError(f"engine {session.hello.boot_id} cannot have it: {error}") from None
     return made
-
-
-def _value(config: Config, key: str) -> object:
-    part, name = key.split(".")
-    return getattr(getattr(config, part), name)

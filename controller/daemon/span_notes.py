@@ -1,8 +1,4 @@
-"""What the loop keeps for a trace of one decision, and the door to the part that exports it
-(controller/daemon/spans.py).
-
-Called by the daemon's loop. Imports nothing of OpenTelemetry unless `trace.enabled` is set.
-"""
+"""What the loop keeps for a trace of one decision; controller/daemon/spans.py exports it. Called by the daemon."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Decisions as OpenTelemetry spans, sent over OTLP/HTTP by a thread; the standard OTEL_* variables say where to.
 
-Opened by controller/daemon/span_notes.py when `trace.enabled` is set. The loop's part is an append to a bounded
+Opened by controller/daemon/daemon.py when `trace.enabled` is set. The loop's part is an append to a bounded
 deque: nothing of the SDK runs in it. What a slow or dead collector leaves no room for is dropped and counted. No
 request is named.
 """

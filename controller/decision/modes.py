@@ -7,8 +7,6 @@ whole and atomically: the loop never waits for a disk.
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
 import threading
 from pathlib import Path
 from typing import Final
@@ -17,6 +15,7 @@ import msgspec
 
 from ...engine_adapter.protocol import Hello, Mode
 from ..errors import StoreError
+from ..whole_file import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -121,26 +120,13 @@ class ModeBoard:
     def _write(self, content: bytes) -> None:
         assert self._path is not None
         try:
-            write_atomically(self._path, content)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(self._path, 0o600) as place:
+                place.write_bytes(content)
             self.error = ""
         except OSError as error:
             self.error = f"{self._path}: {error.strerror}"
             logger.error("ALARM a switched mode holds, but will not survive a restart: %s", self.error)
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file so that a reader, or a power cut, sees the old content or the new one; mode 0600."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def _read(path: Path) -> dict[str, Mode]:

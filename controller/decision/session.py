@@ -22,14 +22,14 @@ from ...models.policies import policy as policies
 from ..config import LeaseConfig
 from ..snapshot import MAX_SHOWN, EngineStatus, LastStep, Presence
 from .decide import Decision, LeaseTerms, decide
-from .epoch import epoch_above
 from .governor import Governor
-from .pruning_totals import PruningTotals
-from .window import Window
+from .window import PruningTotals, Window
 
 logger = logging.getLogger(__name__)
 
 DECISIONS_TIMED: Final = 512  # the newest, for the 99th percentile: five lie beyond it
+LARGEST_EPOCH: Final = 1 << 62  # of the wire
+EPOCH_STEPS: Final = 1 << 32  # epochs above an engine's own that a start may take
 
 
 class Session:
@@ -229,6 +229,14 @@ class Session:
             return None
         in_force = self.newest.lease_sequence
         return next((now_s - sent_s for sequence, sent_s in reversed(self._sent_s) if sequence <= in_force), None)
+
+
+def epoch_above(own: int, obeyed: int) -> int:
+    """Return this life's own epoch, or where the engine obeyed one as high, one above that.
+
+    By how much is this life's own, so that two that take over the same engine at once do not meet at one epoch.
+    """
+    return own if own > obeyed else min(obeyed + 1 + own % EPOCH_STEPS, LARGEST_EPOCH)
 
 
 def _last_step(record: StepRecord) -> LastStep:

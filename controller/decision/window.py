@@ -1,4 +1,4 @@
-"""The last seconds of one engine, as running totals: what status, top and the demo's live table show.
+"""The last seconds of one engine, as running totals, and what pruning did in all: what status, top and the demo show.
 
 Called by the session after each record. Costs a few microseconds per record and nothing per second of window;
 it holds no record.
@@ -6,6 +6,7 @@ it holds no record.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Final, NamedTuple
 
@@ -15,6 +16,7 @@ from ...engine_adapter.arrays import Ints
 from ...engine_adapter.compiled import compiled
 from ...engine_adapter.protocol import StepRecord
 from ...env.estimate.step_rows import StepRows
+from ..snapshot import PruningStatus
 
 WINDOW_S: Final = 5.0  # what status, metrics and top show
 MANY: Final = 1 << 32  # tokens: more of one request in a step is nonsense, and must not overflow a sum
@@ -108,6 +110,31 @@ class Window:
             return 0.0
         covered_s = self._steps[-1].time_s - self._steps[0].time_s + self._steps[0].step_s
         return count / covered_s if covered_s > 0 else 0.0
+
+
+class PruningTotals:
+    """What pruned verification did in one engine since the sidecar met it, added up record by record."""
+
+    def __init__(self) -> None:
+        self._steps = self._pruned_rows = self._wrongly_pruned = 0
+        self._saved_rows = self._spent_s = 0.0
+
+    def add(self, record: StepRecord) -> None:
+        """Take a record in; one of a step without exit heads costs nothing."""
+        if record.prune_layer is None:
+            return
+        self._steps += 1
+        self._pruned_rows += int(StepRows.of(record.rows).pruned.sum())
+        self._saved_rows += record.saved_rows
+        self._wrongly_pruned += record.wrongly_pruned
+        self._spent_s += record.prune_s
+
+    def status(self) -> PruningStatus:
+        """Return the sums; of times and rows that cannot be, 0."""
+        saved_rows, spent_s = (
+            value if math.isfinite(value) else 0.0 for value in (self._saved_rows, self._spent_s)
+        )  # fmt: skip
+        return PruningStatus(self._steps, self._pruned_rows, saved_rows, self._wrongly_pruned, spent_s)
 
 
 @compiled

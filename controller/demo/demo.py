@@ -7,15 +7,14 @@ printed and stays readable.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -24,29 +23,24 @@ import msgspec
 from rich.console import Console
 
 from ...env.workload.workload import TimedRequest
-from ...models.embedded.pair import EMBEDDED_K_MAX
+from ...models.embedded.pair import EMBEDDED_K_MAX, ensure_embedded_pair
 from ..calibrate.starvation import WaitingMeter, save_waiting
 from ..config import Config, load
 from ..decision.session import check_policy
-from ..engine.launch import EngineLaunch, require_supported_vllm
+from ..engine.launch import EngineLaunch, available_cores, require_supported_vllm
 from ..engine.load_generator import LoadGenerator, LoadOptions
 from ..engine.load_summary import RequestResult
-from ..engine.processes import ProcessTree, deferred_interrupts
+from ..engine.processes import ProcessTree, deferred_interrupts, ignored_interrupts, stopping_on_sigterm
 from ..engine.running import RunningEngine
-from ..engine.serve import (
-    ShowProgress,
-    embedded_launch,
-    ensure_embedded_pair,
-    progress_bar,
-    start_sidecar,
-    stopping_on_sigterm,
-)
-from ..errors import EndpointError, EngineError, FaserError, StoreError, UsageError
-from ..link.ask import ask
+from ..engine.serve import embedded_launch
+from ..engine.sidecar_child import await_introduction, own_sidecar
+from ..errors import EngineError, StoreError, UsageError
 from ..link.endpoint import socket_folder
+from ..progress import ShowProgress, progress_bar
 from ..reports.run_report import write_report
+from ..telemetry.telemetry_file import read_whole
 from .load import PEAK_OVER_SERVED, TRACE, make_requests, peak_rps, trial_requests
-from .result import collect, final_table
+from .result import DemoResult, figures_of_load, figures_of_telemetry, final_table
 from .view import View
 
 METHODS: Final = ("eagle3", "eagle", "draft_model", "ngram")
@@ -99,7 +93,7 @@ def run_demo(options: DemoOptions) -> int:
         try:
             demo.run(processes)
         finally:
-            with _ignoring_interrupts():
+            with ignored_interrupts():
                 demo.stop(processes)
                 code = demo.conclude()
         return code
@@ -146,28 +140,24 @@ class Demo:
         """Print table or JSON, write report and result; raise the engine's error if it went away."""
         if self.generator is None and not self.is_interrupted:
             return 1  # an error is on its way that says why nothing was measured
-        telemetry, report = self.config.store.path, self.folder / "report.html"
-        summary = self.generator.summary() if self.generator else None
-        result, steps = collect(
-            telemetry=telemetry,
-            report=report,
-            load=summary,
-            policy=self.config.policy.spec,
-            seed=self.options.seed,
-            duration_s=self.options.duration_s,
-            trace=TRACE,
-            peak_rps=self._peak_rps,
-            is_interrupted=self.is_interrupted,
-        )
-        if steps is not None:
-            write_report(telemetry, report, summary, f"FASER demo: {self.options.duration_s:g} s of {TRACE}")
+        path, report = self.config.store.path, self.folder / "report.html"
+        load = self.generator.summary() if self.generator else None
+        telemetry = read_whole(path) if path.is_file() else None
+        result = DemoResult(
+            policy=self.config.policy.spec, seed=self.options.seed, duration_s=self.options.duration_s, trace=TRACE,
+            peak_rps=self._peak_rps, cores=available_cores(), is_interrupted=self.is_interrupted,
+            **(figures_of_load(load) if load else {}),
+            **(figures_of_telemetry(telemetry, report) if telemetry else {}),
+        )  # fmt: skip
+        if telemetry is not None:
+            write_report(telemetry, report, load, f"FASER demo: {self.options.duration_s:g} s of {TRACE}")
         encoded = msgspec.json.encode(result)
         (self.folder / "result.json").write_bytes(msgspec.json.format(encoded) + b"\n")
         if self.options.json:
             sys.stdout.write(encoded.decode() + "\n")
             sys.stdout.flush()
         else:
-            Console(highlight=False).print(final_table(result, summary, steps))
+            Console(highlight=False).print(final_table(result, load, telemetry.summary if telemetry else None))
             self.say(f"report {result.report_path}, telemetry {result.telemetry_path}")
         if self._failure is not None:
             raise self._failure
@@ -178,17 +168,14 @@ class Demo:
             launch = self._launch(show)
             self.say(f"starting the sidecar, policy {self.config.policy.spec}")
             with deferred_interrupts():
-                sidecar = start_sidecar(self.config, self.folder / "sidecar.log")
-                if sidecar is None:
-                    raise EndpointError(f"a sidecar already runs at {self.config.link.endpoint}", "none", "stop it")
-                processes.enter_context(sidecar)
+                sidecar = processes.enter_context(own_sidecar(self.config, self.folder / "sidecar.log"))
                 self._has_started = True
             self.say(f"starting vLLM on {launch.url}")
             with deferred_interrupts():
                 engine = processes.enter_context(RunningEngine(launch, self.folder / "engine.log"))
             waited_s = engine.wait_ready(progress=show)
         self.say(f"vLLM is ready after {waited_s:.1f} s")
-        self._await_introduction(sidecar)
+        await_introduction(self.config, sidecar, _INTRODUCTION_S, f"see {self.folder}/engine.log, or run: faser doctor")
         return engine, sidecar
 
     def _launch(self, show: ShowProgress) -> EngineLaunch:
@@ -200,21 +187,6 @@ class Demo:
             folder = str(Path(self.options.drafter).expanduser().absolute())
             arguments += _speculative({"method": self.options.method or "eagle3", "model": folder})
         return embedded_launch(pair, self.config.link.endpoint, arguments=arguments)
-
-    def _await_introduction(self, sidecar: ProcessTree) -> None:
-        """Wait until the engine has introduced itself to the sidecar; raise EngineError if it does not."""
-        end_s = time.monotonic() + _INTRODUCTION_S
-        while time.monotonic() < end_s:
-            if (code := sidecar.poll()) is not None:
-                raise EngineError(f"the sidecar ended with code {code} while starting", remedy=f"see {sidecar.log}")
-            with contextlib.suppress(FaserError):
-                if ask(self.config.link, timeout_s=1.0).engines:
-                    return
-            time.sleep(0.1)
-        raise EngineError(
-            "vLLM runs but did not introduce itself to the sidecar", f"a hello within {_INTRODUCTION_S:g} s",
-            f"see {self.folder}/engine.log, or run: faser doctor",
-        )  # fmt: skip
 
     async def _load(self, engine: RunningEngine, sidecar: ProcessTree) -> None:
         stop = asyncio.Event()
@@ -310,14 +282,3 @@ def _configure(options: DemoOptions, sockets: Path) -> Config:
     except OSError as error:
         raise StoreError(f"{folder} cannot be made: {error.strerror}", "a writable folder", "pass --output") from None
     return config
-
-
-@contextmanager
-def _ignoring_interrupts() -> Iterator[None]:
-    """Let nothing keep the run from being ended and summed up."""
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -14,8 +14,8 @@ import msgspec
 
 from ...engine_adapter.patches.versions import unsupported_reason
 from ...engine_adapter.runner.v2_limits import LIMITS_V2
-from ...models.embedded.cache import CacheError
-from ...models.embedded.pair import cache_folder, embedded_faults, release_faults
+from ...models.embedded.cache import CacheError, cache_folder
+from ...models.embedded.pair import embedded_faults, release_faults
 from ..config import Config
 from ..engine.launch import install_remedy
 from .installation import Installation

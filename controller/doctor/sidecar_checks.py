@@ -15,8 +15,7 @@ import zmq
 from ...engine_adapter.compiled import CACHE_VARIABLE, compiled, is_kept, is_private
 from ...engine_adapter.link.keys import engine_keys
 from ...engine_adapter.settings import SettingError, ensure_private_folder, runtime_folder
-from ...models.embedded.cache import CacheError
-from ...models.embedded.pair import cache_folder
+from ...models.embedded.cache import CacheError, cache_folder
 from ..config import StoreConfig, settings
 from ..decision.modes import ModeBoard
 from ..errors import EndpointError, FaserError, StoreError

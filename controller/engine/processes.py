@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Final, Self
 
 from .reaper import descendants
@@ -87,9 +87,7 @@ class ProcessTree:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 
@@ -113,6 +111,35 @@ def deferred_interrupts() -> Iterator[None]:
             action(arrived, frame)
         elif action == signal.SIG_DFL:
             signal.raise_signal(arrived)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, to be treated as Ctrl-C is."""
+
+
+@contextlib.contextmanager
+def stopping_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into an interrupt, so that an orderly end takes the same way as Ctrl-C."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextlib.contextmanager
+def ignored_interrupts() -> Iterator[None]:
+    """Let nothing keep the block from its end."""
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in _INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _cpu_s(pid: int) -> float:

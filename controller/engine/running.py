@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
@@ -62,14 +61,7 @@ class RunningEngine:
 
     def is_ready(self) -> bool:
         """Return whether the server answers /health."""
-        connection = HTTPConnection(urlsplit(self.launch.url).netloc, timeout=2.0)  # unlike urllib, never by a proxy
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except (OSError, HTTPException):
-            return False
-        finally:
-            connection.close()
+        return is_healthy(self.launch.url)
 
     def wait_ready(self, timeout_s: float = 600.0, progress: Progress | None = None) -> float:
         """Block until the server answers /health; return the seconds it took; raise EngineError if it does not."""
@@ -99,9 +91,7 @@ class RunningEngine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _milestone(self) -> tuple[str, float]:
@@ -121,6 +111,18 @@ class RunningEngine:
 
     def _see_log(self) -> str:
         return f"see {self.log}"
+
+
+def is_healthy(url: str) -> bool:
+    """Return whether a server answers /health."""
+    connection = HTTPConnection(urlsplit(url).netloc, timeout=2.0)  # unlike urllib, never by a proxy
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def last_error(log: str) -> str:

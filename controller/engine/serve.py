@@ -6,33 +6,21 @@ and refuses what contradicts them.
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 from typing import BinaryIO, Final
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ...engine_adapter.settings import ensure_private_folder, runtime_folder
-from ...models.embedded.pair import (
-    EMBEDDED_K_MAX,
-    TARGET_NAME,
-    ensure_embedded_drafter,
-    ensure_embedded_target,
-)
+from ...models.embedded.pair import TARGET_NAME, EmbeddedPair, ensure_embedded_pair
 from ...models.embedded.precision import is_bfloat16_slow
-from ..config import Config, require_files, settings
+from ..config import Config
 from ..decision.session import check_policy
 from ..errors import EndpointError, EngineError, ModelError, StoreError, UsageError
-from ..home import is_homeless
-from ..link.endpoint import Endpoint
+from ..progress import progress_bar
 from .launch import (
     EngineLaunch,
     embedded_dtype,
@@ -41,8 +29,9 @@ from .launch import (
     require_free_port,
     require_supported_vllm,
 )
-from .processes import ProcessTree, deferred_interrupts
+from .processes import ProcessTree, Terminated, deferred_interrupts, stopping_on_sigterm
 from .running import RunningEngine
+from .sidecar_child import log_folder, start_sidecar
 
 EMBEDDED: Final = "embedded"
 BFLOAT16_SLOW: Final = (
@@ -54,20 +43,6 @@ _SPECULATIVE_FLAGS: Final = ("--speculative-config", "-sc", "--spec-method", "--
 _OUR_FLAGS: Final = ("--scheduler-cls", "--worker-cls")
 _POLL_S: Final = 0.2
 
-ShowProgress = Callable[[str, float], None]
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddedPair:
-    """The embedded target and drafter as folders."""
-
-    target: Path
-    drafter: Path
-
-    def speculative(self, k_max: int = EMBEDDED_K_MAX) -> dict[str, object]:
-        """Return vLLM's --speculative-config for the drafter."""
-        return {"method": "eagle3", "model": str(self.drafter), "num_speculative_tokens": k_max}
-
 
 EMBEDDED_ARGUMENTS: Final = (
     "--served-model-name", TARGET_NAME,
@@ -75,11 +50,6 @@ EMBEDDED_ARGUMENTS: Final = (
     "--max-num-seqs", "64",
     "--enforce-eager",  # compiling wants a C++ compiler and a minute
 )  # fmt: skip
-
-
-def ensure_embedded_pair(progress: ShowProgress | None = None) -> EmbeddedPair:
-    """Return the embedded pair, converted on first use; raise CacheError if that is impossible."""
-    return EmbeddedPair(ensure_embedded_target(progress), ensure_embedded_drafter(progress))
 
 
 def embedded_launch(
@@ -201,74 +171,6 @@ def _copy_new(log: BinaryIO) -> None:
         sys.stdout.flush()
 
 
-def start_sidecar(config: Config, log: Path | None = None) -> ProcessTree | None:
-    """Start `faser sidecar` with this configuration; None if one already owns the endpoint."""
-    try:
-        Endpoint(config.link.endpoint, is_encrypted=bool(config.link.keys)).close()
-    except EndpointError as error:
-        if "running sidecar" in error.seen:
-            return None
-        raise
-    require_files(config)
-    command = [sys.executable, "-P", "-c", "from faser.controller.cli.main import main; main()", "sidecar"]
-    log = log or log_folder() / f"sidecar-{os.getpid()}.log"
-    log.unlink(missing_ok=True)
-    return ProcessTree(command, os.environ | sidecar_environment(config), log, cwd=Path.cwd(), grace_s=10.0)
-
-
-def sidecar_environment(config: Config) -> dict[str, str]:
-    """Return the configuration as FASER_* variables, which win over any file the sidecar might find."""
-    pairs = (
-        (setting, getattr(getattr(config, key.split(".")[0]), key.split(".")[1])) for key, setting in settings().items()
-    )
-    return {
-        setting.variable: str(int(value) if isinstance(value, bool) else value)
-        for setting, value in pairs
-        if not is_homeless(value)
-    }
-
-
-def log_folder() -> Path:
-    """Return the folder for the logs of engine and sidecar."""
-    folder = runtime_folder() / "logs"
-    ensure_private_folder(folder.parent)
-    ensure_private_folder(folder)
-    return folder
-
-
-@contextmanager
-def progress_bar(console: Console) -> Iterator[ShowProgress]:
-    """Give a callback that draws a bar; nothing is drawn until it is called."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        tasks: dict[str, object] = {}
-
-        def show(what: str, share: float) -> None:
-            if "id" not in tasks:
-                tasks["id"] = bars.add_task(what, total=1.0)
-            bars.update(tasks["id"], description=what, completed=share)  # type: ignore[arg-type]
-
-        yield show
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, to be treated as Ctrl-C is."""
-
-
-@contextmanager
-def stopping_on_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into an interrupt, so that an orderly end takes the same way as Ctrl-C."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise Terminated
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
 def flag_value(arguments: Sequence[str], flag: str) -> str | None:
     """Return the last value of a flag among vLLM's arguments, given as `--flag value` or `--flag=value`."""
     value = None
@@ -308,19 +210,3 @@ def _port(arguments: Sequence[str]) -> int:
     if not text.isdecimal():
         raise UsageError(f"--port {text}", "a number", "pass --port N")
     return int(text)
-
-
-__all__ = [
-    "EMBEDDED",
-    "EmbeddedPair",
-    "EngineLaunch",
-    "RunningEngine",
-    "embedded_launch",
-    "ensure_embedded_pair",
-    "free_port",
-    "model_launch",
-    "progress_bar",
-    "run_serve",
-    "sidecar_environment",
-    "start_sidecar",
-]

@@ -1,9 +1,9 @@
 """Holds a vLLM engine to answers recorded before: whatever it computes, the recorded token comes out.
 
-vLLM loads HeldWorker into the servers of `faser bench --held`, and benchmarks/held_text.py uses HeldText; nothing else
-does. Greedy answers in bfloat16 part ways between engines that verify in batches of other shapes, and some texts are
-easier to draft for than others: with few requests that luck is most of what two arms of a benchmark differ by. Held to
-one text, all arms draft for the same tokens. One logit of each row is raised before vLLM's sampler looks (0.32, V1
+vLLM loads HeldWorker into the servers of `faser bench --held`, and benchmarks/embedded_engine.py uses HeldText; nothing
+else does. Greedy answers in bfloat16 part ways between engines that verify in batches of other shapes, and some texts
+are easier to draft for than others: with few requests that luck is most of what two arms of a benchmark differ by. Held
+to one text, all arms draft for the same tokens. One logit of each row is raised before vLLM's sampler looks (0.32, V1
 runner, greedy, synchronous scheduling); everything else is done as always, and costs what it costs.
 """
 

@@ -1,4 +1,4 @@
-"""Orders to a running sidecar over its status socket: switch a mode. One small JSON frame each.
+"""The sidecar's status socket, and the orders that come over it: switch a mode. One small JSON frame each.
 
 Sent by `faser mode` and the web page, executed by the daemon's loop. Only a status socket that nobody else can reach
 takes orders: an ipc path in a 0700 folder, or one that demands keys.
@@ -6,17 +6,22 @@ takes orders: an ipc path in a 0700 folder, or one that demands keys.
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Final
 
 import msgspec
+import zmq
 
 from ...engine_adapter.protocol import Mode
 from ..decision.modes import EVERY, ModeBoard
 from ..errors import UsageError
+from .endpoint import Endpoint
 
 MAX_ORDER_BYTES = 1024
 MAX_TARGET = 700  # characters of an engine's name
 MAX_BY = 64
+MOST_AT_ONCE: Final = 16  # engines come first
+OPTIONS: Final = ((zmq.LINGER, 0), (zmq.RCVHWM, 64), (zmq.SNDHWM, 16), (zmq.MAXMSGSIZE, MAX_ORDER_BYTES))
 
 
 class Switch(msgspec.Struct, tag="switch", frozen=True, forbid_unknown_fields=True):
@@ -63,3 +68,23 @@ def carry_out(order: Switch, board: ModeBoard, known: set[str]) -> str:
         return f"no engine {order.target!r}; expected {EVERY} or one of: {names}"
     board.switch(order.target, order.mode)
     return ""
+
+
+class Questions:
+    """The bound ROUTER on which questions and orders come; the daemon's loop polls it, and its context closes it."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint) -> None:
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        for option, value in OPTIONS:
+            self.socket.setsockopt(option, value)
+        endpoint.bind(self.socket)
+
+    def answer(self, reply: Callable[[bytes], bytes | None]) -> None:
+        """Answer what waits, at most so many at once; `reply` gives None for what is no question."""
+        for _ in range(MOST_AT_ONCE):
+            try:
+                *envelope, question = self.socket.recv_multipart(zmq.NOBLOCK)
+                if (content := reply(question)) is not None:
+                    self.socket.send_multipart((*envelope, content), zmq.NOBLOCK)
+            except zmq.ZMQError:  # nothing waits, or the asker is gone
+                return

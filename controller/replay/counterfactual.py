@@ -23,6 +23,7 @@ from ...models.policies.policy import Policy
 from ...models.registry import make_policy
 from ..decision.decide import LeaseTerms, decide
 from ..errors import StoreError
+from ..extras import require_simulator
 from ..telemetry.schema import open_for_reading
 
 if TYPE_CHECKING:
@@ -75,19 +76,15 @@ class Counterfactual:
 
 def estimate_speed(path: Path, policy: str, profile: Path | None = None, runs: int = RUNS) -> Counterfactual:
     """Run a telemetry file's requests through the simulator under its own lengths and under a policy's."""
-    from ..calibrate.libraries import require_libraries
-
-    require_libraries()
-    from ...env.profile.engine_profile import shipped_profile
-    from ..calibrate.calibrate import load_profile_or_fail, require_fitting, require_same
-    from ..calibrate.fidelity import EDGE_REQUESTS, recorded_requests, replayed, run_of
+    require_simulator()
+    from ..calibrate.calibrate import require_same
+    from ..calibrate.fidelity import EDGE_REQUESTS, fitting_profile, recorded_requests, replayed, run_of
     from ..calibrate.measured import read_measured
     from ..calibrate.starvation import load_waiting
 
     measured = read_measured(path)
     hello = require_same([measured])
-    named = profile or Path("the shipped profile")
-    model = require_fitting(load_profile_or_fail(profile) if profile else shipped_profile(), hello, named)
+    model = fitting_profile(hello, profile)
     found = recorded_requests(measured, load_waiting(path))
     engines = {life.engine for life, _ in found}
     if len(found) < EDGE_REQUESTS or len(engines) > 1:
@@ -104,7 +101,8 @@ def estimate_speed(path: Path, policy: str, profile: Path | None = None, runs: i
     same = [replayed(model, requests, seed, by_confidence=False) for seed in range(runs)]
     other = [_under(policy, capabilities, model, (arrivals, prompts, answers), seed) for seed in range(runs)]
     speeds, refusal = _compared(run_of([life for life, _ in found]), same, other)
-    return Counterfactual(policy, named.name, len(found), _arrived(path) - len(found), runs, refusal, speeds)
+    named = profile.name if profile else "the shipped profile"
+    return Counterfactual(policy, named, len(found), _arrived(path) - len(found), runs, refusal, speeds)
 
 
 def _arrived(path: Path) -> int:

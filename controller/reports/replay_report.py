@@ -1,210 +1,47 @@
 """The HTML report of a replay: the recorded decisions beside another policy's, in one file without outside links.
 
-Called by controller/cli/replay.py. Keeps the three kinds of statement apart, and says of each what it cannot tell.
+Called by controller/cli/replay.py. Adds pictures to what controller/reports/replay_rows.py tells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-import jinja2
 import numpy as np
 from matplotlib.axes import Axes
 
 from ... import __version__
-from ..errors import StoreError
 from ..replay.counterfactual import Counterfactual
-from ..replay.forward_pass_replay import CANNOT, POLICY_NOTE, Passes
-from ..replay.offpolicy import OffPolicy
-from ..replay.replay import Report, Trail, mean_length
-from ..whole_file import replacing
+from ..replay.forward_pass_replay import Passes
+from ..replay.replay import Report, Trail
 from .figures import Picture, svg
-from .replay_rows import (
-    counterfactual_line,
-    counterfactual_rows,
-    decision_rows,
-    load_rows,
-    off_policy_rows,
-    passes_rows,
-)
+from .page import write_page
+from .replay_rows import Findings, counterfactual_rows
 
 BINS: Final = 240  # of a line over decisions; more only make the page heavier
 RECORDED, OTHER, LOAD = "#1f5fa8", "#c06014", "#7a8794"
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One heading and what stands under it; the first cell of a row is its name."""
-
-    heading: str
-    texts: Sequence[str] = ()
-    note: str = ""
-    head: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
-    points: Sequence[str] = ()
-    figures: Sequence[Picture] = ()
-
-
-def write_replay_report(report: Report, trail: Trail, source: str, path: Path, floor: float) -> None:
+def write_replay_report(findings: Findings, report: Report, trail: Trail, source: str, path: Path) -> None:
     """Write the report of a telemetry file's replay; raise StoreError if it cannot be written."""
-    parts = [_decisions(report)]
-    if report.policy:
-        parts += [_side_by_side(report, trail), _off_policy(report, floor), _counterfactual(report)]
-    else:
-        parts.append(_recorded_lengths(report, trail))
-        parts.append(Part("Other policies", ["None was asked: add --policy NAME."]))
-    beside = f" beside {report.policy}" if report.policy else ""
-    subtitle = f"{report.sessions} sessions, {report.records} records, {report.decisions} decisions{beside}"
-    _write(path, f"Replay of {source}", subtitle, parts, source)
-
-
-def write_passes_report(passes: Passes, source: str, path: Path) -> None:
-    """Write the report of an input of forward-pass metrics."""
-    parts = [
-        Part("What this input cannot answer", ["It is another tool's telemetry, a degraded input:"], points=CANNOT),
-        Part("What it holds", rows=passes_rows(passes), figures=[_passes_figure(passes)] if passes.running else []),
-        Part(
-            "Passes without prompts, by decoding requests",
-            head=("decoding requests", "passes", "median ms", "p90 ms", "context", *_asked_head(passes)),
-            rows=load_rows(passes),
-        ),
-    ]
-    if passes.policy:
-        head = ("draft length", passes.policy)
-        rows = [*((str(length), str(count)) for length, count in passes.lengths.items()),
-                ("mean", mean_length(passes.lengths))]  # fmt: skip
-        parts.append(Part(f"What {passes.policy} would ask for", [POLICY_NOTE], head=head, rows=rows))
-    subtitle = f"{passes.passes} forward passes of {passes.workers} workers and ranks"
-    _write(path, f"Forward-pass metrics of {source}", subtitle, parts, source)
-
-
-def _asked_head(passes: Passes) -> tuple[str, ...]:
-    return (passes.policy,) if passes.policy else ()
-
-
-def _write(path: Path, title: str, subtitle: str, parts: list[Part], source: str) -> None:
-    loader = jinja2.PackageLoader("faser.controller.reports")
-    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    page = environment.get_template("replay.html").render(
-        title=title, subtitle=subtitle, parts=parts, source=source, version=__version__
-    )
-    try:
-        with replacing(path) as place:
-            place.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise StoreError(f"{path} cannot be written: {error.strerror}", "a writable path") from None
-
-
-def _decisions(report: Report) -> Part:
-    compared = report.decisions - report.unrecorded - report.partial
-    if not compared:
-        verdict = "No decision could be compared."
-    elif report.identical == compared:
-        verdict = f"All {compared} decisions that can be compared came out as the same bytes (100 %)."
-    else:
-        share = int(1000 * report.identical / compared) / 10  # rounded down: 100 % means all
-        verdict = (
-            f"{report.identical} of {compared} decisions came out as the same bytes ({share:.1f} %). The file was "
-            "changed, or written by a version whose policy decides otherwise."
-        )
-    return Part(
-        "1. Decision replay: exact",
-        [verdict],
-        "Every recorded decision was made again from the same records, in the same order, and its bytes were compared. "
-        "That says nothing about speed.",
-        rows=decision_rows(report),
-    )
-
-
-def _recorded_lengths(report: Report, trail: Trail) -> Part:
-    rows = [(str(length), str(count)) for length, count in report.lengths.items()]
-    return Part(
-        "Recorded draft lengths", head=("draft length", "request-decisions"),
-        rows=[*rows, ("mean", mean_length(report.lengths))], figures=_length_figures(report, trail),
-    )  # fmt: skip
-
-
-def _side_by_side(report: Report, trail: Trail) -> Part:
-    ours, theirs = sum(report.lengths.values()), sum(report.alternative_lengths.values())
-    rows = [
-        (str(length), *_count(report.lengths.get(length, 0), ours),
-         *_count(report.alternative_lengths.get(length, 0), theirs))
-        for length in sorted(report.lengths.keys() | report.alternative_lengths.keys())
-    ]  # fmt: skip
-    rows.append(("mean", mean_length(report.lengths), "", mean_length(report.alternative_lengths), ""))
-    agreement = "" if report.agreement is None else f"The same length in {report.agreement:.1%} of request-decisions."
-    return Part(
-        f"Side by side: recorded and {report.policy}",
-        [agreement] if agreement else [],
-        f"What {report.policy} would have asked for on the states that the recorded decisions led to. It saw the same "
-        "records, not those that its own lengths would have caused: exact, and again nothing about speed.",
-        head=("draft length", "recorded", "share", report.policy, "share"),
-        rows=rows,
-        figures=_length_figures(report, trail),
-    )
-
-
-def _count(count: int, total: int) -> tuple[str, str]:
-    return str(count), f"{100 * count / total:.1f} %" if total else "-"
-
-
-def _off_policy(report: Report, floor: float) -> Part:
-    heading = "2. Off-policy estimate: from a canary's chance draws"
-    note = (
-        "Tokens accepted and draft rows per request and step, reweighted by the logged probability of each drawn "
-        "length; 95 % intervals over requests. Never tokens/s: requests share the batch."
-    )
-    off = report.off_policy
-    if off is None or not off.samples:
-        return Part(heading, ["No estimate: the file has no canary decisions, so nothing was drawn by chance."], note)
-    rows = [
-        ("samples", str(off.samples), f"of {off.requests} requests in which {report.policy} agrees at least once"),
-        ("effective samples", f"{off.effective_samples:.0f}", f"floor {floor:.0f}"),
-        ("coverage", f"{off.coverage:.1%}", "samples in which it wants the length that was drawn"),
-    ]
-    if off.refusal:
-        return Part(heading, [f"No estimate: {off.refusal}."], note, rows=rows)
-    return Part(heading, [_estimates(off, report.policy)], note, rows=[*rows, *_estimate_rows(off, report.policy)])
-
-
-def _estimates(off: OffPolicy, policy: str) -> str:
-    return f"Estimated from {off.effective_samples:.0f} effective samples; {policy} itself never ran."
-
-
-def _estimate_rows(off: OffPolicy, policy: str) -> list[tuple[str, str, str]]:
-    return [(name, f"canary {ours}", f"{policy} {theirs}") for name, ours, theirs in off_policy_rows(off)]
-
-
-def _counterfactual(report: Report) -> Part:
-    heading = "3. Counterfactual: in the calibrated simulator"
-    note = (
-        "The recorded requests served again by a model of the engine: once under the recorded lengths, whose distance "
-        "from the recording is the error, and once under the policy. A profile that was calibrated to this very "
-        "file has a smaller error than it would have on another one."
-    )
+    lengths = [_histogram(report), _over_decisions(report, trail)] if trail.running else []
     found = report.counterfactual
-    if found is None:
-        return Part(heading, ["Not asked for: add --counterfactual."], note)
-    if found.refusal:
-        return Part(heading, [f"{counterfactual_line(found)}.", f"No counterfactual: {found.refusal}."], note)
-    return Part(
-        heading,
-        [f"{counterfactual_line(found)}."],
-        note,
-        head=("mean over requests", "recorded", "simulated", found.policy, "change", "error", "says"),
-        rows=counterfactual_rows(found),
-        figures=[_speed_figure(found)],
-    )
+    speed = [_speed_figure(found)] if found is not None and not found.refusal else []
+    _write(findings, {"lengths": lengths, "speed": speed}, source, path)
 
 
-def _length_figures(report: Report, trail: Trail) -> list[Picture]:
-    if not trail.running:
-        return []
-    figures = [_histogram(report), _over_decisions(report, trail)]
-    return [figure for figure in figures if figure]
+def write_passes_report(findings: Findings, passes: Passes, source: str, path: Path) -> None:
+    """Write the report of an input of forward-pass metrics."""
+    _write(findings, {"passes": [_passes_figure(passes)] if passes.running else []}, source, path)
+
+
+def _write(findings: Findings, figures: Mapping[str, Sequence[Picture]], source: str, path: Path) -> None:
+    write_page(
+        path, "replay.html", title=findings.title, subtitle=findings.subtitle, parts=findings.parts, figures=figures,
+        source=source, version=__version__,
+    )  # fmt: skip
 
 
 def _histogram(report: Report) -> Picture:

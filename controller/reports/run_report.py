@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import jinja2
-
 from ...engine_adapter.protocol import Hello
 from ..engine.load_summary import LoadSummary
-from ..errors import StoreError
 from ..quantiles import Quantiles
-from ..telemetry.tables import TelemetrySummary, summarise
-from ..telemetry.telemetry_file import TelemetryFile
+from ..telemetry.tables import TelemetrySummary
+from ..telemetry.telemetry_file import WholeTelemetry
 from .figures import draw_figures
+from .page import write_page
 
 _NOTHING: Final = "-"
 
@@ -41,27 +39,19 @@ class Section:
     rows: Sequence[Row]
 
 
-def write_report(telemetry: Path, report: Path, load: LoadSummary | None = None, title: str = "FASER report") -> None:
-    """Write the report of a telemetry file; raise StoreError if one cannot be read or the other not written."""
-    with TelemetryFile(telemetry) as file:
-        steps, lengths, engines = file.steps(), file.lengths(), file.engines()
-    sections = [Section("Engine and drafter", engine_rows(summarise(steps, lengths)))]
+def write_report(
+    telemetry: WholeTelemetry, report: Path, load: LoadSummary | None = None, title: str = "FASER report"
+) -> None:
+    """Write the report of a telemetry file; raise StoreError if it cannot be written."""
+    sections = [Section("Engine and drafter", engine_rows(telemetry.summary))]
     if load:
         sections.insert(0, Section("What clients saw", client_rows(load)))
-    loader = jinja2.PackageLoader("faser.controller.reports")
-    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    page = environment.get_template("report.html").render(
-        title=title,
-        subtitle="; ".join(map(describe_engine, engines)) or "no engine introduced itself",
-        sections=sections,
-        figures=draw_figures(steps, lengths),
-        telemetry=telemetry.name,
+    write_page(
+        report, "report.html", title=title,
+        subtitle="; ".join(map(describe_engine, telemetry.engines)) or "no engine introduced itself",
+        sections=sections, figures=draw_figures(telemetry.steps, telemetry.lengths), telemetry=telemetry.path.name,
         has_load=load is not None,
-    )
-    try:
-        report.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise StoreError(f"{report} cannot be written: {error.strerror}", "a writable path") from None
+    )  # fmt: skip
 
 
 def describe_engine(engine: Hello) -> str:

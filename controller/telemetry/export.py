@@ -12,7 +12,6 @@ import sqlite3
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, Literal, TextIO, cast
 
@@ -21,6 +20,7 @@ from sqlite_utils import Database
 
 from ...engine_adapter.protocol import RequestRow
 from ..errors import StoreError, UsageError
+from ..extras import require_extra
 from ..whole_file import replacing
 from .packing import unpack_draws, unpack_lengths, unpack_rows
 from .schema import TABLES, open_for_reading
@@ -64,8 +64,8 @@ def run_export(file: Path, format: str, table: str, output: Path | None) -> int:
         raise UsageError(f"export of {table} as {format}", "requests, steps or events as csv, jsonl or parquet")
     if format == "parquet" and output is None:
         raise UsageError("--format parquet without --output", "a file to write", "add --output FILE")
-    if format == "parquet" and find_spec("pyarrow") is None:
-        raise UsageError("no pyarrow here", "the extra parquet", "pip install 'faser-vllm[parquet]'")
+    if format == "parquet":
+        require_extra("parquet", "pyarrow")
     with closing(open_for_reading(file)) as database:
         if output is not None and output.exists() and output.samefile(file):  # opening it for writing would empty it
             raise UsageError(

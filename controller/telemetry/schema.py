@@ -175,6 +175,16 @@ def engine_row(hello: Hello, received_ns: int) -> Row:
     }
 
 
+def hello_of(text: str, where: str = "") -> Hello:
+    """Return the introduction that a row of table engines holds; what came with later versions is missing there."""
+    try:
+        named = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        told = [named[name] for name in Hello.__struct_fields__ if name in named]
+        return msgspec.json.decode(msgspec.json.encode(["hello", *told]), type=Hello)
+    except (msgspec.MsgspecError, TypeError) as error:  # ... or no text at all
+        raise StoreError(f"an engine's introduction{where} cannot be read: {error}") from None
+
+
 def step_row(
     record: StepRecord,
     received_ns: int,

@@ -26,10 +26,10 @@ from ...engine_adapter.protocol import (
     StepRecord,
 )
 from ..decision.canary import Draws
-from ..decision.epoch import epoch_above
+from ..decision.session import epoch_above
 from ..errors import StoreError
 from .packing import unpack_draws, unpack_lengths, unpack_rows
-from .schema import MOST, PLAIN_FIELDS, STOP_OR_ABORT
+from .schema import MOST, PLAIN_FIELDS, STOP_OR_ABORT, hello_of
 
 T = TypeVar("T")
 _DECISION: Final = (
@@ -104,7 +104,7 @@ def read_sessions(database: Database) -> Iterator[RecordedSession]:
         engines = database.execute("SELECT id, hello FROM engines ORDER BY id").fetchall()
         for run, epoch, config in runs:
             for engine, text in engines:
-                yield from _sessions(database, run, engine, whole_number(epoch), _hello(text), config)
+                yield from _sessions(database, run, engine, whole_number(epoch), hello_of(text), config)
     except sqlite3.Error as error:
         raise StoreError(
             f"the file cannot be read: {error}", remedy="faser store check names what is damaged"
@@ -250,15 +250,6 @@ _StepFields = msgspec.defstruct(
     [(entry.name, entry.type) if entry.required else (entry.name, entry.type, entry.default)
      for entry in msgspec.structs.fields(StepRecord)],
 )  # fmt: skip
-
-
-def _hello(text: str) -> Hello:
-    try:
-        named = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-        fields = [named[name] for name in Hello.__struct_fields__ if name in named]
-        return msgspec.json.decode(msgspec.json.encode(["hello", *fields]), type=Hello)
-    except (msgspec.MsgspecError, TypeError) as error:  # ... or no text at all
-        raise StoreError(f"an engine's introduction cannot be read: {error}") from None
 
 
 def _settings(config: str) -> RunSettings:

@@ -9,32 +9,39 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ...engine_adapter.protocol import Hello, RequestRow
 from ..errors import StoreError
 from .packing import unpack_rows
-from .schema import open_for_reading
+from .schema import hello_of, open_for_reading
 from .tables import DraftedLengths, StepTable, TelemetrySummary, summarise
 
-_INT_COLUMNS: Final = (
-    "engine", "counter", "step", "running", "waiting", "prefill_tokens", "decode_tokens", "draft_tokens", "drafted",
-    "verified", "pruned", "accepted", "emitted", "lease_epoch", "dropped", "rejected", "caught_up", "wrongly_pruned",
-    "frontier_hits",
-)  # fmt: skip
-_FLOAT_COLUMNS: Final = (
-    "time_s", "step_s", "schedule_s", "verify_s", "sample_s", "draft_s", "overlap_s", "adapter_s", "kv_usage",
-    "prune_s", "saved_rows",
-)  # fmt: skip
-_TOLD_COLUMNS: Final = ("draft_rounds", "drawn_tokens", "prune_layer", "frontier")
-_DECISION_COLUMNS: Final = ("decision_sequence", "decision_is_sent", "decision_s", "decision_price")
+_COLUMNS: Final = {column.name: np.int64 if column.type == "Ints" else np.float64 for column in fields(StepTable)}
 _IN_ORDER: Final = "ORDER BY engine, counter, id"
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTelemetry:
+    """What a report tells of a file, all of one moment."""
+
+    path: Path
+    engines: list[Hello]
+    steps: StepTable
+    lengths: DraftedLengths
+    summary: TelemetrySummary
+
+
+def read_whole(path: Path) -> WholeTelemetry:
+    """Read a file once for all of its figures; raise StoreError if it is damaged, or none of ours."""
+    with TelemetryFile(path) as file:
+        steps, lengths = file.steps(), file.lengths()
+        return WholeTelemetry(path, file.engines(), steps, lengths, summarise(steps, lengths))
 
 
 class TelemetryFile:
@@ -50,34 +57,22 @@ class TelemetryFile:
             self._database.execute("BEGIN")  # all answers are of one moment
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._database.close()
 
     def engines(self) -> list[Hello]:
         """Return the engines as they introduced themselves, in order of their key."""
         with self._damage_told():
             rows = self._database.execute("SELECT hello FROM engines ORDER BY id").fetchall()
-        return [self._hello(text) for (text,) in rows]
-
-    def _hello(self, text: str) -> Hello:
-        try:
-            named = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-            told = [named[name] for name in Hello.__struct_fields__ if name in named]  # what came later is missing
-            return msgspec.json.decode(msgspec.json.encode(["hello", *told]), type=Hello)
-        except (msgspec.MsgspecError, KeyError) as error:
-            raise StoreError(f"an engine's introduction in {self.path} cannot be read: {error}") from None
+        return [hello_of(text, f" in {self.path}") for (text,) in rows]
 
     def steps(self) -> StepTable:
         """Return every step."""
-        names = (*_INT_COLUMNS, *_FLOAT_COLUMNS, *_TOLD_COLUMNS, *_DECISION_COLUMNS)
         with self._damage_told():
-            rows = self._database.execute(f"SELECT {', '.join(names)} FROM steps {_IN_ORDER}")
-            columns = list(zip(*rows, strict=True)) or [()] * len(names)
+            rows = self._database.execute(f"SELECT {', '.join(_COLUMNS)} FROM steps {_IN_ORDER}")
+            columns = list(zip(*rows, strict=True)) or [()] * len(_COLUMNS)
         arrays: dict[str, npt.NDArray[np.generic]] = {
-            name: np.asarray(column, np.int64 if name in _INT_COLUMNS else np.float64)
-            for name, column in zip(names, columns, strict=True)
+            name: np.asarray(column, kind) for (name, kind), column in zip(_COLUMNS.items(), columns, strict=True)
         }
         return StepTable(**arrays)  # type: ignore[arg-type]
 

@@ -9,11 +9,10 @@ not given.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .shares import STREAMS, UNSPLIT, Grain, Partition, PartitionError, Phase, Sizes
+from .shares import Partition, PartitionError, Phase
 
 THREADS: Path = Path("/proc")
 
@@ -72,27 +71,3 @@ def _move(thread: int, wanted: set[int], process: int) -> None:
         raise PartitionError(
             f"process {process} cannot be moved to cores {sorted(wanted)} ({error.strerror})"
         ) from None
-
-
-class CpuDevice:
-    """The cores this process may use, or those of them that are named."""
-
-    def __init__(self, cores: Sequence[int] | None = None) -> None:
-        usable = os.sched_getaffinity(0)
-        asked = usable if cores is None else set(cores)
-        self.missing = sorted(asked - usable)
-        self.cores = sorted(asked & usable) or sorted(usable)
-        self.grain = Grain("cores", len(self.cores))
-
-    def open(self, name: str, asked: Sizes) -> CpuPartition:
-        """Return the partition: the target's cores come first, the drafter's last."""
-        if name != UNSPLIT and self.missing:
-            raise PartitionError(f"cores {self.missing} are not among those this process may use, {self.cores}")
-        if name in (UNSPLIT, STREAMS):
-            draft = verify = tuple(self.cores)
-        else:
-            verify, draft = tuple(self.cores[: asked.verify]), tuple(self.cores[asked.verify :])
-        return CpuPartition(
-            name=name, unit=self.grain.unit, asked=asked, allocated=Sizes(len(draft), len(verify)),
-            draft_cores=draft, verify_cores=verify,
-        )  # fmt: skip

@@ -57,8 +57,3 @@ def read_accept_trace(file: Traversable) -> list[DraftTrial]:
         for request, run in enumerate(runs)
         for length in run.accept_lengths
     ]
-
-
-def depth_of(drafts: list[DraftTrial]) -> int:
-    """Return the longest draft of a trace, tokens."""
-    return max(draft.verified for draft in drafts)

@@ -25,6 +25,7 @@ from ..profile.acceptance_model import (
     default_acceptance,
     draft_chain,
 )
+from . import judgement
 
 NEWTON_STEPS: Final = 25
 PRIOR_TRIALS: Final = 20.0  # what slope 1 and intercept 0 count for, at each position
@@ -291,12 +292,8 @@ def _aucs(tokens: Tokens, k_max: int) -> list[float]:
 
 def auc(x: Floats, y: Bools) -> float:
     """Return the chance that an accepted token has the larger x of two; 0.5 where there is nothing to compare."""
-    positives, negatives = int(y.sum()), int((~y).sum())
-    if not positives or not negatives:
-        return 0.5
-    _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - 0.5 * (counts - 1))[inverse]
-    return float((ranks[y].sum() - positives * (positives + 1) / 2.0) / (positives * negatives))
+    found = judgement.auc(x, y)
+    return 0.5 if math.isnan(found) else found
 
 
 def _rate_spread(tokens: Tokens, k_max: int) -> float:

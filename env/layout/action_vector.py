@@ -1,6 +1,7 @@
 """A learned policy's action: a few numbers in -1..1 that say at what price requests draft. The one layout of it.
 
-Called by policies (`decode`) and, compiled, by the simulator (env/simulator/action.py); a test holds the two together.
+Called by the environments and, compiled, by the simulator (env/simulator/action.py); a test holds that to what it means
+for the live requests of an engine's state.
 A price instead of a length per request keeps the action small, safe to clip and indifferent to the requests' order.
 """
 
@@ -13,9 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ...engine_adapter.arrays import Singles
-from ...engine_adapter.protocol import Prune
-from ..estimate.engine_state import EngineState
-from ..spaces import Action, Capabilities, Lengths, clamp
 
 
 class Component(NamedTuple):
@@ -84,47 +82,3 @@ def outside(**means: float) -> Singles:
     if means:
         raise ValueError(f"no component {', '.join(sorted(means))}; expected {', '.join(c.name for c in ACTION)}")
     return vector
-
-
-def lengths_for(acceptance: npt.ArrayLike, threshold: float, depth: float) -> Lengths:
-    """Return (n,) draft lengths from chances of acceptance (n, positions), each given that the one before was."""
-    chances = np.asarray(acceptance, np.float32)
-    survival = np.cumprod(chances, axis=1, dtype=np.float32)
-    lengths: Lengths = (survival[:, : deepest(depth, chances.shape[1])] >= np.float32(threshold)).sum(axis=1)
-    return lengths
-
-
-def deepest(depth: float, k_max: int) -> int:
-    """Return the draft length that a share of k_max means."""
-    return min(int(depth * k_max + 0.5), k_max)
-
-
-def choice(value: float, options: int) -> int:
-    """Return which of `options` equal parts of 0..1 holds `value`."""
-    return min(int(value * options), options - 1)
-
-
-def decode(vector: npt.ArrayLike, state: EngineState) -> Action:
-    """Return the action that `vector` (len(ACTION),) in -1..1 means for the live requests of `state`.
-
-    Overlapping stays in the simulator: a real engine's own gates measure whether groups or drafting ahead pay.
-    """
-    means = meant(np.reshape(vector, len(ACTION)))
-    capabilities = state.capabilities
-    # The last row is a stranger: a request that nothing is known about.
-    chances = np.concatenate([state.acceptance(), state.population.mean[None, :]])
-    lengths = lengths_for(chances, float(means[THRESHOLD]), float(means[DEPTH]))
-    keep, go_on = float(means[KEEP]), float(means[GO_ON])
-    is_ruled = keep >= RULED_FROM and state.confidence.is_ready
-    action = Action(
-        lengths[:-1],
-        int(lengths[-1]),
-        split=choice(float(means[SPLIT]), len(capabilities.splits)),
-        prune=_prune(float(means[PRUNE]), capabilities),
-        stop=state.confidence.rule(keep, np.full(capabilities.k_max, go_on)) if is_ruled else None,
-    )
-    return clamp(action, capabilities)
-
-
-def _prune(sign: float, capabilities: Capabilities) -> Prune | None:
-    return capabilities.released_prune if sign > 0.0 else None

@@ -11,7 +11,7 @@ import gzip
 import importlib.resources
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources.abc import Traversable
 from typing import Final
@@ -89,7 +89,7 @@ def shipped_trace(name: str) -> Trace:
 def read_trace(file: Traversable) -> Trace:
     """Read a trace; raise TraceError that names the file and the row for anything unexpected."""
     values: list[tuple[float, int, int]] = []
-    for line, row in _csv_rows(file):
+    for line, row in csv_rows(file, COLUMNS):
         values.append(_parse(row, f"{file.name}, line {line}"))
         if len(values) > 1 and values[-1][0] < values[-2][0]:
             raise TraceError(
@@ -107,15 +107,16 @@ def read_trace(file: Traversable) -> Trace:
     )
 
 
-def _csv_rows(file: Traversable) -> Iterator[tuple[int, list[str]]]:
+def csv_rows(file: Traversable, columns: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
+    """Yield the rows of a CSV file, plain or gzipped, with their lines; raise TraceError for other columns."""
     try:
         content = file.read_bytes()
         text = (gzip.decompress(content) if file.name.endswith(".gz") else content).decode("utf-8")
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise TraceError(f"{file.name}: cannot be read ({error}); expected CSV text, plain or gzipped") from None
     reader = csv.reader(io.StringIO(text))
-    if (header := tuple(next(reader, ()))) != COLUMNS:
-        raise TraceError(f"{file.name}, line 1: header {','.join(header)!r}; expected {','.join(COLUMNS)!r}")
+    if (header := tuple(next(reader, ()))) != columns:
+        raise TraceError(f"{file.name}, line 1: header {','.join(header)!r}; expected {','.join(columns)!r}")
     for row in reader:
         if row:
             yield reader.line_num, row

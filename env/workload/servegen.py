@@ -6,10 +6,7 @@ client's own inter-arrival law, lengths are taken, in random order, from another
 
 from __future__ import annotations
 
-import csv
-import gzip
 import importlib.resources
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from ...engine_adapter.arrays import Floats
-from .request_trace import Trace, TraceError
+from .request_trace import Trace, TraceError, csv_rows
 
 WINDOW_S: Final = 600.0
 COLUMNS: Final = ("client", "window_start_s", "rate_rps", "cv", "dist", "arg1", "arg2")
@@ -60,15 +57,8 @@ def shipped_windows() -> list[ClientWindow]:
 
 
 def read_windows(file: Traversable) -> list[ClientWindow]:
-    """Read windows from gzipped CSV; raise TraceError that names file and row."""
-    try:
-        text = gzip.decompress(file.read_bytes()).decode()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise TraceError(f"{file.name}: cannot be read ({error}); expected gzipped CSV") from None
-    reader = csv.reader(io.StringIO(text))
-    if (header := tuple(next(reader, ()))) != COLUMNS:
-        raise TraceError(f"{file.name}, line 1: header {','.join(header)!r}; expected {','.join(COLUMNS)!r}")
-    return [_parse(row, f"{file.name}, line {number}") for number, row in enumerate(reader, start=2)]
+    """Read windows from CSV; raise TraceError that names file and row."""
+    return [_parse(row, f"{file.name}, line {line}") for line, row in csv_rows(file, COLUMNS)]
 
 
 def _parse(row: list[str], where: str) -> ClientWindow:

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as functional
 
 from ...engine_adapter.arrays import Bools, Floats
+from ...env.calibration.judgement import auc, calibration_error
 from .features import ExampleAddress, FeatureCache
 from .network import Batch, DraftHead, pack
 
 Tensor = torch.Tensor
-_BINS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +119,12 @@ def _joined(parts: Sequence[Drafts]) -> Drafts:
 
 def judge_confidence(confidence: Floats, accepted: Bools) -> ConfidenceFigures:
     """Compare confidences (n,) with what happened (n,)."""
-    tested, hits = len(accepted), int(accepted.sum())
-    rejected = tested - hits
-    auc = float("nan")
-    if hits and rejected:
-        _, place, ties = np.unique(confidence, return_inverse=True, return_counts=True)
-        ranks = (np.cumsum(ties) - (ties - 1) / 2)[place]
-        auc = float((ranks[accepted].sum() - hits * (hits + 1) / 2) / (hits * rejected))
-    bins = np.minimum((confidence * _BINS).astype(np.int64), _BINS - 1)
-    gaps = [abs(float((confidence[bins == at] - accepted[bins == at]).sum())) for at in range(_BINS)]
-    return ConfidenceFigures(tested, rejected, auc, sum(gaps) / max(1, tested))
+    return ConfidenceFigures(
+        len(accepted),
+        int((~accepted).sum()),
+        auc(confidence, accepted),
+        calibration_error(confidence, accepted) if len(accepted) else 0.0,
+    )
 
 
 def group_by_tokens(addresses: Sequence[ExampleAddress], batch_tokens: int) -> list[list[ExampleAddress]]:

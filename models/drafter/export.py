@@ -13,10 +13,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from ..embedded.cache import CacheError
+from ..embedded.cache import CacheError, sha256_of
 from ..embedded.eagle3 import expand_drafter, read_card
 from .drafter_error import DrafterError
-from .teacher import file_digest
 
 Tensor = torch.Tensor
 WEIGHTS = "drafter.safetensors"
@@ -52,8 +51,7 @@ def export_drafter(
     expanded = folder / "eagle3"
     expanded.mkdir(parents=True, exist_ok=True)
     save_file(quantised(weights, vocabulary, len(aux_layers)), str(folder / WEIGHTS))
-    digest = file_digest(folder / WEIGHTS)
-    full = {**card, "file": WEIGHTS, "sha256": digest, "aux_layers": list(aux_layers)}
+    full = {**card, "file": WEIGHTS, "sha256": sha256_of(folder / WEIGHTS), "aux_layers": list(aux_layers)}
     (folder / CARD).write_text(json.dumps(full, indent=1) + "\n")
     try:
         expand_drafter(folder / WEIGHTS, read_card(folder / CARD), target, expanded)

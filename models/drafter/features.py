@@ -6,7 +6,6 @@ interrupted caching goes on where it stopped. It is read through memory maps; th
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,6 @@ from .teacher import Teacher
 
 Tensor = torch.Tensor
 Progress = Callable[[int, int], None]
-log = logging.getLogger(__name__)
 ROWS_PER_SHARD: Final = 96
 GREEDY_AGREEMENT: Final = 0.9
 

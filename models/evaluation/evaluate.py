@@ -131,8 +131,16 @@ class Swing:
         return CellRun(cell, rate, math.nan)
 
 
-def simulate(cell: Cell, decide: Decide, worlds: Sequence[WorldSpec] | None = None) -> CellRun:
-    """Make one run."""
+def simulate(
+    cell: Cell,
+    decide: Decide,
+    worlds: Sequence[WorldSpec] | None = None,
+    seen: Callable[[StepRecord], None] = lambda record: None,
+) -> CellRun:
+    """Make one run.
+
+    :param seen: takes the steps that count, of a policy that decides by records
+    """
     (world,) = (each for each in worlds or held_out() if each.name == cell.world)
     scenario = scenario_of(world, cell.load)
     if cell.policy in ORACLES:
@@ -140,7 +148,7 @@ def simulate(cell: Cell, decide: Decide, worlds: Sequence[WorldSpec] | None = No
     policy = make_policy(cell.policy, Capabilities(k_max=scenario.positions))
     if isinstance(policy, Off | FixedLength | LengthTable):
         return _by_requests(cell, scenario, policy)
-    return _decided(cell, scenario, world.has_confidence, decide)
+    return _decided(cell, scenario, world.has_confidence, decide, seen)
 
 
 def scenario_of(world: WorldSpec, load: int) -> Scenario:
@@ -161,7 +169,9 @@ def _horizon_s(cell: Cell, simulator: Simulator) -> float:
     return pace_s * (DRIFT_RUNS * cell.steps if cell.load == DRIFT else cell.steps * max(SMALL_LOAD // cell.load, 1))
 
 
-def _decided(cell: Cell, scenario: Scenario, has_confidence: bool, decide: Decide) -> CellRun:
+def _decided(
+    cell: Cell, scenario: Scenario, has_confidence: bool, decide: Decide, seen: Callable[[StepRecord], None]
+) -> CellRun:
     engine = SimulatedEngine(scenario, cell.seed, has_confidence=has_confidence)
     policy, state = make_policy(cell.policy, engine.capabilities), EngineState(engine.capabilities)
     meter = _meter(cell, engine.simulator)
@@ -171,6 +181,8 @@ def _decided(cell: Cell, scenario: Scenario, has_confidence: bool, decide: Decid
         record = engine.step(actions)
         if meter.is_over():
             return meter.run(cell)
+        if meter.start is not None:
+            seen(record)
         sequence += 1
         actions = decide(state, record, policy, sequence)
 

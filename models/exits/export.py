@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from ...engine_adapter.protocol import Prune
 from ...engine_adapter.pruning.exit_file import FORMAT
 from ...engine_adapter.pruning.exit_heads import TENSORS
 from ...engine_adapter.pruning.head_math import Head
+from ..embedded.cache import sha256_of
 from .record import Recording
 
 FINGERPRINT: Final = (8, 16)  # a corner of the LM head, to know the target by
@@ -52,5 +52,5 @@ def export_heads(
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, str(file), metadata=metadata)
     file.chmod(0o644)
-    named = dict(card) | {"file": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+    named = dict(card) | {"file": file.name, "sha256": sha256_of(file)}
     file.with_suffix(".card.json").write_text(json.dumps(named, indent=1) + "\n")

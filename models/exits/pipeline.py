@@ -13,6 +13,7 @@ import numpy as np
 
 from ...engine_adapter.arrays import Floats
 from ...engine_adapter.protocol import Prune
+from ...env.calibration.judgement import auc
 from ...env.workload.prompts import held_out_prompts, training_prompts
 from .choose import (
     THRESHOLDS,
@@ -28,7 +29,7 @@ from .choose import (
 )
 from .export import export_heads
 from .record import ExitRecipe, Recording, record
-from .train import area, predictions, train_heads
+from .train import predictions, train_heads
 
 Stage = Callable[[str, int, int], None]
 HELD_OUT_SHARE = 0.25  # of the training side's tokens, recorded on held-out prompts
@@ -100,10 +101,10 @@ def judge_heads(recording: Recording, predicted: dict[int, Floats], cost: StepSe
     for layer, scores in predicted.items():
         outcomes = [judge(drafts, accepted, scores, layer, t, recording.layers, cost) for t in THRESHOLDS]
         later = [judge(shorter, accepted[kept], scores[kept], layer, t, recording.layers, cost) for t in THRESHOLDS]
-        layers.append(LayerFigures(layer, area(scores[reached], accepted[reached]), best(outcomes), best(later)))
+        layers.append(LayerFigures(layer, auc(scores[reached], accepted[reached]), best(outcomes), best(later)))
     return Figures(
         layers,
-        area(sure[reached], accepted[reached]),
+        auc(sure[reached], accepted[reached]),
         control,
         cost,
         int(reached.sum()),

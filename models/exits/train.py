@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-import numpy as np
 import torch
 import torch.nn.functional as functional
 
-from ...engine_adapter.arrays import Bools, Floats
+from ...engine_adapter.arrays import Floats
 from ...engine_adapter.pruning.exit_heads import FEATURES, candidate_scores, features
 from ...engine_adapter.pruning.head_math import Head, moved, normed
 from .record import Recording
@@ -66,7 +65,7 @@ def _train(recording: Recording, layer: int, seed: int) -> Head:
     steps = EPOCHS * -(-len(for_map) // BATCH)
     falling = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: max(0.02, 1.0 - step / steps))
     for _ in range(EPOCHS):
-        for rows in _parts(for_map[torch.randperm(len(for_map), generator=draw)], BATCH):
+        for rows in torch.split(for_map[torch.randperm(len(for_map), generator=draw)], BATCH):
             logits = ((_features(recording, layer, head, rows) - mean) / spread) @ head.weights[:-1] + head.weights[-1]
             labels = recording.is_accepted[rows].float()
             loss = functional.binary_cross_entropy_with_logits(logits, labels, weights[rows])
@@ -82,10 +81,6 @@ def _train(recording: Recording, layer: int, seed: int) -> Head:
     return Head(**plain, weights=_curve(recording, layer, fixed, for_curve[reached[for_curve]]))
 
 
-def _parts(rows: Tensor, size: int) -> list[Tensor]:
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
-
-
 def _split(recording: Recording) -> tuple[Tensor, Tensor]:
     """Return the tokens of the first drafts and of the last ones."""
     kept = max(1, int(CURVE_SHARE * len(recording.drafts)))
@@ -96,8 +91,7 @@ def _split(recording: Recording) -> tuple[Tensor, Tensor]:
 
 def _moments(recording: Recording, layer: int, head: Head, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and spread of the features; the probe's are left as they are while it is zero."""
-    with torch.no_grad():
-        seen = torch.cat([_features(recording, layer, head, part) for part in _parts(rows, 4 * BATCH)])
+    seen = _seen(recording, layer, head, rows)
     mean, spread = seen.mean(0), seen.std(0)
     is_flat = spread < 1e-3
     return torch.where(is_flat, 0.0, mean), torch.where(is_flat, 1.0, spread)
@@ -106,9 +100,8 @@ def _moments(recording: Recording, layer: int, head: Head, rows: Tensor) -> tupl
 def _curve(recording: Recording, layer: int, head: Head, rows: Tensor) -> Tensor:
     """Fit the logistic curve alone, and fold the features' scale into it."""
     mean, spread = _moments(recording, layer, head, rows)
-    with torch.no_grad():
-        seen = torch.cat([_features(recording, layer, head, part) for part in _parts(rows, 4 * BATCH)])
-        scaled = torch.cat([(seen - mean) / spread, torch.ones(len(seen), 1)], dim=1)
+    seen = _seen(recording, layer, head, rows)
+    scaled = torch.cat([(seen - mean) / spread, torch.ones(len(seen), 1)], dim=1)
     labels = recording.is_accepted[rows].float()
     weights = torch.zeros(scaled.shape[1], requires_grad=True)
     optimiser = torch.optim.LBFGS([weights], max_iter=200, line_search_fn="strong_wolfe")
@@ -137,23 +130,14 @@ def _features(recording: Recording, layer: int, head: Head, rows: Tensor) -> Ten
     )
 
 
+@torch.no_grad()
+def _seen(recording: Recording, layer: int, head: Head, rows: Tensor) -> Tensor:
+    """Return the features of many rows."""
+    return torch.cat([_features(recording, layer, head, part) for part in torch.split(rows, 4 * BATCH)])
+
+
 def predictions(recording: Recording, layer: int, head: Head) -> Floats:
     """Return the predicted acceptance of every recorded token."""
+    seen = _seen(recording, layer, head, torch.arange(len(recording.tokens)))
     with torch.no_grad():
-        parts = [
-            torch.sigmoid(_features(recording, layer, head, rows) @ head.weights[:-1] + head.weights[-1])
-            for rows in _parts(torch.arange(len(recording.tokens)), 4 * BATCH)
-        ]
-    return torch.cat(parts).double().numpy()
-
-
-def area(score: Floats, is_accepted: Bools) -> float:
-    """Return the ROC-AUC: how often an accepted token scores above a rejected one, ties half."""
-    order = np.argsort(score, kind="stable")
-    _, group, sizes = np.unique(score[order], return_inverse=True, return_counts=True)
-    ranks = np.empty(len(score))
-    ranks[order] = (np.cumsum(sizes) - (sizes - 1) / 2.0)[group]
-    hits = int(is_accepted.sum())
-    if not 0 < hits < len(score):
-        return float("nan")
-    return float((ranks[is_accepted].sum() - hits * (hits + 1) / 2) / (hits * (len(score) - hits)))
+        return torch.sigmoid(seen @ head.weights[:-1] + head.weights[-1]).double().numpy()

@@ -84,7 +84,7 @@ def test_another_start_goes_on_from_the_file(
     monkeypatch.setattr(ablation, "LOADS", (4,))
     monkeypatch.setattr(ablation, "STEPS", STEPS)
     path = tmp_path / "ablation.json"
-    kept = ablation.begun(path, {"steps": STEPS})
+    kept = ablation.begun(path, {"steps": STEPS}, {"runs": {}})
     known = ablation.key_of(ablation.WHOLE, eagle.name, 4, 7)
     kept["runs"][known] = (1.0, None)  # no engine is so slow: it was not run again
     ablation.fill(path, kept, range(7, 8))
@@ -96,4 +96,4 @@ def test_another_start_goes_on_from_the_file(
     ]
     assert point["ratio"] < 0.1
     with pytest.raises(SystemExit, match="has settings"):
-        ablation.begun(path, {"steps": 1})
+        ablation.begun(path, {"steps": 1}, {"runs": {}})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,9 +18,9 @@ from faser.models.registry import make_policy
 
 
 @pytest.fixture(scope="module")
-def frontiers(load_script: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the benchmark's script."""
-    return load_script("frontiers")
+def frontiers(load_script: Callable[[str], ModuleType]) -> Any:
+    """Return the benchmark's choice."""
+    return load_script("worth").FRONTIERS
 
 
 def good_drafter(**ahead: float) -> WorldSpec:
@@ -30,23 +31,23 @@ def good_drafter(**ahead: float) -> WorldSpec:
     return WorldSpec(world.name, world.note, msgspec.structs.replace(world.profile, ahead=changed))
 
 
-def test_a_drafter_is_hidden_where_every_frontier_is_of_use(frontiers: ModuleType) -> None:
+def test_a_drafter_is_hidden_where_every_frontier_is_of_use(frontiers: Any) -> None:
     """The control is the same engine that cannot."""
     perfect = good_drafter(ready=1.0, hidden=1.0, verify_factor=1.0, acceptance=1.0)
     rate, (_, _, ahead) = frontiers.run(perfect, 2, 7, 1200)
-    plain, none = frontiers.run(frontiers.in_turn(perfect), 2, 7, 1200)
+    plain, none = frontiers.run(frontiers.without(perfect), 2, 7, 1200)
     assert rate > 1.1 * plain
     assert ahead > 0.7  # finding out takes some hundred steps
     assert none == [1.0, 0.0, 0.0]
 
 
-def test_the_gate_leaves_what_only_slows_the_target(frontiers: ModuleType) -> None:
+def test_the_gate_leaves_what_only_slows_the_target(frontiers: Any) -> None:
     """The bound knows nothing of that, so it is asked for all the same."""
     hopeless = good_drafter(ready=0.1, verify_factor=1.3)
     rate, (_, asked, ahead) = frontiers.run(hopeless, 2, 7, 2400)
     assert asked > 0.6
     assert ahead < 0.2  # what finding out takes, and trying again
-    assert rate > 0.95 * frontiers.run(frontiers.in_turn(hopeless), 2, 7, 2400)[0]
+    assert rate > 0.95 * frontiers.run(frontiers.without(hopeless), 2, 7, 2400)[0]
 
 
 def test_the_gate_is_what_keeps_it_from_losing() -> None:
@@ -65,8 +66,8 @@ def test_the_gate_is_what_keeps_it_from_losing() -> None:
     assert times[False] > 1.1 * times[True]
 
 
-def test_an_engine_that_cannot_offers_nothing(frontiers: ModuleType) -> None:
-    able, unable = (SimulatedEngine(w.closed(2), 1) for w in (good_drafter(), frontiers.in_turn(good_drafter())))
+def test_an_engine_that_cannot_offers_nothing(frontiers: Any) -> None:
+    able, unable = (SimulatedEngine(w.closed(2), 1) for w in (good_drafter(), frontiers.without(good_drafter())))
     assert able.capabilities.frontier == able.capabilities.k_max
     assert unable.capabilities.frontier == 0
 

@@ -22,8 +22,10 @@ def script(load_script: Callable[[str], ModuleType]) -> ModuleType:
     return load_script("overlap_gate")
 
 
-def test_a_gate_says_what_it_is_told_and_learns_only_when_it_is_told_nothing(script: ModuleType) -> None:
-    gate = script.Told()
+def test_a_gate_says_what_it_is_told_and_learns_only_when_it_is_told_nothing(
+    load_script: Callable[[str], ModuleType],
+) -> None:
+    gate = load_script("overlap_engine").Told()
     for says in (True, False):
         gate.says = says
         assert {gate.ask(4) for _ in range(100)} == {says}
@@ -38,6 +40,12 @@ def test_a_gate_says_what_it_is_told_and_learns_only_when_it_is_told_nothing(scr
         gate.is_deaf = False
         gate.note(4, has_used, 0.5 if has_used else 1.0, 1)
     assert gate.gain(4) == pytest.approx(0.5)
+
+
+def test_every_set_has_other_prompts_and_as_many_as_asked(script: ModuleType) -> None:
+    sets = script.prompt_sets(3, 4)
+    assert [len(texts) for texts in sets] == [4, 4, 4]
+    assert len({text for texts in sets for text in texts}) == 12
 
 
 def test_few_requests_take_more_turns(script: ModuleType) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,9 +19,9 @@ from faser.models.registry import make_policy
 
 
 @pytest.fixture(scope="module")
-def splits(load_script: Callable[[str], ModuleType]) -> ModuleType:
-    """Return the benchmark's script."""
-    return load_script("splits")
+def splits(load_script: Callable[[str], ModuleType]) -> Any:
+    """Return the benchmark's choice."""
+    return load_script("worth").SPLITS
 
 
 @pytest.fixture(params=side_by_side(), ids=lambda world: world.name)
@@ -30,21 +31,21 @@ def world(request: pytest.FixtureRequest) -> WorldSpec:
     return spec
 
 
-def test_a_heavy_drafter_is_hidden_at_many_requests(splits: ModuleType) -> None:
+def test_a_heavy_drafter_is_hidden_at_many_requests(splits: Any) -> None:
     """The control is the same engine without splits. When a trial first tells anything is luck, hence long runs."""
     heavy, _ = side_by_side()
-    shown, plain = ([splits.run(world, 128, seed, 3000) for seed in (7, 8)] for world in (heavy, splits.unsplit(heavy)))
+    shown, plain = ([splits.run(world, 128, seed, 3000) for seed in (7, 8)] for world in (heavy, splits.without(heavy)))
     gains = [ours / theirs for (ours, _), (theirs, _) in zip(shown, plain, strict=True)]
     assert min(gains) > 1.03
     assert np.mean([under[0] for _, under in shown]) < 0.5
     assert [none for _, none in plain] == [[1.0], [1.0]]
 
 
-def test_nothing_is_split_where_it_does_not_pay(splits: ModuleType, world: WorldSpec) -> None:
+def test_nothing_is_split_where_it_does_not_pay(splits: Any, world: WorldSpec) -> None:
     """Few requests pay for the weights twice; trials are all that it costs."""
     rate, under = splits.run(world, 4, 7, 1200)
     assert under[0] > 0.9
-    assert rate > 0.98 * splits.run(splits.unsplit(world), 4, 7, 1200)[0]
+    assert rate > 0.98 * splits.run(splits.without(world), 4, 7, 1200)[0]
 
 
 @pytest.mark.parametrize("until", [0, 600])

@@ -25,7 +25,7 @@ from faser.controller.config import as_json, as_toml, load, require_files
 from faser.controller.doctor.checks import Patient
 from faser.controller.doctor.doctor import examine
 from faser.controller.doctor.installation import Installation
-from faser.controller.engine.serve import sidecar_environment, start_sidecar
+from faser.controller.engine.sidecar_child import sidecar_environment, start_sidecar
 from faser.controller.errors import ConfigError
 from faser.controller.home import config_file
 
@@ -312,7 +312,7 @@ def test_a_deleted_folder_around_it_is_one_line_at_most(
     prefix = ("sh", "-c", f'cd {gone} && rmdir {gone} && exec "$@"', "sh")
     variables = {"HOME": str(tmp_path), "FASER_POLICY": "fixed:3", "FASER_RUNTIME_DIR": str(sockets)}
     result = run(prefix, CLI, *arguments, **variables)
-    lines = [line for line in result.stderr.splitlines() if "controller.warm_up" not in line]  # said where it is slow
+    lines = [line for line in result.stderr.splitlines() if ".warm_up" not in line]  # said where it is slow
     assert (result.returncode, len(lines)) == (code, int(code != 0)), result.stderr
     assert told in result.stderr
 

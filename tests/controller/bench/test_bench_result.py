@@ -29,7 +29,7 @@ from faser.controller.bench.result import (
     summary,
     write_results,
 )
-from faser.controller.bench.view import _over, envelope_table, write_picture
+from faser.controller.bench.view import _over, tables, write_picture
 from faser.controller.engine.machine import Machine
 from faser.controller.errors import UsageError
 
@@ -158,8 +158,8 @@ def test_table_and_picture_come_from_the_file_alone(tmp_path: Path) -> None:
     again = read_results(tmp_path / "result.json")
     assert again == measured
     out = StringIO()
-    Console(file=out, width=240).print(envelope_table(again))
-    assert "left out: ngram: out of luck" in out.getvalue()
+    Console(file=out, width=240).print(tables(again))
+    assert "Left out: ngram: out of luck" in out.getvalue()
     assert "15 / 19 / 20" in out.getvalue()
     assert "mooncake" in out.getvalue()
     for name, magic in (("a.svg", b"<?xml"), ("a.png", b"\x89PNG")):

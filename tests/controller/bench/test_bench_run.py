@@ -42,11 +42,11 @@ from faser.controller.bench.result import BenchSettings, Latency, Results, Spans
 from faser.controller.bench.turn import LEAST_STEPS
 from faser.controller.bench.workload import Mix, Replay, closed_stream
 from faser.controller.engine.machine import Machine, Noise
-from faser.controller.engine.serve import EmbeddedPair, ensure_embedded_pair
 from faser.controller.errors import EndpointError, EngineError, StoreError, UsageError
 from faser.controller.held_answers.answers import Answer, record
 from faser.controller.held_answers.engine import HeldWorker
 from faser.controller.link.endpoint import socket_folder
+from faser.models.embedded.pair import EmbeddedPair, ensure_embedded_pair
 from faser.models.embedded.precision import DTYPES
 
 pytestmark = pytest.mark.alone

@@ -121,9 +121,9 @@ def test_traces_are_off_unless_asked_for_and_cost_no_import_then(tmp_path: Path)
     assert TraceConfig().enabled is False
     code = (
         "import sys; from faser.controller.cli import main as cli\n"
-        "from faser.controller.daemon import daemon, open_traces as traces, sidecar\n"
+        "from faser.controller.daemon import daemon, sidecar\n"
         "from faser.controller.config import Config\n"
-        "assert traces.open_traces(Config().trace) is None\n"
+        "assert daemon.open_traces(Config().trace) is None\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)

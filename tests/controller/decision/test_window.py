@@ -2,8 +2,7 @@
 
 import msgspec
 
-from faser.controller.decision.pruning_totals import PruningTotals
-from faser.controller.decision.window import Window
+from faser.controller.decision.window import PruningTotals, Window
 from faser.controller.snapshot import PruningStatus
 from faser.engine_adapter.protocol import RequestRow, StepRecord
 from faser.env.estimate.step_rows import StepRows

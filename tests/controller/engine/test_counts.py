@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 
 from faser.controller.engine.launch import free_port
-from faser.controller.engine.serve import ensure_embedded_pair
 from faser.controller.telemetry.packing import unpack_rows
 from faser.controller.telemetry.schema import STOP_OR_ABORT
+from faser.models.embedded.pair import ensure_embedded_pair
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

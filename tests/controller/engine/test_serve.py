@@ -23,19 +23,18 @@ from faser.controller.engine.processes import ProcessTree
 from faser.controller.engine.running import RunningEngine, last_error
 from faser.controller.engine.serve import (
     BFLOAT16_SLOW,
-    EmbeddedPair,
     _require_no_complaint,
     embedded_launch,
-    ensure_embedded_pair,
     flag_value,
     is_slow,
     model_launch,
     run_serve,
-    sidecar_environment,
 )
+from faser.controller.engine.sidecar_child import sidecar_environment
 from faser.controller.errors import EndpointError, EngineError, FaserError, ModelError, StoreError, UsageError
 from faser.controller.telemetry.packing import unpack_rows
 from faser.models.embedded.cache import STAMP
+from faser.models.embedded.pair import EmbeddedPair, ensure_embedded_pair
 
 
 @pytest.mark.parametrize(("code", "expected"), [(2, UsageError), (3, EndpointError), (4, StoreError)])

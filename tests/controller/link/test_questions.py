@@ -7,7 +7,7 @@ import pytest
 import zmq
 
 from faser.controller.link.endpoint import Endpoint
-from faser.controller.link.questions import MOST_AT_ONCE, Questions
+from faser.controller.link.status_orders import MOST_AT_ONCE, Questions
 
 Socket = zmq.Socket[bytes]
 

@@ -132,7 +132,7 @@ def test_text_json_and_report_carry_the_error_beside_the_figure(
         assert f"<th>{NAMES[speed['name']]}</th>{line}" in html
     run_replay(ReplayOptions(telemetry, "fixed:2", is_counterfactual=True))
     left_out = f"({REQUESTS - found['requests']} more did not finish in the file and are left out)"
-    assert f"counterfactual: {found['requests']} requests {left_out}, 2 runs" in capsys.readouterr().out
+    assert f"{found['requests']} requests {left_out}, 2 runs" in capsys.readouterr().out
     assert left_out in html
 
 
@@ -146,7 +146,7 @@ def test_a_simulator_that_is_far_off_is_refused_in_words(
     profile, page = tmp_path / "slow.json", tmp_path / "replay.html"
     save_profile(slow, profile)
     run_replay(ReplayOptions(telemetry, "fixed:2", is_counterfactual=True, profile=profile, report=page))
-    assert "no counterfactual: the simulator misses this file's" in capsys.readouterr().out
+    assert "No counterfactual: the simulator misses this file's" in capsys.readouterr().out
     html = page.read_text()
     assert "No counterfactual: the simulator misses this file&#39;s" in html
     assert f"expected {LIMIT:.0%} at most" in html
@@ -181,7 +181,7 @@ def test_what_cannot_be_simulated_is_an_error_of_ours(
     two = write(tmp_path / "two.sqlite", records, hello(COSTS), hello(COSTS, "second"))
     with pytest.raises(StoreError, match=r"on 2 boots of an engine; expected 2 or more, on one"):
         estimate_speed(two, "fixed:2")
-    monkeypatch.setattr("faser.controller.calibrate.libraries.find_spec", lambda name: None)
+    monkeypatch.setattr("faser.controller.extras.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="no numba and no scipy here; expected the extra train"):
         estimate_speed(telemetry, "fixed:2")
     with pytest.raises(UsageError, match="add --counterfactual"):

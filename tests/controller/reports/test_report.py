@@ -17,7 +17,7 @@ from faser.controller.reports.run_report import write_report
 from faser.controller.telemetry.schema import open_for_reading
 from faser.controller.telemetry.store import EngineEntry, RunEntry, StepEntry, Store
 from faser.controller.telemetry.tables import TelemetrySummary
-from faser.controller.telemetry.telemetry_file import TelemetryFile
+from faser.controller.telemetry.telemetry_file import TelemetryFile, read_whole
 from faser.engine_adapter.protocol import ActionSet, Hello, RequestRow, StepRecord
 
 HELLO = Hello(
@@ -136,12 +136,12 @@ def test_a_report_opens_its_file_once_and_names_it_where_it_is_cut(
         return open_for_reading(path)
 
     monkeypatch.setattr("faser.controller.telemetry.telemetry_file.open_for_reading", counted)
-    write_report(telemetry, tmp_path / "report.html")
+    write_report(read_whole(telemetry), tmp_path / "report.html")
     assert opened == [telemetry]
     with closing(sqlite3.connect(telemetry)) as database:
         database.execute("ALTER TABLE steps DROP COLUMN rows")
     with pytest.raises(StoreError, match=r"telemetry\.sqlite cannot be read: no such column: rows; expected a whole"):
-        write_report(telemetry, tmp_path / "report.html")
+        write_report(read_whole(telemetry), tmp_path / "report.html")
 
 
 def test_a_file_without_steps_has_figures_and_a_report(tmp_path: Path) -> None:
@@ -149,12 +149,12 @@ def test_a_file_without_steps_has_figures_and_a_report(tmp_path: Path) -> None:
     summary = figures(telemetry)
     assert summary.steps == 0
     assert math.isnan(summary.acceptance_rate)
-    write_report(telemetry, tmp_path / "report.html")
+    write_report(read_whole(telemetry), tmp_path / "report.html")
     assert "no engine introduced itself" in (tmp_path / "report.html").read_text()
 
 
 def test_the_report_of_a_telemetry_file_alone_has_tables_and_three_pictures(telemetry: Path, tmp_path: Path) -> None:
-    write_report(telemetry, tmp_path / "report.html")
+    write_report(read_whole(telemetry), tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert page.count("<svg") == 3
     assert "37.5 %" in page  # acceptance
@@ -167,7 +167,7 @@ def test_the_report_shows_what_clients_saw_and_escapes_it(telemetry: Path, tmp_p
     good = RequestResult(0, "chat", "a", 0.0, 0.0, "finished", output_tokens=3)
     good.token_times_s, good.token_counts = [0.5, 1.0], [1, 3]
     bad = RequestResult(1, "chat", "b", 0.0, 0.0, "failed", "<script>")
-    write_report(telemetry, tmp_path / "report.html", LoadSummary.of([good, bad], 2, 0.01))
+    write_report(read_whole(telemetry), tmp_path / "report.html", LoadSummary.of([good, bad], 2, 0.01))
     page = (tmp_path / "report.html").read_text()
     assert "1 finished, 1 failed" in page
     assert "&lt;script&gt;" in page
@@ -187,4 +187,4 @@ def test_what_is_no_telemetry_file_is_refused(tmp_path: Path) -> None:
 
 def test_an_unwritable_report_is_refused(telemetry: Path, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="cannot be written"):
-        write_report(telemetry, tmp_path / "no folder" / "report.html")
+        write_report(read_whole(telemetry), tmp_path / "no folder" / "report.html")

@@ -96,7 +96,7 @@ def test_parquet_without_its_library_or_a_file_to_write_is_one_line(
     with pytest.raises(UsageError, match="add --output FILE"):
         run_export(config.store.path, "parquet", "steps", None)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.setattr("faser.controller.telemetry.export.find_spec", lambda name: None)
+    monkeypatch.setattr("faser.controller.extras.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"no pyarrow here; expected the extra parquet; pip install") as caught:
         run_export(config.store.path, "parquet", "steps", tmp_path / "a.parquet")
     assert "\n" not in str(caught.value)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from faser.engine_adapter.partition import cpu as partition_cpu
-from faser.engine_adapter.partition.cpu import CpuDevice, CpuPartition
-from faser.engine_adapter.partition.shares import STREAMS, UNSPLIT, PartitionError, make_ready
+from faser.engine_adapter.partition.cpu import CpuPartition
+from faser.engine_adapter.partition.shares import STREAMS, UNSPLIT, Grain, PartitionError, Sizes, make_ready
 
 # Three threads beside the main one, all alive until standard input ends.
 CHILD = """
@@ -25,6 +25,30 @@ done.set()
 """
 USABLE = sorted(os.sched_getaffinity(0))
 needs_two_cores = pytest.mark.skipif(len(USABLE) < 2, reason="one core cannot be shared out")
+
+
+class CpuDevice:
+    """The cores this process may use, or those of them that are named."""
+
+    def __init__(self, cores: Sequence[int] | None = None) -> None:
+        usable = os.sched_getaffinity(0)
+        asked = usable if cores is None else set(cores)
+        self.missing = sorted(asked - usable)
+        self.cores = sorted(asked & usable) or sorted(usable)
+        self.grain = Grain("cores", len(self.cores))
+
+    def open(self, name: str, asked: Sizes) -> CpuPartition:
+        """Return the partition: the target's cores come first, the drafter's last."""
+        if name != UNSPLIT and self.missing:
+            raise PartitionError(f"cores {self.missing} are not among those this process may use, {self.cores}")
+        if name in (UNSPLIT, STREAMS):
+            draft = verify = tuple(self.cores)
+        else:
+            verify, draft = tuple(self.cores[: asked.verify]), tuple(self.cores[asked.verify :])
+        return CpuPartition(
+            name=name, unit=self.grain.unit, asked=asked, allocated=Sizes(len(draft), len(verify)),
+            draft_cores=draft, verify_cores=verify,
+        )  # fmt: skip
 
 
 @pytest.fixture
@@ -72,9 +96,9 @@ def test_every_thread_of_a_process_moves_to_its_share(child: subprocess.Popen[st
 def test_a_process_takes_its_share_and_its_thread_count_before_anything_runs() -> None:
     partition = halves()
     code = (
-        "import os; from faser.engine_adapter.partition.shares import make_ready;"
-        "from faser.engine_adapter.partition.cpu import CpuDevice;"
-        "partition = make_ready(CpuDevice(), ['1:1']).named('1:1'); partition.confine('draft');"
+        "import os; from faser.engine_adapter.partition.shares import Sizes;"
+        "from faser.engine_adapter.partition.cpu import CpuPartition;"
+        f"partition = {partition!r}; partition.confine('draft');"
         "import torch; print(sorted(os.sched_getaffinity(0)), torch.get_num_threads())"
     )
     environment = os.environ | partition.environment("draft")

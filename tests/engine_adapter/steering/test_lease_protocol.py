@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from faser.controller.decision.epoch import epoch_above
+from faser.controller.decision.session import epoch_above
 from faser.engine_adapter.protocol import ActionSet, Release
 from faser.engine_adapter.steering.lease import Lease
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from faser.env.calibration.accept_traces import SHIPPED, depth_of, read_accept_trace, shipped_accept_trace
+from faser.env.calibration.accept_traces import SHIPPED, read_accept_trace, shipped_accept_trace
 from faser.env.calibration.acceptance_fit import DraftTrial, auc, describe, draw_like, fit_acceptance
 from faser.env.profile.acceptance_model import (
     QUANTILES,
@@ -53,7 +53,7 @@ def test_means_and_auc_of_drawn_drafts_match_the_measured_ones() -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_published_accept_lengths_are_described_by_position(name: str) -> None:
     drafts = shipped_accept_trace(name)
-    found = describe(fit_acceptance(drafts, depth_of(drafts)), drafts)
+    found = describe(fit_acceptance(drafts, max(draft.verified for draft in drafts)), drafts)
     deviation = [
         (model - mean) / max(math.sqrt(2 * mean * (1 - mean) / trials), 0.01)
         for model, mean, trials in zip(found.model_means, found.measured_means, found.trials, strict=True)

@@ -14,9 +14,8 @@ import torch
 from faser.models.drafter.evaluate import draft_chains, judge_confidence
 from faser.models.drafter.features import Example
 from faser.models.drafter.network import Batch, DraftHead, HeadShape, pack
-from faser.models.drafter.objective import leading_cross_entropy, teacher_shares
 from faser.models.drafter.recipe import Recipe
-from faser.models.drafter.train import InFloat32, Trainer
+from faser.models.drafter.train import InFloat32, Trainer, leading_cross_entropy, teacher_shares
 
 HIDDEN, VOCABULARY, AUX = 32, 50, 3
 SHAPE = HeadShape(

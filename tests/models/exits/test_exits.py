@@ -16,6 +16,7 @@ from faser.engine_adapter.protocol import Prune
 from faser.engine_adapter.pruning.exit_file import ExitError, ExitFacts, check_model, read_facts
 from faser.engine_adapter.pruning.exit_heads import ExitHeads, load_heads
 from faser.engine_adapter.pruning.verdict import Checks
+from faser.env.calibration.judgement import auc
 from faser.models.embedded.pair import ensure_embedded_target
 from faser.models.exits.choose import (
     ExitOutcome,
@@ -29,7 +30,7 @@ from faser.models.exits.choose import (
 )
 from faser.models.exits.export import export_heads
 from faser.models.exits.record import Recording, default_layers
-from faser.models.exits.train import area, predictions, train_heads
+from faser.models.exits.train import predictions, train_heads
 
 HIDDEN, VOCABULARY, CANDIDATES, LAYERS = 32, 64, 4, 8
 SHIPPED = Path(__file__).parents[3] / "models" / "weights" / "exits.safetensors"
@@ -71,9 +72,9 @@ def learned() -> tuple[Recording, dict[int, Any]]:
 def test_training_finds_what_the_state_knows_and_no_more(learned: tuple[Recording, dict[int, Any]]) -> None:
     fresh = recording(400, 7)
     accepted = fresh.is_accepted.numpy()
-    assert area(predictions(fresh, 6, learned[1][6]), accepted) > 0.9
-    assert 0.4 < area(predictions(fresh, 2, learned[1][2]), accepted) < 0.6
-    assert 0.4 < area(fresh.confidences.double().numpy(), accepted) < 0.6
+    assert auc(predictions(fresh, 6, learned[1][6]), accepted) > 0.9
+    assert 0.4 < auc(predictions(fresh, 2, learned[1][2]), accepted) < 0.6
+    assert 0.4 < auc(fresh.confidences.double().numpy(), accepted) < 0.6
 
 
 def model_of(recorded: Recording, layers: int = LAYERS) -> Any:
