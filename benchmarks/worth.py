@@ -1,10 +1,13 @@
-"""What a choice is worth in simulation: `python benchmarks/worth.py splits|frontiers|objectives [--json FILE]`.
+"""What a choice is worth in simulation: `python benchmarks/worth.py CHOICE [--json FILE]`.
 
 splits, frontiers: `price` and `learned` in the worlds that offer splits or can draft ahead
 (models/evaluation/worlds.py), each against itself where the same engine offers none or cannot. Whether to draft ahead
 the gate of a real engine measures; the simulated engine goes ahead of all requests at full length. objectives:
 `price:pace=...`, with the objectives by which the simulator counts a token as in time, against `price` on the held-out
-worlds, which serve two classes of requests: goodput, and tokens per second beside it. Same requests, same luck.
+worlds, which serve two classes of requests: goodput, and tokens per second beside it. adaptive: `price` in the body of
+vLLM's adaptive verification against vLLM's own brain there, in the GPU worlds with a confident drafter and with the
+steps of captured graphs. Every draft is made in full, and of it what pays is verified; vLLM's own always drafts all
+positions, `price` chooses the rounds as well. Same requests, same luck.
 Simulated time, so the machine does not matter. Some minutes each.
 """
 
@@ -31,7 +34,7 @@ from faser.engine_adapter.protocol import StepRecord
 from faser.env.profile.engine_profile import Split
 from faser.env.simulator.simulator import Simulator
 from faser.models.evaluation.evaluate import DRIFT, DRIFT_RUNS, SMALL_LOAD, Cell, scenario_of, simulate
-from faser.models.evaluation.worlds import LOADS, WorldSpec, going_ahead, held_out, side_by_side
+from faser.models.evaluation.worlds import K_MAX, LOADS, WorldSpec, going_ahead, held_out, side_by_side
 
 Compare = Callable[[WorldSpec, int, range], dict[str, Any]]  # a world at a load, over seeds
 
@@ -40,6 +43,8 @@ POLICIES: Final = ("price", "learned")
 STEPS: Final = 2400  # without speculation, of a full batch
 DRIFT_STEPS: Final = 4800
 AHEAD_KINDS: Final = ("in turn", "asked for", "ahead")
+# vLLM's own capture sizes: 1, 2, 4, then every 8, from 256 on every 16.
+GRAPH_SIZES: Final = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 PACED_STEPS: Final = 400  # as `faser evaluate` makes
 
 
@@ -141,10 +146,46 @@ def with_objectives(world: WorldSpec, load: int, seeds: range) -> dict[str, Any]
     }  # fmt: skip
 
 
+def adaptive_worlds() -> list[WorldSpec]:
+    """Return the GPU worlds that adaptive verification is for, with that and with captured graphs."""
+    confident = [world for world in held_out() if world.name.startswith("gpu") and world.has_confidence]
+    return [changed(world, is_adaptive=True, graph_sizes=GRAPH_SIZES) for world in confident]
+
+
+def limited(world: WorldSpec, longest: int) -> WorldSpec:
+    """Return the same engine whose operator configured shorter drafts."""
+    model = world.profile.acceptance
+    cut = {name: getattr(model, name)[:longest] for name in ("intercepts", "slopes", "quantiles")}
+    return changed(world, k_max=longest, acceptance=msgspec.structs.replace(model, **cut))
+
+
+def against_vllms_own(world: WorldSpec, load: int, seeds: range) -> dict[str, Any]:
+    """Return FASER's tokens per second over vLLM's own at the same longest draft, and at the best one in hindsight."""
+
+    def rates(chosen: str, engine: WorldSpec) -> list[float]:
+        cells = (Cell(chosen, world.name, load, seed, PACED_STEPS) for seed in seeds)
+        return [simulate(cell, decided, (engine,)).score for cell in cells]
+
+    ours = rates("price", world)
+    theirs = {longest: rates("goodput", limited(world, longest)) for longest in range(1, K_MAX + 1)}
+    best = max(theirs, key=lambda longest: statistics.mean(theirs[longest]))
+    return {
+        "world": world.name, "load": load, "over vLLM's own": over(ours, theirs[K_MAX]),
+        "over its best length": over(ours, theirs[best]), "best length": best,
+    }  # fmt: skip
+
+
+def over(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    """Return the mean ratio with its 95 % half-width."""
+    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+    return {"ratio": statistics.mean(ratios), "half_width": half_width(ratios)}
+
+
 # Worlds, loads, the first seed, what compares
 CHOICES: Final[dict[str, tuple[Callable[[], Sequence[WorldSpec]], Sequence[int], int, Compare]]] = {
     "splits": (side_by_side, (*LOADS, DRIFT), 301, SPLITS.compared),
     "frontiers": (going_ahead, (*LOADS, DRIFT), 301, FRONTIERS.compared),
+    "adaptive": (adaptive_worlds, LOADS, 401, against_vllms_own),
     "objectives": (held_out, (8, 32, 128, DRIFT), 401, with_objectives),
 }
 

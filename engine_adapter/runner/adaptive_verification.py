@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Guard = Callable[[str, Callable[[], None]], None]  # runs a hook and counts its failure under a name
 
 
-class AdaptiveVerification:
+class SteeredVerification:
     """One engine's adaptive verification, asked with a lease's numbers."""
 
     def __init__(self, runner: Any, is_pinned: bool, guard: Guard) -> None:
@@ -31,7 +31,7 @@ class AdaptiveVerification:
         self._numbers: VerificationNumbers | None = around_verification(runner, self._ask, self._note)
 
     @classmethod
-    def of(cls, runner: Any, is_pinned: bool, guard: Guard) -> AdaptiveVerification | None:
+    def of(cls, runner: Any, is_pinned: bool, guard: Guard) -> SteeredVerification | None:
         """Return it for a runner whose engine verifies adaptively, None for others."""
         made = cls(runner, is_pinned, guard)
         return None if made._numbers is None else made

@@ -27,7 +27,7 @@ from ..patches.v2 import (
     sampling_rows,
 )
 from ..steering.orders import StepOrder, StepReport
-from .adaptive_verification import AdaptiveVerification
+from .adaptive_verification import SteeredVerification
 from .step_events import StepEvents, event_maker, fill_times
 from .v2_limits import DraftingFacts, limits_for
 
@@ -46,7 +46,7 @@ class FaserRunnerV2(RunnerV2Hooks):
     lengths: list[int] | None = None  # per batch row, tokens to draft in this step
     rounds: tuple[int, ...] | None = None  # rows in each drafting round of this step
     drawn: Drawn | None = None  # confidences of the drafts that this step verifies
-    verification: AdaptiveVerification | None = None  # None: every scheduled draft is verified
+    verification: SteeredVerification | None = None  # None: every scheduled draft is verified
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -75,7 +75,7 @@ class FaserRunnerV2(RunnerV2Hooks):
         return result
 
     def _set_up_verification(self) -> None:
-        self.verification = AdaptiveVerification.of(self, self._is_pinned, self._guard)
+        self.verification = SteeredVerification.of(self, self._is_pinned, self._guard)
 
     def _guard(self, name: str, hook: Callable[[], None]) -> None:
         try:

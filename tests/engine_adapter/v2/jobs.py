@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -322,3 +324,39 @@ def admissions(given: dict[str, Any]) -> dict[str, int]:
         first_gained += sum(asked[1][::2]) > sum(plain[1][::2])
         first_lost += sum(asked[1][::2]) < sum(plain[1][::2])
     return {"same": same, "trimmed": trimmed, "gained": first_gained, "lost": first_lost}
+
+
+def sampled(given: dict[str, Any]) -> dict[str, float]:
+    """Sample many answers to one prompt, and hold them against the target's own distribution.
+
+    :param given: a scenario of the models that `test_sampling.tiny_model` writes; `requests`, `temperature`
+    """
+    sys.path.append(str(Path(__file__).parent.parent))
+    sampling: Any = import_module("test_sampling")
+    from vllm import SamplingParams
+
+    crowd = {"max_num_seqs": given.get("together", 64), "max_num_batched_tokens": 512, "max_model_len": 64, "seed": 11}
+    engine = Engine(given | {"engine": crowd})
+    params = SamplingParams(
+        temperature=given["temperature"], top_k=sampling.TOP_K, max_tokens=sampling.EMITTED, ignore_eos=True,
+        detokenize=False,
+    )  # fmt: skip
+    asked: Any = [{"prompt_token_ids": sampling.PROMPT}] * given["requests"]
+    done = engine.llm.generate(asked, params, use_tqdm=False)
+    tokens = [[list(output.token_ids) for output in request.outputs] for request in done]
+    rows = [row for entry in engine.facts()["log"] for row in entry["rows"].values() if row["verified"]]
+    expected = sampling.exact(Path(given["model"]), given["temperature"])
+    return engine.facts() | {
+        "log": [],
+        "p_value": sampling.p_value(tokens, expected),
+        "accepted": sum(row["accepted"] for row in rows) / max(sum(row["verified"] for row in rows), 1),
+    }
+
+
+def save_sampled_models(given: dict[str, Any]) -> list[str]:
+    """Write the target and the disturbed drafter of `sampled`."""
+    sys.path.append(str(Path(__file__).parent.parent))
+    folders = [str(Path(given["folder"]) / name) for name in ("target", "drafter")]
+    for folder, noise in zip(folders, (0.0, 0.12), strict=True):
+        import_module("test_sampling").tiny_model(Path(folder), noise)
+    return folders

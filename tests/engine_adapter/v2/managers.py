@@ -45,10 +45,10 @@ class Manager:
 
     def ask_with(self, slowness: float, weight: float) -> Any:
         """Let FASER ask this one; return how a step's order is made, by its batch."""
-        from faser.engine_adapter.runner.adaptive_verification import AdaptiveVerification
+        from faser.engine_adapter.runner.adaptive_verification import SteeredVerification
 
         runner = SimpleNamespace(adaptive_verification=self._manager)
-        self._steered = AdaptiveVerification.of(runner, False, lambda name, hook: hook())
+        self._steered = SteeredVerification.of(runner, False, lambda name, hook: hook())
         return lambda batch: order_of(batch, slowness, weight)
 
     def random_batch(self, chance: random.Random) -> Batch:
