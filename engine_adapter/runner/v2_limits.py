@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-_FUSED: Final = frozenset({"eagle", "eagle3", "mtp"})  # drafters whose rounds vLLM fuses into one captured graph
+VERIFICATION_GRAPHS: Final = "verification graphs per length"
 _ONE_PASS: Final = frozenset({"dflash", "dspark", "ngram", "ngram_gpu", "extract_hidden_states"})
 
 
@@ -62,18 +62,12 @@ LIMITS_V2: Final = (
         f"{_V1}, or configure num_speculative_tokens no larger than the longest length that pays",
     ),
     Limit(
-        "draft graphs per length",
-        "V2 captures the fused drafting rounds for num_speculative_tokens only, or for the lengths of "
-        "num_speculative_tokens_per_batch_size",
-        "without a table every length from 2 on drafts all rounds; with one, a length outside it drafts eagerly",
-        "give num_speculative_tokens_per_batch_size and let every length you want appear in it",
-    ),
-    Limit(
-        "verification graphs per length",
-        "unless cudagraph_mode is FULL, V2's full CUDA graphs serve a decode batch only if all its requests verify the "
-        "same, captured length",
-        "steps with mixed or uncaptured lengths run piecewise graphs (or eagerly with FULL_DECODE_ONLY)",
-        "give num_speculative_tokens_per_batch_size so that more lengths are captured; prefer few distinct lengths",
+        VERIFICATION_GRAPHS,
+        "full CUDA graphs replay steps of mixed draft lengths only where the attention backend is FlashAttention 3 or "
+        "Triton, and not with cudagraph_mode PIECEWISE, LoRA, or ranks in a pipeline",
+        "such steps run piecewise graphs (or eagerly with FULL_DECODE_ONLY)",
+        "--attention-backend TRITON_ATTN where the model can use it; else num_speculative_tokens_per_batch_size and few "
+        "distinct lengths",
     ),
     Limit(
         "first drafting pass",
@@ -103,12 +97,11 @@ LIMITS_V2: Final = (
 
 
 def limits_for(facts: DraftingFacts) -> list[Limit]:
-    """Return the limits that hold for one configuration, in the table's order."""
+    """Return the limits that hold for one configuration, by what is known before its model is loaded."""
     hidden = {"ragged drafting", "first drafting pass"} if facts.method in _ONE_PASS else set()
     if facts.method != "draft_model":
         hidden.add("draft rounds of draft_model")
-    if facts.method not in _FUSED:
-        hidden.add("draft graphs per length")
+    hidden.add(VERIFICATION_GRAPHS)  # v2_graphs.py says what holds, once it has seen the attention backend
     if not facts.is_adaptive:
         hidden.add("adaptive verification")
     return [limit for limit in LIMITS_V2 if limit.name not in hidden]
