@@ -63,22 +63,21 @@ class _Varlen:
     """In front of a manager of vLLM's: says how long the batch's longest request is where vLLM does not say it."""
 
     leader: Any = None  # manager of the pass whose metadata this one's graphs read
-    longest: int | None = None  # tokens of the longest request of the last batch that replays a full graph
+    longest: int | None = None  # tokens of the longest request of the last batch; None: with a prompt, or followed
 
     def dispatch(
         self, num_reqs: int, num_tokens: int, uniform_token_count: int | None, num_active_loras: int,
         max_query_len: int | None = None, num_ubatches: int = 1,
     ) -> Any:  # fmt: skip
-        """Choose a graph."""
+        """Choose a graph; a follower finds the leader's shape, since both capture the same sizes."""
         if self.leader is not None:
             max_query_len, self.leader.longest = self.leader.longest, None
         elif max_query_len is None:  # a prompt: its last token alone may run as a decode, in a uniform batch
             max_query_len = uniform_token_count
-        chosen = super().dispatch(  # type: ignore[misc]
+        self.longest = max_query_len
+        return super().dispatch(  # type: ignore[misc]
             num_reqs, num_tokens, uniform_token_count, num_active_loras, max_query_len, num_ubatches
         )
-        self.longest = max_query_len if chosen.cg_mode.name == "FULL" else None
-        return chosen
 
 
 def _varlen(manager: Any, leader: Any = None) -> Any:

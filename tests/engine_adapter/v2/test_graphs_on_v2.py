@@ -15,7 +15,7 @@ RULE = {"random": 4, "seed": 1}
 
 @pytest.fixture(scope="module")
 def eager(forks: Any, tiny: Any) -> Any:
-    """Return the same engine without graphs."""
+    """Return the same engine without graphs, whose outputs test_lengths_on_v2.py compares with the target's."""
     return forks("generate", **tiny.scenario("eagle3"), rule=RULE)
 
 
@@ -29,7 +29,7 @@ def test_every_decode_replays_full_graphs_and_drafts_and_outputs_are_those_witho
     forks: Any, tiny: Any, eager: Any
 ) -> None:
     run = forks(JOB, **tiny.scenario("eagle3"), rule=RULE, **GRAPHS)
-    assert run["tokens"] == eager["tokens"] == forks("generate", **tiny.without("eagle3"))["tokens"]
+    assert run["tokens"] == eager["tokens"]
     assert drafts(run) == drafts(eager)
     assert (run["faults"], run["check"]["disobeyed"], run["check"]["misreported"]) == ({}, [], [])
     assert run["check"]["confident"] == run["check"]["drafting"] > 20
