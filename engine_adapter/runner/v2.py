@@ -63,12 +63,6 @@ class FaserRunnerV2(RunnerV2Hooks):
             settings = load_settings()
             self.graphs = GraphsV2(self, settings.is_varlen, settings.draft_graphs)
 
-    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        """Make the KV cache and, between vLLM's making of the graph managers and their capture, extend them."""
-        super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
-        if self.graphs is not None:
-            self._guard("graphs", self.graphs.extend)
-
     def _set_up(self) -> None:
         before_forward(self, partial(self._mark, "forward"))
         self._make_event = event_maker(self.device.type)  # type: ignore[attr-defined]
@@ -84,9 +78,11 @@ class FaserRunnerV2(RunnerV2Hooks):
         return bool(self.device.type == "cuda")  # type: ignore[attr-defined]
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """Build what the KV cache needs, adaptive verification among it."""
+        """Build what the KV cache needs: adaptive verification and graph managers, of which none has captured yet."""
         result = super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
         self._guard("adaptive verification", self._set_up_verification)
+        if self.graphs is not None:
+            self._guard("graphs", self.graphs.extend)
         return result
 
     def _set_up_verification(self) -> None:

@@ -47,7 +47,8 @@ class GraphsV2:
     def _managers(self) -> VarlenManagers | None:
         """Make what takes mixed lengths; None, and a line that says why, where it is not to be had."""
         if not self._is_varlen:
-            self._tell(Obstacle(f"{SWITCH}=0", "1", f"unset {SWITCH}"))
+            if not self._runner.cudagraph_manager.varlen_decode:  # adaptive verification has them anyway
+                self._tell(Obstacle(f"{SWITCH}=0", "1", f"unset {SWITCH}"))
             return None
         try:
             backend = unsupported_backend(self._runner)

@@ -66,8 +66,8 @@ LIMITS_V2: Final = (
         "full CUDA graphs replay steps of mixed draft lengths only where the attention backend is FlashAttention 3 or "
         "Triton, and not with cudagraph_mode PIECEWISE, LoRA, or ranks in a pipeline",
         "such steps run piecewise graphs (or eagerly with FULL_DECODE_ONLY)",
-        "--attention-backend TRITON_ATTN where the model can use it; else num_speculative_tokens_per_batch_size and few "
-        "distinct lengths",
+        "--attention-backend TRITON_ATTN where the model can use it; else num_speculative_tokens_per_batch_size and "
+        "few distinct lengths",
     ),
     Limit(
         "first drafting pass",

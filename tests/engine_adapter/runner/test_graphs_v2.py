@@ -255,6 +255,18 @@ def test_the_switch_keeps_vllms_managers(vllm_log: StringIO) -> None:
     assert "FASER_VARLEN_GRAPHS=0; expected 1" in vllm_log.getvalue()
 
 
+def test_adaptive_verification_has_such_graphs_and_gets_a_first_pass_of_their_shape(vllm_log: StringIO) -> None:
+    config = configured("FULL_AND_PIECEWISE", is_adaptive=True)
+    own, ours = Runner(config).captured(), extended(Runner(config))
+    assert own.first_pass(own.verify([4, 4]), [4, 4]).num_reqs != own.verify([4, 4]).num_reqs
+    assert ours.first_pass(ours.verify([4, 4]), [4, 4]).num_reqs == ours.verify([4, 4]).num_reqs
+    assert graph_lengths(config) == ALL
+    off = configured("FULL_AND_PIECEWISE", is_adaptive=True)
+    assert refused(Runner(off), is_varlen=False)
+    assert graph_lengths(off, is_varlen=False) == ALL
+    assert "replay no full CUDA graph" not in vllm_log.getvalue()
+
+
 @pytest.mark.parametrize("what", ["support", "target", "first pass", "query length"])
 def test_a_failure_keeps_vllms_managers_in_one_line(
     what: str, monkeypatch: pytest.MonkeyPatch, vllm_log: StringIO
