@@ -72,7 +72,7 @@ def describe_engine(config: VllmConfig, settings: Settings) -> Hello:
         lease_steps=settings.lease_steps,
         lease_ms=settings.lease_ms,
         roster=[],
-        graph_lengths=graph_lengths(config),
+        graph_lengths=graph_lengths(config, settings.is_varlen),
         released_prune=exits.released if exits else None,
         frontier=_frontier(config, settings),
         is_adaptive=bool(getattr(drafting, "enable_adaptive_verification", False)),

@@ -56,6 +56,8 @@ class Settings:
     ping_pong: str = NEVER
     server_key: str = ""
     engine_key: str = ""
+    is_varlen: bool = True
+    draft_graphs: int = 8
 
 
 def _integer(low: int, high: int) -> Callable[[str, str], int]:
@@ -207,6 +209,18 @@ SETTINGS: Final = {
     ),
     "engine_key": Setting(
         "FASER_ENGINE_KEY", "", "File with this engine's own secret key, mode 0600.", lambda _name, text: text
+    ),
+    "is_varlen": Setting(
+        "FASER_VARLEN_GRAPHS",
+        "1",
+        "0: full CUDA graphs verify one draft length only, as vLLM captures them (V2 runner).",
+        _switch,
+    ),
+    "draft_graphs": Setting(
+        "FASER_DRAFT_GRAPHS",
+        "8",
+        "Most draft lengths that have a CUDA graph of their own (V2 runner); 0: vLLM chooses them.",
+        _integer(0, MAX_DRAFT_LENGTH),
     ),
 }
 

@@ -25,6 +25,10 @@ _SPECULATORS_V2: Final = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.spe
 _DRAFT_MODEL_V2: Final = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator"
 _BLOCKS_V2: Final = "vllm.v1.worker.gpu.block_table"
 _GRAPHS_V2: Final = "vllm.v1.worker.gpu.cudagraph_utils"
+_ATTENTION_V2: Final = "vllm.v1.worker.gpu.attn_utils"
+_ROUNDS_V2: Final = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator"
+_ROUND_GRAPHS_V2: Final = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils"
+_STATE_V2: Final = "vllm.v1.worker.gpu.model_states.interface"
 
 # (module, class, attribute, parameters after self)
 SCHEDULER_NAMES: Final = (
@@ -288,6 +292,57 @@ V2_NAMES: Final[tuple[tuple[str, str, str, tuple[str, ...] | None], ...]] = (
         "dispatch",
         ("num_reqs", "num_tokens", "uniform_token_count", "num_active_loras", "max_query_len", "num_ubatches"),
     ),
+    (
+        _GRAPHS_V2,
+        "ModelCudaGraphManager",
+        "__init__",
+        (
+            "vllm_config",
+            "device",
+            "cudagraph_mode",
+            "decode_query_len",
+            "lora_capture_cases",
+            "varlen_decode",
+            "ubatch_runner",
+        ),
+    ),
+    (_GRAPHS_V2, "CudaGraphManager", "needs_capture", ()),
+    (
+        _RUNNER_V2,
+        "GPUModelRunner",
+        "initialize_kv_cache",
+        ("kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
+    ),
+    (
+        _ATTENTION_V2,
+        "",
+        "get_varlen_cudagraph_unsupported_backend",
+        ("attn_groups", "vllm_config", "max_query_len", "checked_layer_names"),
+    ),
+    (_STATE_V2, "ModelState", "get_additional_cg_support", ()),
+    (
+        _ROUND_GRAPHS_V2,
+        "SpeculatorCudaGraphManager",
+        "capture",
+        (
+            "forward_fn",
+            "model_state",
+            "input_buffers",
+            "block_tables",
+            "attn_groups",
+            "kv_cache_config",
+            "progress_bar_desc",
+            "specialize_spec_tokens",
+        ),
+    ),
+    (
+        _ROUND_GRAPHS_V2,
+        "SpeculatorCudaGraphManager",
+        "specialize_spec_tokens",
+        ("desc", "num_speculative_tokens"),
+    ),
+    (_ROUND_GRAPHS_V2, "SpeculatorBatchDescriptor", "num_speculative_tokens", None),
+    ("vllm.distributed.parallel_state", "", "get_tp_group", ()),
 )
 
 # Instance attributes, which no signature shows: (module, class, attribute).
@@ -319,4 +374,11 @@ V2_ATTRIBUTES: Final = (
     *((_GRAPHS_V2, "CudaGraphManager", name) for name in ("lora_capture_cases", "ubatch_runner")),
     *((_GRAPHS_V2, "CudaGraphManager", name) for name in ("_candidates", "_capture_descs", "_graphs_captured")),
     (_GRAPHS_V2, "BatchExecutionDescriptor", "cg_mode"),
+    (_GRAPHS_V2, "CudaGraphManager", "device"),
+    *((_RUNNER_V2, "GPUModelRunner", name) for name in ("cudagraph_manager", "attn_groups", "model_state")),
+    *((_RUNNER_V2, "GPUModelRunner", name) for name in ("vllm_config", "decode_query_len")),
+    *((_ROUNDS_V2, "TargetDependentARSpeculator", name) for name in ("prefill_cudagraph_manager",)),
+    *((_ROUNDS_V2, "TargetDependentARSpeculator", name) for name in ("decode_cudagraph_manager", "capture")),
+    (_ROUNDS_V2, "TargetDependentARSpeculator", "supports_decode_metadata_update"),
+    ("vllm.v1.attention.backend", "AttentionMetadataBuilder", "_cudagraph_support"),
 )

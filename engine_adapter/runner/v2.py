@@ -26,9 +26,11 @@ from ..patches.v2 import (
     on_delivery,
     sampling_rows,
 )
+from ..settings import load_settings
 from ..steering.orders import StepOrder, StepReport
 from .adaptive_verification import SteeredVerification
 from .step_events import StepEvents, event_maker, fill_times
+from .v2_graphs import GraphsV2
 from .v2_limits import DraftingFacts, limits_for
 
 logger = operator_log(__name__)
@@ -40,6 +42,7 @@ class FaserRunnerV2(RunnerV2Hooks):
     """Mixin in front of the V2 GPUModelRunner."""
 
     drafting: DraftingV2 | None = None  # None: no drafter, or vLLM's own drafting
+    graphs: GraphsV2 | None = None  # None: no drafter, or vLLM's own graphs
     events: StepEvents | None = None  # of the step under way; None while nothing is timed
     previous: StepEvents | None = None
     order: StepOrder | None = None
@@ -53,6 +56,12 @@ class FaserRunnerV2(RunnerV2Hooks):
         self.faults: Counter[str] = Counter()
         self._make_event: Callable[[], Any] | None = None
         self._guard("set-up", self._set_up)
+        self._guard("choice of graphs", self._choose_graphs)
+
+    def _choose_graphs(self) -> None:
+        if self.speculator is not None:  # type: ignore[attr-defined]
+            settings = load_settings()
+            self.graphs = GraphsV2(self, settings.is_varlen, settings.draft_graphs)
 
     def _set_up(self) -> None:
         before_forward(self, partial(self._mark, "forward"))
@@ -69,9 +78,11 @@ class FaserRunnerV2(RunnerV2Hooks):
         return bool(self.device.type == "cuda")  # type: ignore[attr-defined]
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """Build what the KV cache needs, adaptive verification among it."""
+        """Build what the KV cache needs: adaptive verification and graph managers, of which none has captured yet."""
         result = super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
         self._guard("adaptive verification", self._set_up_verification)
+        if self.graphs is not None:
+            self._guard("graphs", self.graphs.extend)
         return result
 
     def _set_up_verification(self) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-_FUSED: Final = frozenset({"eagle", "eagle3", "mtp"})  # drafters whose rounds vLLM fuses into one captured graph
-_ONE_PASS: Final = frozenset({"dflash", "dspark", "ngram", "ngram_gpu", "extract_hidden_states"})
+VERIFICATION_GRAPHS: Final = "verification graphs per length"
+_SEARCHES: Final = frozenset({"ngram", "ngram_gpu", "extract_hidden_states"})  # these have no confidences
+_ONE_PASS: Final = _SEARCHES | {"dflash", "dspark"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,6 @@ class DraftingFacts:
     """What decides which limits hold; read from vLLM's speculative configuration."""
 
     method: str
-    has_table: bool  # num_speculative_tokens_per_batch_size is set
     is_adaptive: bool  # enable_adaptive_verification
 
     @classmethod
@@ -26,7 +26,6 @@ class DraftingFacts:
         """Read vLLM's SpeculativeConfig (0.32 and 0.33)."""
         return cls(
             str(speculative_config.method),
-            speculative_config.num_speculative_tokens_per_batch_size is not None,
             bool(getattr(speculative_config, "enable_adaptive_verification", False)),
         )
 
@@ -50,30 +49,18 @@ _V1 = "VLLM_USE_V2_MODEL_RUNNER=0"
 LIMITS_V2: Final = (
     Limit(
         "ragged drafting",
-        "V2 drafts the longest length of the batch for every request; each request still verifies its own length",
+        "V2 drafts the longest length of the batch for every request with draft_model, and where the attention backend "
+        "fuses the drafter's rounds (FlashAttention 3, Triton); each request still verifies its own length",
         "one deep request makes all others draft as deep, rows (longest - k_i) of drafting per request are thrown away",
         f"{_V1} drafts each request its own length (eagle, eagle3, draft_model, ngram)",
     ),
     Limit(
-        "draft rounds of draft_model",
-        "V2's draft_model speculator ignores the length asked for and always runs num_speculative_tokens rounds, "
-        "without CUDA graphs",
-        "shorter lengths save verification only, length 0 still pays the whole drafting",
-        f"{_V1}, or configure num_speculative_tokens no larger than the longest length that pays",
-    ),
-    Limit(
-        "draft graphs per length",
-        "V2 captures the fused drafting rounds for num_speculative_tokens only, or for the lengths of "
-        "num_speculative_tokens_per_batch_size",
-        "without a table every length from 2 on drafts all rounds; with one, a length outside it drafts eagerly",
-        "give num_speculative_tokens_per_batch_size and let every length you want appear in it",
-    ),
-    Limit(
-        "verification graphs per length",
-        "unless cudagraph_mode is FULL, V2's full CUDA graphs serve a decode batch only if all its requests verify the "
-        "same, captured length",
-        "steps with mixed or uncaptured lengths run piecewise graphs (or eagerly with FULL_DECODE_ONLY)",
-        "give num_speculative_tokens_per_batch_size so that more lengths are captured; prefer few distinct lengths",
+        VERIFICATION_GRAPHS,
+        "full CUDA graphs replay steps of mixed draft lengths only where the attention backend is FlashAttention 3 or "
+        "Triton, and not with cudagraph_mode PIECEWISE, LoRA, or ranks in a pipeline",
+        "such steps run piecewise graphs (or eagerly with FULL_DECODE_ONLY)",
+        "--attention-backend TRITON_ATTN where the model can use it; else num_speculative_tokens_per_batch_size and "
+        "few distinct lengths",
     ),
     Limit(
         "first drafting pass",
@@ -82,16 +69,10 @@ LIMITS_V2: Final = (
         "none while the engine runs; start without --speculative-config to be rid of it",
     ),
     Limit(
-        "adaptive verification",
-        "vLLM's adaptive verification shortens FASER's lengths on the device, and the host never learns by how much",
-        "drafts that were not verified look rejected, so FASER underestimates acceptance",
-        '"enable_adaptive_verification": false in --speculative-config',
-    ),
-    Limit(
-        "drafter confidence",
-        "V2 reports no drafter probabilities to FASER",
-        "lengths follow each request's history only",
-        "none in this version",
+        "stop rules",
+        "V2 tells the drafter's confidences one step later, so that no draft ends by them",
+        "tokens that confidence would drop are drafted and verified",
+        '"enable_adaptive_verification": true in --speculative-config verifies what pays',
     ),
     Limit(
         "pruning and overlap",
@@ -103,12 +84,10 @@ LIMITS_V2: Final = (
 
 
 def limits_for(facts: DraftingFacts) -> list[Limit]:
-    """Return the limits that hold for one configuration, in the table's order."""
-    hidden = {"ragged drafting", "first drafting pass"} if facts.method in _ONE_PASS else set()
-    if facts.method != "draft_model":
-        hidden.add("draft rounds of draft_model")
-    if facts.method not in _FUSED:
-        hidden.add("draft graphs per length")
-    if not facts.is_adaptive:
-        hidden.add("adaptive verification")
+    """Return the limits that hold for one configuration, by what is known before its model is loaded."""
+    hidden = {VERIFICATION_GRAPHS}  # v2_graphs.py says what holds, once it has seen the attention backend
+    if facts.method in _ONE_PASS:
+        hidden |= {"ragged drafting", "first drafting pass"}
+    if facts.is_adaptive or facts.method in _SEARCHES:
+        hidden.add("stop rules")
     return [limit for limit in LIMITS_V2 if limit.name not in hidden]

@@ -1,7 +1,6 @@
 """HELLO's graph lengths are those that vLLM's real graph manager dispatches to a full graph, and cost no device."""
 
 import sys
-import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from io import StringIO
@@ -14,11 +13,12 @@ import pytest
 from faser.engine_adapter import graph_lengths as asked
 from faser.engine_adapter.graph_lengths import graph_lengths
 
+from .graph_managers import configured, vllm_module
+
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs an installed vLLM")
 
 K_MAX, REQUESTS = 4, 8
 ALL = list(range(K_MAX + 1))
-SIZES = [1, 2, 4, 8, 16, 24, 32, 40]
 TABLE = [(1, 4, 3), (5, 8, 1)]
 EVERY_LENGTH = [(1, 1, 4), (2, 2, 3), (3, 4, 2), (5, 6, 1), (7, 8, 0)]
 MODES = ["FULL", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE"]
@@ -29,35 +29,7 @@ Lengths = Callable[[Any], list[int]]
 
 
 def manager_module() -> ModuleType:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from vllm.v1.worker.gpu import cudagraph_utils
-    return cudagraph_utils
-
-
-def configured(
-    mode: str, table: Any = None, is_adaptive: bool = False, k_max: int = K_MAX, requests: int = REQUESTS,
-    sizes: list[int] = SIZES,
-) -> Any:  # fmt: skip
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from vllm.config.compilation import CUDAGraphMode
-    return SimpleNamespace(
-        use_v2_model_runner=True,
-        num_speculative_tokens=k_max,
-        scheduler_config=SimpleNamespace(max_num_seqs=requests),
-        compilation_config=SimpleNamespace(
-            cudagraph_mode=CUDAGraphMode[mode], cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes)
-        ),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
-        cache_config=SimpleNamespace(use_kda_recoverssm=False),
-        speculative_config=SimpleNamespace(
-            num_speculative_tokens=k_max,
-            num_speculative_tokens_per_batch_size=table,
-            enable_adaptive_verification=is_adaptive,
-            uses_dynamic_speculative_decoding=lambda: table is not None,
-        ),
-    )
+    return vllm_module("v1.worker.gpu.cudagraph_utils")
 
 
 @pytest.fixture
@@ -154,6 +126,21 @@ def test_the_same_lengths_leave_open_what_mixed_batches_do(
     config = configured(mode, table, is_adaptive)
     assert graph_lengths(config) == ALL
     assert dispatched(config, [0, 1, 2, 4]) is is_mixed_full
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_varlen", "lengths"),
+    [("TRITON_ATTN", True, ALL), ("TRITON_ATTN", False, [4]), ("FLASH_ATTN", True, [4]), (None, True, [4])],
+)
+def test_where_the_runner_is_elsewhere_only_a_named_backend_says_that_lengths_may_mix(
+    backend: str | None, is_varlen: bool, lengths: list[int], dispatched: Callable[[Any, list[int]], bool]
+) -> None:
+    """FlashAttention is version 3 only on a Hopper GPU."""
+    named = None if backend is None else vllm_module("v1.attention.backends.registry").AttentionBackendEnum[backend]
+    config = configured("FULL_AND_PIECEWISE", backend=named)
+    assert graph_lengths(config, is_varlen) == lengths
+    config.attention_config.backend_per_kind = {"sliding_window": named}
+    assert graph_lengths(config, is_varlen) == [4]
 
 
 @pytest.mark.parametrize("table", DENSE)

@@ -9,6 +9,7 @@ import socket
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import zmq
@@ -28,7 +29,8 @@ from faser.controller.doctor.doctor import examine, run_doctor
 from faser.controller.doctor.installation import Installation
 from faser.controller.link.endpoint import Endpoint
 from faser.controller.link.keys import new_keys
-from faser.controller.telemetry.store import RunEntry, Store
+from faser.controller.telemetry.store import EngineEntry, RunEntry, Store
+from faser.engine_adapter.protocol import Hello
 
 HEALTHY = Installation(
     python=(3, 11, 7),
@@ -171,6 +173,31 @@ def test_on_cuda_the_runners_limits_and_costs_are_listed(patient: Patient) -> No
     assert all("cost: " in limit.seen and limit.remedy for limit in limits)
     pinned = examine(changed(patient, {"VLLM_USE_V2_MODEL_RUNNER": "0"}, is_cpu=False, versions=versions))
     assert not [finding for finding in pinned if finding.name.startswith("runner: ")]
+
+
+@pytest.mark.parametrize(
+    ("runner", "sizes", "lengths", "seen"),
+    [
+        ("v2", [1, 2, 4], [4], "full CUDA graphs for 4 of the draft lengths 0 to 4, expected all"),
+        ("v2", [1, 2, 4], [], "full CUDA graphs for no length of the draft lengths 0 to 4"),
+        ("v2", [1, 2, 4], [0, 1, 2, 3, 4], "every draft length in a full CUDA graph"),
+        ("v2", [], [], None),
+        ("v1", [1, 2, 4], [], None),
+    ],
+)
+def test_lengths_without_a_full_graph_are_named_with_what_to_do(
+    patient: Patient, runner: Literal["v1", "v2"], sizes: list[int], lengths: list[int], seen: str | None
+) -> None:
+    announced = Hello(
+        "boot-1", 1, "host", "0.1.0", "0.32.0", "target", "cuda", runner, True, "eagle3", "drafter", 4, 0, [], 256,
+        8192, 100_000, sizes, ["unsplit"], [], 1, 1, 1, 0, 32, 1000, [], lengths,
+    )  # fmt: skip
+    store = Store(patient.config.store.path, RunEntry(1, 1, "0", "{}"))
+    store.put(EngineEntry(announced, 1))
+    store.close()
+    findings = [finding for finding in examine(patient) if finding.name == "CUDA graphs"]
+    assert [seen in finding.seen for finding in findings if seen] == [True] * (seen is not None)
+    assert all("cudagraph_mode FULL_AND_PIECEWISE" in each.remedy for each in findings if each.level == "note")
 
 
 def test_an_open_runtime_folder_is_a_failure(patient: Patient, tmp_path: Path) -> None:

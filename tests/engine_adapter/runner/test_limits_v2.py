@@ -3,13 +3,12 @@
 from types import SimpleNamespace
 from typing import Any
 
-from faser.engine_adapter.runner.v2_limits import LIMITS_V2, DraftingFacts, limits_for
+from faser.engine_adapter.runner.v2_limits import LIMITS_V2, VERIFICATION_GRAPHS, DraftingFacts, limits_for
 
 
 def configuration(method: str = "eagle3", is_adaptive: bool = False) -> Any:
     return SimpleNamespace(
         method=method,
-        num_speculative_tokens_per_batch_size=None,
         enable_adaptive_verification=is_adaptive,
     )
 
@@ -26,10 +25,12 @@ def test_every_limit_says_what_it_costs_and_what_to_do() -> None:
 
 
 def test_limits_follow_the_method() -> None:
-    assert "draft rounds of draft_model" in names("draft_model")
-    assert "draft rounds of draft_model" not in names("eagle3")
-    assert "draft graphs per length" in names("eagle3")
-    assert "draft graphs per length" not in names("draft_model")
-    assert "ragged drafting" not in names("ngram_gpu")
-    assert "adaptive verification" in names("eagle", is_adaptive=True)
-    assert "adaptive verification" not in names("eagle")
+    assert {"ragged drafting", "first drafting pass", "stop rules"} <= names("eagle3") & names("draft_model")
+    assert not {"ragged drafting", "first drafting pass", "stop rules"} & names("ngram_gpu")
+    assert "stop rules" not in names("eagle", is_adaptive=True)
+    assert "stop rules" in names("dflash")
+
+
+def test_what_the_attention_backend_decides_is_said_when_it_is_known() -> None:
+    assert VERIFICATION_GRAPHS in {limit.name for limit in LIMITS_V2}
+    assert VERIFICATION_GRAPHS not in names("eagle3")

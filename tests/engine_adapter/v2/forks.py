@@ -1,7 +1,8 @@
 """Imports vLLM once, then runs each job in a fork of itself; run as a process by `conftest.Forks`.
 
-One line of JSON on stdin is a job: {"function", "given", "result", "log"}, the function one of jobs.py. Its result
-goes to a file as JSON, what it prints to another. One line on stdout tells that it is over: its exit status.
+One line of JSON on stdin is a job: {"function", "given", "result", "log"}, the function one of jobs.py, or of the
+module before a colon. Its result goes to a file as JSON, what it prints to another. One line on stdout tells that it
+is over: its exit status.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import sys
 import traceback
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import interpreter
 def main() -> None:
     """Run jobs until stdin ends."""
     interpreter.install()
-    import jobs
+    import jobs  # noqa: F401  once for all
 
     interpreter.top_k_by_torch()
     sys.stdout.write("ready\n")
@@ -28,10 +30,16 @@ def main() -> None:
         job = json.loads(line)
         child = os.fork()
         if child == 0:
-            run(getattr(jobs, job["function"]), job)
+            run(named(job["function"]), job)
         _, status = os.waitpid(child, 0)
         sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
         sys.stdout.flush()
+
+
+def named(function: str) -> Any:
+    """Return a function of jobs.py, or of the module that stands before a colon."""
+    module, _, name = function.rpartition(":")
+    return getattr(import_module(module or "jobs"), name)
 
 
 def run(function: Any, job: dict[str, Any]) -> None:
