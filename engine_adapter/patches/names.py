@@ -365,7 +365,10 @@ V2_ATTRIBUTES: Final = (
     ),
     *(
         (_SPECULATORS_V2, "TargetDependentARSpeculator", name)
-        for name in ("hidden_states", "sample_src_positions", "current_draft_step", "decode_cudagraph_manager")
+        for name in (
+            *("hidden_states", "sample_src_positions", "current_draft_step", "decode_cudagraph_manager"),
+            "advance_draft_positions",
+        )
     ),
     *((_BATCH_V2, "InputBatch", name) for name in ("num_reqs", "idx_mapping")),
     *((_BATCH_V2, "InputBuffers", name) for name in ("input_ids", "positions", "seq_lens", "query_start_loc")),

@@ -40,7 +40,8 @@ def around_decode(speculator: Any, decode: Decode) -> bool:
     """Route the rounds behind the first through `decode`; False for a speculator without rounds that can be cut."""
     from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
-    if not isinstance(speculator, TargetDependentARSpeculator) or speculator.pcp_manager is not None:
+    is_known = isinstance(speculator, TargetDependentARSpeculator) and speculator.advance_draft_positions
+    if not is_known or speculator.pcp_manager is not None:  # a drafter that writes no KV of its own is left alone
         return False
     drafting: Any = speculator
     inherited = drafting._multi_step_decode

@@ -107,12 +107,11 @@ class RecordBuilder:
         order, report = raw.order, raw.report
         for entry in raw.preempted:
             entry.confidences = ()
-        rows, prefill, decode, drafts = self._rows(raw)
+        rows, prefill, decode, drafts, offered = self._rows(raw)
         self._last = raw.counter
         wrongly_pruned = sum([ends_wrongly(row) for row in rows]) if report.pruned else 0
         if raw.counted is not None:
-            unseen = 0 if report.admitted is None else sum(raw.draft_lengths) - sum(report.admitted)
-            self._compare(rows, wrongly_pruned, raw.counted[0] - unseen, raw.counted[1])
+            self._compare(offered, sum([row.accepted for row in rows]) - wrongly_pruned, *raw.counted)
         return StepRecord(
             boot_id=self.boot_id,
             counter=raw.counter,
@@ -152,21 +151,22 @@ class RecordBuilder:
             miscounted=self.miscounted,
         )
 
-    def _compare(self, rows: list[RequestRow], wrongly_pruned: int, drafted: int, accepted: int) -> None:
+    def _compare(self, offered: int, accepted: int, vllms_drafted: int, vllms_accepted: int) -> None:
         """Hold a step's rows against vLLM's own counters.
 
         vLLM takes the last token of every step for the target's own; behind a draft that was cut at a token which then
-        was accepted, it is that token.
+        was accepted, it is that token. It counts as drafted whatever it scheduled, also what adaptive verification
+        left out.
         """
-        verified = sum([row.verified for row in rows])
-        apart = abs(verified - drafted) + abs(sum([row.accepted for row in rows]) - wrongly_pruned - accepted)
+        apart = abs(offered - vllms_drafted) + abs(accepted - vllms_accepted)
         if apart and not self.miscounted:
-            logger.warning("FASER counts drafts otherwise than vLLM (verified in a step: %d and %d)", verified, drafted)
+            logger.warning("FASER counts drafts otherwise than vLLM (in a step: %d and %d)", offered, vllms_drafted)
         self.miscounted += apart
 
-    def _rows(self, raw: RawStep) -> tuple[list[RequestRow], int, int, int]:
+    def _rows(self, raw: RawStep) -> tuple[list[RequestRow], int, int, int, int]:
+        """Return a row for each request; prompt rows, decoding requests, their drafts, and those vLLM scheduled."""
         rows: list[RequestRow] = []
-        prefill = decode = drafts = 0
+        prefill = decode = drafts = offered = 0
         report, lengths, draft_of, counts = raw.report, raw.order.lengths, raw.drafts, raw.sampled.counts
         drafted, confidences, pruned, invalid = report.drafted, report.confidences, report.pruned, raw.invalid
         late, admitted = report.late_confidences, report.admitted
@@ -202,6 +202,8 @@ class RecordBuilder:
                 entry.has_emitted = True
                 if len(raw.events) < MAX_REQUESTS:
                     raw.events.append(RequestEvent("first_token", entry.handle, raw.time_s, delivered))
+            valid = told_of - invalid.get(request_id, 0)  # a grammar forbids the end of a draft
+            offered += valid
             known = late.get(request_id, ()) if late else entry.confidences if is_next else ()
             rows.append(
                 RequestRow(
@@ -209,7 +211,7 @@ class RecordBuilder:
                     scheduled,
                     limit,
                     drafted[row] if drafted else 0,
-                    verified - invalid.get(request_id, 0) if invalid else verified,
+                    min(verified, valid),
                     left,
                     accepted,
                     delivered or 0,
@@ -221,7 +223,7 @@ class RecordBuilder:
             entry.confidences = confidences[row] if confidences else ()
         for entry, told in raw.deferred:
             entry.confidences = told
-        return rows[:MAX_REQUESTS], prefill, decode, drafts
+        return rows[:MAX_REQUESTS], prefill, decode, drafts, offered
 
 
 def _accepted(draft: list[int], generated: int, last: int, pruned: int) -> int:

@@ -307,6 +307,30 @@ def test_a_record_says_what_adaptive_verification_verified() -> None:
     assert (record.draft_tokens, record.miscounted) == (3, 0)
 
 
+@pytest.mark.parametrize(("admitted", "verified"), [(4, 1), (2, 1), (1, 1), (0, 0)])
+def test_what_a_grammar_forbids_of_a_draft_lies_behind_what_is_admitted(admitted: int, verified: int) -> None:
+    adapter, link = adaptive_steering()
+    adapter.arrive("a", Request(num_output_tokens=3))
+    order = adapter.order({"a": 5}, time.monotonic())
+    done = outcome({"a": 5}, {"a": [1, 2, 3, 4]}, [[9]])
+    done.report = StepReport(drafted=[4], admitted=[admitted])
+    done.invalid, done.counted = {"a": 3}, (1, 0)
+    adapter.record(order, done)
+    (record,) = [message for message in link.sent if isinstance(message, wire.StepRecord)]
+    assert (record.rows[0].verified, record.miscounted) == (verified, 0)
+
+
+def test_what_ended_while_a_step_ran_counts_for_nobody() -> None:
+    adapter, link = adaptive_steering()
+    adapter.arrive("a", Request(num_output_tokens=3))
+    order = adapter.order({"a": 5}, time.monotonic())
+    done = outcome({"a": 5}, {"a": [1, 2, 3, 4]}, [[1, 2, 9]])
+    done.report, done.delivered, done.counted = StepReport(drafted=[4], admitted=[3]), {}, (0, 0)
+    adapter.record(order, done)
+    (record,) = [message for message in link.sent if isinstance(message, wire.StepRecord)]
+    assert (record.rows[0].verified, record.miscounted) == (0, 0)
+
+
 def test_a_request_in_the_middle_of_its_prompt_drafts_nothing() -> None:
     adapter, link = steering()
     adapter.arrive("a", Request(num_prompt_tokens=100, num_computed_tokens=32))
