@@ -80,7 +80,9 @@ class PolicyConfig:
     """Who chooses the draft lengths."""
 
     spec: str = _option(
-        "price", "price, price:history, off, fixed:K or table:FIRST-LAST=K,...", variable="FASER_POLICY"
+        "price",
+        "a policy, such as price, off, fixed:K or table:FIRST-LAST=K,...; `faser policy list` has all",
+        variable="FASER_POLICY",
     )
 
 
@@ -370,7 +372,9 @@ def _require_text(key: str, text: str, where: str) -> None:
 def _unknown(seen: str, key: str, valid: Iterable[str]) -> ConfigError:
     names = list(valid)
     nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
-    return ConfigError(f"unknown {seen}", f"a name such as {nearest[0]}", "faser config lists all of them")
+    return ConfigError(
+        f"unknown {seen}", f"a name such as {nearest[0]}", "docs/reference/settings.md lists all of them"
+    )
 
 
 def _build(values: Mapping[str, Value]) -> Config:

@@ -272,12 +272,14 @@ class SteeredAsyncScheduler(SteeredScheduler):
     def after_latch(self, steering: Steering, output: SchedulerOutput) -> None:
         """Give each request its own number of placeholders; vLLM's list is shared, so never change it in place."""
         order = output.faser  # type: ignore[attr-defined]
+        output.faser = None  # type: ignore[attr-defined]  # a runner must not draft by an order that was not kept
         requests = self.requests  # type: ignore[attr-defined]
         longest = output.num_spec_tokens_to_schedule
         for request_id, length in order.lengths.items():
             request = requests[request_id]
             if length < longest and len(request.spec_token_ids) > length:
                 request.spec_token_ids = request.spec_token_ids[:length]
+        output.faser = order  # type: ignore[attr-defined]
 
 
 def steered(base: type, is_async: bool) -> type[Any]:

@@ -60,8 +60,8 @@ def decide(
 
     `amend` may change the guarded action, as a canary does; it must keep it within what the engine can run.
 
-    What the record teaches is learnt by `env.state.learn`: best after the answer is sent, at the latest by the next
-    call.
+    What the record teaches is learnt by `env.estimate.engine_state.learn`: best after the answer is sent, at the latest
+    by the next call.
     """
     look(state, record)
     asked = policy.act(state)

@@ -131,7 +131,11 @@ def check_runner(patient: Patient) -> Iterator[Finding]:
     pin = found.environment.get("VLLM_USE_V2_MODEL_RUNNER")
     if not found.is_cpu:
         if pin == "0":
-            yield Finding("runner", "ok", "V1 by VLLM_USE_V2_MODEL_RUNNER=0: every mechanism is available")
+            yield Finding(
+                "runner",
+                "ok",
+                "V1 by VLLM_USE_V2_MODEL_RUNNER=0: ragged drafting and stop rules, no adaptive verification",
+            )
             return
         yield Finding("runner", "note", "CUDA: vLLM picks the V2 runner; limits and what they cost follow")
         for limit in LIMITS_V2:
@@ -140,14 +144,14 @@ def check_runner(patient: Patient) -> Iterator[Finding]:
         yield Finding(
             "runner",
             "warn",
-            "VLLM_USE_V2_MODEL_RUNNER=1 on a CPU: FASER steers the V1 runner there (`faser serve` sets 0)",
+            "VLLM_USE_V2_MODEL_RUNNER=1 on a CPU: the V1 runner is the measured one there (`faser serve` sets 0)",
             "unset it when you start vLLM by hand",
         )
     elif "triton-cpu" in found.versions and pin != "0":
         yield Finding(
             "runner",
             "warn",
-            "triton-cpu makes vLLM pick the V2 runner, which FASER does not steer on a CPU",
+            "triton-cpu makes vLLM pick the V2 runner, on a CPU tested for exactness only",
             "set VLLM_USE_V2_MODEL_RUNNER=0 when you start vLLM by hand",
         )
     else:

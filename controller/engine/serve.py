@@ -6,6 +6,7 @@ and refuses what contradicts them.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -77,6 +78,7 @@ def model_launch(model: str, endpoint: str, arguments: Sequence[str]) -> EngineL
             'add for example --speculative-config \'{"method": "ngram", "num_speculative_tokens": 4, '
             '"prompt_lookup_max": 4}\', or serve "embedded"',
         )
+    _require_json(arguments)
     path = Path(model).expanduser()
     if model.startswith(("/", "./", "../", "~")) and not path.exists():
         raise ModelError(f"no model at {model}", "a folder with config.json and weights", "check the path")
@@ -88,6 +90,21 @@ def model_launch(model: str, endpoint: str, arguments: Sequence[str]) -> EngineL
         endpoint=endpoint,
         is_cpu=is_cpu_build(),
     )
+
+
+def _require_json(arguments: Sequence[str]) -> None:
+    """Raise EngineError for a --speculative-config that vLLM would answer with two hundred lines."""
+    text = flag_value(arguments, "--speculative-config") or flag_value(arguments, "-sc")
+    try:
+        given = json.loads(text) if text else {}
+    except ValueError as error:
+        given = error
+    if not isinstance(given, dict):
+        raise EngineError(
+            f"--speculative-config {text[:80] if text else ''} is no JSON object",
+            '\'{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}\', for example',
+            "quote it with '...', so that the shell leaves it whole",
+        )
 
 
 def is_slow(launch: EngineLaunch) -> bool:

@@ -115,6 +115,8 @@ def status_address(endpoint: str, configured: str = "") -> str:
         path = Path(endpoint.removeprefix(IPC))
         name = "status.sock" if path.name == "engine.sock" else f"{path.name}.status"
         return f"{IPC}{path.with_name(name)}"
+    if not endpoint.startswith(TCP):
+        raise EndpointError(f"endpoint {endpoint}", "ipc://PATH or tcp://127.0.0.1:PORT", "set link.endpoint")
     return f"{IPC}{runtime_folder() / ('status-' + endpoint.rpartition(':')[2] + '.sock')}"
 
 

@@ -16,15 +16,16 @@ Guard = Callable[[str, Callable[[], None]], None]  # runs a hook and counts its 
 
 
 class DraftingV2:
-    """FASER's hold on one speculator; every failure of its own leaves vLLM's drafting."""
+    """FASER's hold on one runner's speculator; every failure of its own leaves vLLM's drafting."""
 
     rounds: tuple[int, ...] = ()  # rows in each round of the last drafting
     drawn: Drawn | None = None  # confidences of the last drafting
 
-    def __init__(self, speculator: Any, is_pinned: bool, guard: Guard) -> None:
+    def __init__(self, runner: Any, is_pinned: bool, guard: Guard) -> None:
+        speculator = runner.speculator
         self._speculator, self._guard = speculator, guard
         self._is_bounded = keeps_its_own_rounds(speculator)
-        self._ragged = RaggedV2(speculator)
+        self._ragged = RaggedV2(runner)
         self._confidences = LateConfidences(speculator, is_pinned)
 
     def draft(self, propose: Callable[[], Tensor], batch: Any, lengths: list[int], rounds: int) -> Tensor:

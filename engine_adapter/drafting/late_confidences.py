@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..host_copy import HostCopy
+from ..operator_log import operator_log
 from ..patches.v2_speculator import watch_logits
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+logger = operator_log(__name__)
 
 
 class LateConfidences:
@@ -23,19 +26,31 @@ class LateConfidences:
         import torch
 
         self._is_pinned = is_pinned
-        self.is_on = watch_logits(speculator, self._note)
-        if self.is_on:
+        self.is_on = False  # until logits were seen: some drafters show none
+        self._has_failed = False
+        if watch_logits(speculator, self._note):
             # The last row takes what graphs pad with, whose slot is -1.
             shape = (speculator.max_num_reqs + 1, speculator.num_speculative_steps)
             self._values = torch.zeros(shape, device=speculator.device)
 
     def _note(self, logits: Tensor, slots: Tensor, step: Tensor) -> None:
-        wide = logits.float()
-        self._values[slots, step] = (wide.amax(-1) - wide.logsumexp(-1)).exp()
+        """Note one round, often while a graph is captured: an index of no dimension would be read back to the host."""
+        if self._has_failed:
+            return
+        try:
+            import torch
+
+            highest = torch.softmax(logits, -1, dtype=torch.float32).amax(-1)
+            self._values[slots, step.to(torch.int64).expand_as(slots)] = highest
+            self.is_on = True
+        except Exception:
+            self.is_on, self._has_failed = False, True
+            logger.exception("FASER sees no confidences of the drafter: looking at its logits failed")
 
     def take(self, slots: Tensor, names: list[str], lengths: list[int]) -> Drawn:
         """Start to copy what the drafting just noted, in batch order."""
-        return Drawn(HostCopy(self._values[slots], self._is_pinned), names, lengths)
+        values = self._values[slots].nan_to_num(0.0)
+        return Drawn(HostCopy(values, self._is_pinned), names, lengths)
 
 
 @dataclass(slots=True)

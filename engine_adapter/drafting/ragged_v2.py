@@ -19,22 +19,24 @@ FIRST_ROUND: Final = 1  # rounds behind the first pass; that one runs for every 
 class RaggedV2:
     """Drafts of different length in one batch of vLLM's autoregressive speculators (eagle, eagle3, mtp)."""
 
-    def __init__(self, speculator: Any) -> None:
+    def __init__(self, runner: Any) -> None:
         self.lengths: list[int] | None = None  # per batch row; None: no opinion
         self.rounds: tuple[int, ...] | None = None  # rows in each round of the last drafting; None: vLLM's own
-        self.is_on = around_decode(speculator, self._decode)
+        self.is_on = around_decode(runner, self._decode)
 
     def begin(self, lengths: list[int]) -> None:
         """Note what the next drafting shall be."""
         self.lengths, self.rounds = lengths, None
 
     def _decode(self, decode: DecodeRounds) -> bool:
-        lengths = self.lengths
+        lengths, self.lengths = self.lengths, None  # of one drafting only
         if not self.is_on or lengths is None or len(lengths) != decode.requests or min(lengths) >= decode.longest:
             return False
         try:
             self.rounds = draft_ragged(decode, lengths)
         except Exception:
+            if decode.has_peers:
+                raise  # other ranks are rounds ahead: vLLM's own would wait for them for ever
             self.is_on = False
             logger.exception("FASER drafts the batch's longest length for every request: ragged drafting failed")
             decode.restore()
@@ -48,11 +50,12 @@ def draft_ragged(decode: DecodeRounds, lengths: list[int]) -> tuple[int, ...]:
     :returns: rows that drafted in each round, the first pass included
     """
     rows, rounds = list(range(decode.requests)), [decode.requests]
+    decode.begin()
     for step in range(FIRST_ROUND, decode.longest):
         places = [place for place, row in enumerate(rows) if lengths[row] > step]
         if not places:
             break
-        if len(places) < len(rows):
+        if len(places) < len(rows) and decode.shrinks_to(len(places)):
             decode.keep(places)
             rows = [rows[place] for place in places]
         decode.run(step, rows)

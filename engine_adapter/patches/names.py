@@ -23,6 +23,7 @@ _BATCH_V2: Final = "vllm.v1.worker.gpu.input_batch"
 _SPECULATOR_V2: Final = "vllm.v1.worker.gpu.spec_decode.speculator"
 _SPECULATORS_V2: Final = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator"
 _DRAFT_MODEL_V2: Final = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator"
+_ADAPTIVE_V2: Final = "vllm.v1.worker.gpu.spec_decode.adaptive_verification"
 _BLOCKS_V2: Final = "vllm.v1.worker.gpu.block_table"
 _GRAPHS_V2: Final = "vllm.v1.worker.gpu.cudagraph_utils"
 _ATTENTION_V2: Final = "vllm.v1.worker.gpu.attn_utils"
@@ -285,6 +286,19 @@ V2_NAMES: Final[tuple[tuple[str, str, str, tuple[str, ...] | None], ...]] = (
     ("vllm.v1.worker.gpu.attn_utils", "", "build_slot_mappings_by_layer", None),
     ("vllm.v1.worker.gpu.dp_utils", "", "dispatch_cg_and_sync_dp", None),
     ("vllm.utils.torch_utils", "", "async_tensor_h2d", None),
+    (
+        _ADAPTIVE_V2,
+        "AdaptiveVerificationManager",
+        "get_num_tokens",
+        ("num_tokens_per_req", "draft_tokens"),
+    ),
+    (_ADAPTIVE_V2, "AdaptiveVerificationManager", "reallocate_drafts", ("req_ids", "idx_mapping")),
+    (
+        _ADAPTIVE_V2,
+        "",
+        "build_cost_tables_from_curves",
+        ("draft_curve", "verify_curve", "max_num_reqs", "max_batch_tokens", "cudagraph_limit"),
+    ),
     (_GRAPHS_V2, "CudaGraphManager", "_init_candidates", ()),
     (
         _GRAPHS_V2,
@@ -371,6 +385,14 @@ V2_ATTRIBUTES: Final = (
         )
     ),
     *((_BATCH_V2, "InputBatch", name) for name in ("num_reqs", "idx_mapping")),
+    *(
+        (_ADAPTIVE_V2, "AdaptiveVerificationManager", name)
+        for name in (
+            *("cost_tables", "req_states", "_cudagraph_limit", "_stale_confidences", "_stale_idx"),
+            *("_confidence_probs", "_batch_draft_capacity"),
+        )
+    ),
+    (_RUNNER_V2, "GPUModelRunner", "adaptive_verification"),
     *((_BATCH_V2, "InputBuffers", name) for name in ("input_ids", "positions", "seq_lens", "query_start_loc")),
     *((_GRAPHS_V2, "CudaGraphManager", name) for name in ("vllm_config", "compilation_config", "max_num_reqs")),
     *((_GRAPHS_V2, "CudaGraphManager", name) for name in ("cudagraph_mode", "decode_query_len", "varlen_decode")),

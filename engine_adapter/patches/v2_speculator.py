@@ -6,6 +6,7 @@ Imports of vLLM are lazy. Nothing here decides anything; drafting/ragged_v2.py a
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,50 +37,81 @@ def bounded_rounds(speculator: Any, propose: Callable[[], Tensor], rounds: int) 
     return told
 
 
-def around_decode(speculator: Any, decode: Decode) -> bool:
+def around_decode(runner: Any, decode: Decode) -> bool:
     """Route the rounds behind the first through `decode`; False for a speculator without rounds that can be cut."""
     from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
 
-    is_known = isinstance(speculator, TargetDependentARSpeculator) and speculator.advance_draft_positions
-    if not is_known or speculator.pcp_manager is not None:  # a drafter that writes no KV of its own is left alone
-        return False
+    speculator: Any = runner.speculator
+    if not isinstance(speculator, TargetDependentARSpeculator) or not speculator.advance_draft_positions:
+        return False  # a drafter that writes no KV of its own is left alone
     drafting: Any = speculator
     inherited = drafting._multi_step_decode
 
     def multi_step(
         requests: int, skip_attn: bool, desc: Any, across_dp: Any, upper_bound: Tensor, longest: int
     ) -> None:
-        if skip_attn or not decode(DecodeRounds(speculator, requests, upper_bound, longest)):
+        is_whole = skip_attn or _has_more_state(drafting)
+        if is_whole or not decode(DecodeRounds(runner, requests, upper_bound, longest)):
             inherited(requests, skip_attn, desc, across_dp, upper_bound, longest)
 
     drafting._multi_step_decode = multi_step
     return True
 
 
+def _has_more_state(speculator: Any) -> bool:
+    """Tell whether a round has state by batch row that `DecodeRounds` does not move."""
+    return (
+        speculator.pcp_manager is not None
+        or speculator.draft_watermarker is not None
+        or bool(getattr(speculator, "share_mtp_topk_indices", False))
+    )
+
+
 class DecodeRounds:
     """The rounds behind the first of an autoregressive speculator, over a batch that may shrink.
 
     The state of a round is six buffers indexed by batch row. They are changed in place, since captured graphs read
-    them where they are.
+    them where they are. What a round draws is collected by row of the whole batch.
     """
 
-    def __init__(self, speculator: Any, requests: int, upper_bound: Tensor, longest: int) -> None:
+    def __init__(self, runner: Any, requests: int, upper_bound: Tensor, longest: int) -> None:
+        from vllm.distributed.parallel_state import get_tp_group
+
         self.requests, self.longest = requests, longest
-        self._speculator, self._upper_bound = speculator, upper_bound[:requests]
+        self.has_peers = get_tp_group().world_size > 1
+        self._speculator, self._upper_bound = runner.speculator, upper_bound[:requests]
+        self._computed = runner.req_states.num_computed_tokens.gpu
         self._left = requests
-        buffers = speculator.input_buffers
+        buffers = self._speculator.input_buffers
         self._moved = (
-            buffers.input_ids, buffers.positions, buffers.seq_lens, speculator.hidden_states, speculator.idx_mapping,
-            speculator.sample_src_positions,
+            buffers.input_ids, buffers.positions, buffers.seq_lens, self._speculator.hidden_states,
+            self._speculator.idx_mapping, self._speculator.sample_src_positions,
         )  # fmt: skip
+        self._before: list[Tensor] = []
+
+    def begin(self) -> None:
+        """Remember how everything was, and what the first pass drew."""
+        speculator, requests = self._speculator, self.requests
         self._before = [tensor[:requests].clone() for tensor in self._moved]
+        self._starts = speculator.input_buffers.query_start_loc[: requests + 1].clone()
         # What a row does not draft is its first token again: vLLM leaves -1 there, which nothing may embed.
         self._drafts = speculator.draft_tokens[:requests, :1].expand(-1, speculator.num_speculative_steps).clone()
+        self._sure = speculator.draft_token_confidence_probs[:requests].clone()
+
+    def shrinks_to(self, rows: int) -> bool:
+        """Tell whether a round of so few rows is a smaller one: graphs come in sizes."""
+        return bool(self._dispatched(rows).num_tokens < self._dispatched(self._left).num_tokens)
+
+    def _dispatched(self, rows: int) -> Any:
+        from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
+
+        graphs = self._speculator.decode_cudagraph_manager
+        return dispatch_cg_and_sync_dp(graphs, rows, rows, uniform_token_count=1, dp_size=1, dp_rank=0)[0]
 
     def keep(self, places: list[int]) -> None:
         """Go on with the rows at these places of the batch only, in this order."""
-        speculator, left = self._speculator, len(places)
-        index = on_device(places, speculator.device)
+        left = len(places)
+        index = on_device(places, self._speculator.device)
         for tensor in self._moved:
             tensor[:left] = tensor[index]
         self._upper_bound = self._upper_bound[places]
@@ -88,19 +120,20 @@ class DecodeRounds:
     def _pad(self, left: int) -> None:
         speculator, buffers = self._speculator, self._speculator.input_buffers
         self._left = left
-        speculator.idx_mapping[left:] = -1
-        buffers.seq_lens[left:] = 0
-        buffers.query_start_loc[left + 1 :] = left
-        speculator.block_tables.gather_block_tables(speculator.idx_mapping[:left], num_reqs_padded=left)
+        speculator.idx_mapping[left:].fill_(-1)
+        buffers.seq_lens[left:].fill_(0)
+        buffers.query_start_loc[left + 1 :].fill_(left)
+        tables, masked = speculator.block_tables, {}
+        if "num_computed_tokens" in signature(tables.gather_block_tables).parameters:  # 0.33: blocks that were freed
+            masked = {"num_computed_tokens": self._computed}
+        tables.gather_block_tables(speculator.idx_mapping[:left], num_reqs_padded=self.requests, **masked)
 
     def run(self, step: int, rows: list[int]) -> None:
         """Draft the token of one round; `rows` says whose it is, by row of the whole batch."""
         from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
-        from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 
         speculator, left, buffers = self._speculator, self._left, self._speculator.input_buffers
-        graphs = speculator.decode_cudagraph_manager
-        desc, _ = dispatch_cg_and_sync_dp(graphs, left, left, uniform_token_count=1, dp_size=1, dp_rank=0)
+        desc = self._dispatched(left)
         slots = speculator.block_tables.compute_slot_mappings(
             speculator.idx_mapping[:left], buffers.query_start_loc[: left + 1], buffers.positions[:left],
             desc.num_tokens,
@@ -110,24 +143,31 @@ class DecodeRounds:
         )
         speculator.current_draft_step.fill_(step)
         if desc.cg_mode.name == "FULL":
-            graphs.run_fullgraph(desc)
+            speculator.decode_cudagraph_manager.run_fullgraph(desc)
         else:
             layers = build_slot_mappings_by_layer(slots, speculator.kv_cache_config)
             speculator._generate_draft(
                 left, desc.num_tokens, metadata, layers, num_tokens_across_dp=None,
                 cudagraph_runtime_mode=desc.cg_mode, num_speculative_steps=self.longest,
             )  # fmt: skip
-        self._drafts[on_device(rows, speculator.device), step] = speculator.draft_tokens[:left, step]
+        index = on_device(rows, speculator.device)
+        self._drafts[index, step] = speculator.draft_tokens[:left, step]
+        self._sure[index, step] = speculator.draft_token_confidence_probs[:left, step]
 
     def hand_over(self) -> None:
         """Put all drafted tokens where vLLM reads them."""
-        self._speculator.draft_tokens[: self.requests] = self._drafts
+        speculator = self._speculator
+        speculator.draft_tokens[: self.requests] = self._drafts
+        speculator.draft_token_confidence_probs[: self.requests] = self._sure
 
     def restore(self) -> None:
         """Put everything back as it was before the first of these rounds."""
+        if not self._before:
+            return
         for tensor, before in zip(self._moved, self._before, strict=True):
             tensor[: self.requests] = before
         self._pad(self.requests)
+        self._speculator.input_buffers.query_start_loc[: self.requests + 1] = self._starts
         self._speculator.draft_tokens[: self.requests, 0] = self._drafts[:, 0]
 
 
@@ -151,7 +191,8 @@ def watch_logits(speculator: Any, note: Callable[[Tensor, Tensor, Tensor], None]
 
     def load(*args: Any, **kwargs: Any) -> None:
         load_model(*args, **kwargs)
-        speculator.acceptance_estimator = _Watched(speculator.acceptance_estimator, note)
+        if not isinstance(speculator.acceptance_estimator, _Watched):  # weights may be loaded again
+            speculator.acceptance_estimator = _Watched(speculator.acceptance_estimator, note)
 
     speculator.load_model = load
     return True

@@ -28,7 +28,9 @@ class SteeredVerification:
         self._is_pinned, self._guard = is_pinned, guard
         self._order: StepOrder | None = None
         self.admitted: HostCopy | None = None  # drafts verified per batch row of the step under way; None: all
-        self._numbers: VerificationNumbers | None = around_verification(runner, self._ask, self._note)
+        self._numbers: VerificationNumbers | None = around_verification(
+            runner, self._choosing, self._placing, self._note
+        )
 
     @classmethod
     def of(cls, runner: Any, is_pinned: bool, guard: Guard) -> SteeredVerification | None:
@@ -40,18 +42,27 @@ class SteeredVerification:
         """Begin a step."""
         self._order, self.admitted = order, None
 
-    def _ask(self, choose: Callable[[], Any]) -> Any:
-        with ExitStack() as exchanged:
-            self._guard("numbers of adaptive verification", lambda: self._exchange(exchanged))
-            return choose()
+    def _choosing(self) -> ExitStack:
+        """Exchange what the number of drafts is chosen by."""
+        exchanged = ExitStack()
+        self._guard("numbers of adaptive verification", lambda: self._exchange(exchanged, is_choice=True))
+        return exchanged
 
-    def _exchange(self, exchanged: ExitStack) -> None:
+    def _placing(self) -> ExitStack:
+        """Exchange what the drafts are ranked by."""
+        exchanged = ExitStack()
+        self._guard("numbers of adaptive verification", lambda: self._exchange(exchanged, is_choice=False))
+        return exchanged
+
+    def _exchange(self, exchanged: ExitStack, is_choice: bool) -> None:
         order, numbers = self._order, self._numbers
         if order is None or numbers is None or order.costs is None:
             return
-        exchanged.enter_context(numbers.costs(*order.costs))
+        if is_choice:
+            exchanged.enter_context(numbers.costs(*order.costs))
         if order.weights:
-            exchanged.enter_context(numbers.weights(order.weights))
+            weigh = numbers.weights_on_host if is_choice else numbers.weights_on_device
+            exchanged.enter_context(weigh(order.weights))
 
     def _note(self, names: list[str], admitted: Tensor) -> None:
         self._guard("admitted drafts", lambda: self._copy(admitted))

@@ -71,7 +71,7 @@ class FaserRunnerV2(RunnerV2Hooks):
             return
         for limit in limits_for(DraftingFacts.of(config)):
             logger.info("FASER on vLLM's V2 runner: %s", limit.line())
-        self.drafting = DraftingV2(self.speculator, self._is_pinned, self._guard)  # type: ignore[attr-defined]
+        self.drafting = DraftingV2(self, self._is_pinned, self._guard)
 
     @property
     def _is_pinned(self) -> bool:
@@ -84,6 +84,11 @@ class FaserRunnerV2(RunnerV2Hooks):
         if self.graphs is not None:
             self._guard("graphs", self.graphs.extend)
         return result
+
+    def shutdown(self) -> None:
+        """Let go of what vLLM frees."""
+        self.drafting = self.graphs = self.verification = self.drawn = None
+        super().shutdown()  # type: ignore[misc]
 
     def _set_up_verification(self) -> None:
         self.verification = SteeredVerification.of(self, self._is_pinned, self._guard)
@@ -109,7 +114,9 @@ class FaserRunnerV2(RunnerV2Hooks):
         self.lengths = self.rounds = None
         if self.verification is not None:
             self.verification.begin(self.order)
-        self.drawn = None if self.drafting is None else self.drafting.drawn
+        self.drawn = None
+        if self.drafting is not None:
+            self.drawn, self.drafting.drawn = self.drafting.drawn, None
         self.events = None if self._make_event is None else StepEvents(self._make_event)
         self._mark("begin")
         result = inherited(scheduler_output, *args, **kwargs)

@@ -49,15 +49,15 @@ _V1 = "VLLM_USE_V2_MODEL_RUNNER=0"
 LIMITS_V2: Final = (
     Limit(
         "ragged drafting",
-        "V2 drafts the longest length of the batch for every request with draft_model, and where the attention backend "
-        "fuses the drafter's rounds (FlashAttention 3, Triton); each request still verifies its own length",
+        "V2 drafts the longest length of the batch for every request with draft_model, and where it runs the "
+        "drafter's rounds as one (most CUDA attention backends); each request still verifies its own length",
         "one deep request makes all others draft as deep, rows (longest - k_i) of drafting per request are thrown away",
         f"{_V1} drafts each request its own length (eagle, eagle3, draft_model, ngram)",
     ),
     Limit(
         VERIFICATION_GRAPHS,
-        "full CUDA graphs replay steps of mixed draft lengths only where the attention backend is FlashAttention 3 or "
-        "Triton, and not with cudagraph_mode PIECEWISE, LoRA, or ranks in a pipeline",
+        "full CUDA graphs replay steps of mixed draft lengths only where vLLM's attention backend takes them, such "
+        "as FlashAttention 3 or Triton, and not with cudagraph_mode PIECEWISE, LoRA, or ranks in a pipeline",
         "such steps run piecewise graphs (or eagerly with FULL_DECODE_ONLY)",
         "--attention-backend TRITON_ATTN where the model can use it; else num_speculative_tokens_per_batch_size and "
         "few distinct lengths",

@@ -110,6 +110,12 @@ def test_a_model_without_drafter_is_refused_with_an_example() -> None:
         model_launch("org/name", ENDPOINT, ["--max-model-len", "2048"])
 
 
+@pytest.mark.parametrize("flag", [["--speculative-config", "notjson"], ["--speculative-config=[1]"], ["-sc", "{a:1}"]])
+def test_a_speculative_config_that_is_no_json_is_refused_before_anything_starts(flag: list[str]) -> None:
+    with pytest.raises(EngineError, match="is no JSON object; expected"):
+        model_launch("some/model", "ipc:///e", flag)
+
+
 def test_a_local_model_survives_a_change_of_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "m").mkdir()
     monkeypatch.chdir(tmp_path)

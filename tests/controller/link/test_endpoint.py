@@ -109,3 +109,9 @@ def test_status_is_answered_beside_the_endpoint(monkeypatch: pytest.MonkeyPatch)
     assert status_address("ipc:///a/other.sock") == "ipc:///a/other.sock.status"
     assert status_address("tcp://127.0.0.1:70") == "ipc:///run/faser/status-70.sock"
     assert status_address("ipc:///a/engine.sock", "ipc:///b") == "ipc:///b"
+
+
+@pytest.mark.parametrize("endpoint", ["foo://bar", "127.0.0.1:5555", ""])
+def test_an_address_of_no_kind_is_no_place_to_ask(endpoint: str) -> None:
+    with pytest.raises(EndpointError, match=r"expected ipc://PATH or tcp://127\.0\.0\.1:PORT"):
+        status_address(endpoint)

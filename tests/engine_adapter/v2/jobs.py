@@ -172,7 +172,7 @@ def _neighbours_rounds(engine: Engine) -> None:
 def _failing_numbers(engine: Engine) -> None:
     from faser.engine_adapter.patches.v2_verification import VerificationNumbers
 
-    VerificationNumbers.weights = _raise  # type: ignore[method-assign]
+    VerificationNumbers.weights_on_host = _raise  # type: ignore[method-assign]
 
 
 CONTROLS: dict[str, Callable[[Engine], None]] = {

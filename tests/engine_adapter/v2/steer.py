@@ -140,6 +140,7 @@ class Govern:
 
         def introduced(steering: Steering) -> None:
             introduce(steering)
+            steering.lease.max_s = 60.0  # an interpreted step may take longer than a lease holds
             capabilities = Capabilities.from_hello(steering.hello)
             govern.capabilities = capabilities
             govern.policy, govern.state = make_policy(policy, capabilities), EngineState(capabilities)
@@ -149,6 +150,7 @@ class Govern:
             assert isinstance(record, StepRecord)
             govern.records.append(record)
             action = decided(govern.state, record, govern.policy, record.counter)
+            action.valid_until_s = record.time_s + 60.0
             govern.actions.append(action)
             waiting.append(action)
             return record
