@@ -117,9 +117,9 @@ class Process:
         """Return {"result"}, {"skipped"} or {"error"} of a part."""
         result, log = (self._folder / f"{part.name.replace('/', '-')}.{end}" for end in ("json", "log"))
         result.unlink(missing_ok=True)
-        ends_s = time.monotonic() + limit_s
         try:
-            self._is_ready = self._is_ready or self._wait(ends_s) == "ready"
+            self._is_ready = self._is_ready or self._wait(time.monotonic() + LIMIT_S) == "ready"
+            ends_s = time.monotonic() + limit_s  # importing vLLM for the first time may take a minute
             self._send({"module": part.module, "given": part.given, "result": str(result), "log": str(log)})
             self._follow(int(self._wait(ends_s)), ends_s)
         except Empty:
@@ -173,12 +173,12 @@ def last_line(*logs: Path) -> str:
 def environment(options: argparse.Namespace) -> dict[str, str]:
     """Return the environment of the processes that measure."""
     own = {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "1",
-           "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
+           "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
     if options.site is not None:
         own["PYTHONPATH"] = os.pathsep.join([str(options.site), *filter(None, [os.environ.get("PYTHONPATH")])])
     if options.dry_run:
-        own |= {"TRITON_INTERPRET": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}  # fmt: skip
+        own |= {"TRITON_INTERPRET": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}  # fmt: skip
         openmp = next(Path(sys.prefix).rglob("libiomp5.so"), None)
         own |= {} if openmp is None else {"LD_PRELOAD": str(openmp)}
     return os.environ | own

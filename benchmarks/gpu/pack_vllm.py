@@ -34,9 +34,9 @@ STAYS_BEHIND = {
     "pynvvideocodec", "quack-kernels", "setuptools", "tilelang", "tokenspeed-mla", "torch", "torchaudio",
     "torchcodec", "torchvision", "triton",
 }  # fmt: skip
-LEFT_OUT = re.compile(
-    r"vllm/(vllm-rs$|third_party/(deep_gemm|fmha_sm100|flashmla)/)|swagger-ui|\.(cu|cuh|h|hpp)$"
-    r"|(?<!/_C_stable_libtorch)(?<!/_vllm_fa3_C)\.abi3\.so$"
+LEFT_OUT = re.compile(  # of vLLM other models' and other GPUs' code, of the rest headers and other models' tokenizers
+    r"^vllm/(vllm-rs$|third_party/(deep_gemm|fmha_sm100|flashmla)/|.*swagger-ui)|^mistral_common/data/"
+    r"|^vllm/.*(?<!/_C_stable_libtorch)(?<!/_vllm_fa3_C)\.abi3\.so$|\.(cu|cuh|h|hpp)$"
 )
 GLIBC = (39, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)
 
@@ -133,10 +133,9 @@ def needs(lines: list[Requirement], environment: dict[str, str], extras: set[str
 
 
 def unpacked(wheel: Path, site: Path) -> str:
-    """Put a wheel's files into the folder; of vLLM those that stay."""
+    """Put into the folder what stays of a wheel."""
     with zipfile.ZipFile(wheel) as content:
-        is_vllm = wheel.name.startswith("vllm-")
-        content.extractall(site, [each for each in content.namelist() if not (is_vllm and LEFT_OUT.search(each))])
+        content.extractall(site, [each for each in content.namelist() if not LEFT_OUT.search(each)])
     wheel.unlink()
     return wheel.name
 

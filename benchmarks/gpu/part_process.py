@@ -25,7 +25,12 @@ def main() -> None:
     kind, is_dry = sys.argv[1], "--dry-run" in sys.argv
     told = os.dup(1)
     os.dup2(2, 1)  # what is printed must not be taken for an answer
-    prepare(kind, is_dry)
+    checkout.make_importable()
+    if "--bare" not in sys.argv:
+        prepare(kind, is_dry)
+        if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():  # no fork could use it
+            os.dup2(told, 1)
+            os.execv(sys.executable, [sys.executable, *sys.argv, "--bare"])
     say(told, "ready")
     for line in sys.stdin:
         part = json.loads(line)
@@ -45,7 +50,6 @@ def say(told: int, line: str) -> None:
 
 def prepare(kind: str, is_dry: bool) -> None:
     """Import what all parts of the kind need. Without vLLM its parts find out themselves."""
-    checkout.make_importable()
     if kind == "vllm" and importlib.util.find_spec("vllm") is not None:
         if is_dry:
             sys.path.insert(0, str(checkout.ROOT / "tests" / "engine_adapter" / "v2"))
