@@ -123,8 +123,10 @@ class Decree:
     def _around_verdict(self, inherited: Call, sampler: Any, logits: Tensor, batch: Any, *given: Any) -> Any:
         """Raise each draft's own token in the row that judges it, or the one beside it."""
         ids, steps = batch.input_ids[batch.logits_indices].long(), batch.expanded_local_pos.long()
-        drafts, is_judge = ids.roll(-1), steps.roll(-1) > 0  # the next row's input is what this row judges
-        is_judge[-1] = False
+        drafts, is_judge = (
+            ids.roll(-1),
+            steps.roll(-1) > 0,
+        )  # a row judges the next one's input; the first's is no draft
         requests, places = self._requests[batch.expanded_idx_mapping.long()], batch.positions[batch.logits_indices]
         kept = self._fates.are_accepted(requests, places.long(), steps.clamp(max=self._longest - 1))
         tokens = torch.where(kept, drafts, drafts + 1) % logits.shape[-1]

@@ -177,9 +177,10 @@ import os, subprocess, sys, time
 from checkout import Missing
 
 def measure(is_dry, how):
-    if how == "sleeps":
+    if how in ("sleeps", "leaves"):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        open(os.environ["CHILD"], "w").write(str(child.pid))
+        open(os.path.join(os.environ["CHILDREN"], how), "w").write(str(child.pid))
+    if how == "sleeps":
         time.sleep(600)
     if how == "lacks":
         raise Missing("no such thing")
@@ -195,14 +196,13 @@ def test_a_part_answers_lacks_something_fails_vanishes_or_is_ended_in_time_with_
     day: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "odd_part.py").write_text(ODD_PART)
-    child = tmp_path / "child"
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("CHILD", str(child))
+    monkeypatch.setenv("CHILDREN", str(tmp_path))
     process = day.Process("torch", day.arguments(["--dry-run", "--output", "x"]), tmp_path)
     try:
         told = {
             how: process.run(day.Part(how, "torch", "odd_part", {"how": how}), 8.0 if how == "sleeps" else 120.0)
-            for how in ("answers", "lacks", "fails", "vanishes", "sleeps", "answers again")
+            for how in ("answers", "lacks", "fails", "vanishes", "leaves", "sleeps", "answers again")
         }
     finally:
         process.close()
@@ -212,14 +212,18 @@ def test_a_part_answers_lacks_something_fails_vanishes_or_is_ended_in_time_with_
     assert told["vanishes"]["error"].startswith("it ended without a result")
     assert told["sleeps"]["error"].startswith("no answer within 8 s")
     assert told["answers again"] == {"result": {"how": "answers again", "is_dry": True}}
+    for how in ("leaves", "sleeps"):
+        assert ends(int((tmp_path / how).read_text())), f"what the part that {how} started goes on"
+
+
+def ends(process: int) -> bool:
+    """Wait for a process to end; it may stay dead in the table, as nobody's child."""
+    command = Path(f"/proc/{process}/cmdline")
     for _ in range(100):  # the kernel takes a moment
-        if not Path(f"/proc/{child.read_text()}/cmdline").exists():
-            break
-        if not Path(f"/proc/{child.read_text()}/cmdline").read_bytes():
-            break  # dead, and nobody's child yet
+        if not command.exists() or not command.read_bytes():
+            return True
         time.sleep(0.05)
-    else:
-        pytest.fail("what the part started goes on")
+    return False
 
 
 def test_the_parts_below_the_engine_need_neither_vllm_nor_fasers_own_dependencies() -> None:
