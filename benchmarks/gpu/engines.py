@@ -60,10 +60,14 @@ def drafting(arm: str, chosen: dict[str, Any], longest: int) -> dict[str, Any]:
     return {"speculative_config": config} | (FASER if arm.startswith("faser") else {})
 
 
-def build(model: str, arm: str, options: dict[str, Any], is_dry: bool, is_async: bool = True) -> Any:
-    """Start an engine; raise Missing where vLLM or FASER refuses the arm."""
+def require_vllm() -> None:
+    """Raise Missing without vLLM."""
     if find_spec("vllm") is None:
         raise Missing("vLLM is not there; --site names the folder it was unpacked into")
+
+
+def build(model: str, arm: str, options: dict[str, Any], is_dry: bool, is_async: bool = True) -> Any:
+    """Start an engine; raise Missing where vLLM or FASER refuses the arm."""
     make_importable()
     if not arm.startswith("faser"):
         os.environ["VLLM_PLUGINS"] = "none"
@@ -74,7 +78,11 @@ def build(model: str, arm: str, options: dict[str, Any], is_dry: bool, is_async:
     from vllm import LLM
 
     try:
+        if arm.startswith("faser"):
+            _check_wanted(model, options | {"async_scheduling": is_async})
         llm = LLM(model, async_scheduling=is_async, **options)
+    except Missing:
+        raise
     except Exception as error:  # vLLM's is a pydantic one with the reason in it
         if arm in IS_ADAPTIVE and "daptive verification" in str(error):
             raise Missing(f"vLLM refuses adaptive verification: {_line(error)}") from error
@@ -89,11 +97,19 @@ def _line(error: Exception) -> str:
     return line.partition(" [type=")[0].removeprefix("Value error, ")
 
 
-def _check_steered(llm: Any) -> None:
+def _check_wanted(model: str, options: dict[str, Any]) -> None:
+    """Raise Missing where FASER would refuse the engine: that is known before half a minute of building it."""
+    from vllm.engine.arg_utils import EngineArgs
+
     from faser.engine_adapter.hello import refusal
 
+    if (reason := refusal(EngineArgs(model=model, **options).create_engine_config())) is not None:
+        raise Missing(f"FASER refuses: {reason}")
+
+
+def _check_steered(llm: Any) -> None:
     if getattr(scheduler_of(llm), "steering", None) is None:
-        raise Missing(f"FASER refuses: {refusal(llm.llm_engine.vllm_config) or 'it switched itself off; see the log'}")
+        raise RuntimeError("FASER switched itself off; its log says why")
 
 
 def scheduler_of(llm: Any) -> Any:

@@ -24,6 +24,7 @@ REQUESTS, ANSWER_TOKENS = 16, 96
 
 def measure(is_dry: bool, arm: str) -> dict[str, Any]:
     """Generate with one arm; `none`, or how FASER runs: `sync`, `async`, `adaptive`."""
+    engines.require_vllm()
     # Triton's products of float32 are tf32 unless told so: good for speed, not for comparing tokens.
     os.environ["TRITON_F32_DEFAULT"] = "ieee"
     make_importable()

@@ -39,6 +39,7 @@ WHOLE: Final[dict[str, Any]] = {
 
 def measure(is_dry: bool, arm: str) -> dict[str, Any]:
     """Return of each load, and each length where the arm goes through them, what was measured."""
+    engines.require_vllm()
     sizes = TINY if is_dry else WHOLE
     with tempfile.TemporaryDirectory() as folder, engines.sidecar(arm) as wait:
         target, head = models(Path(folder), is_dry)

@@ -192,6 +192,13 @@ def test_arms_ask_vllm_for_what_their_names_say(gpu: Module) -> None:
     assert {arm for arm, own in config.items() if "scheduler_cls" in own} == {"faser", "faser-adaptive"}
 
 
+@pytest.mark.parametrize("part", ["part_serve", "part_exact"])
+def test_without_vllm_its_parts_say_so(gpu: Module, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    monkeypatch.setattr(gpu("engines"), "find_spec", lambda name: None)
+    with pytest.raises(gpu("checkout").Missing, match="vLLM is not there; --site"):
+        gpu(part).measure(True, "none")
+
+
 def test_arms_take_turns_in_rotating_order_and_keep_their_own_times(
     gpu: Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
