@@ -13,6 +13,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
+class Missing(Exception):
+    """What a part needs is not there, or refuses; the part is recorded as skipped, with this as the reason."""
+
+
 def make_importable() -> None:
     """Register the checkout's root as the package `faser`, unless it is that already."""
     present = getattr(sys.modules.get("faser"), "__file__", None)

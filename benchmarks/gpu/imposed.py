@@ -1,145 +1,143 @@
-"""Acceptance and confidence by decree, request by request, for engines whose weights are random.
+"""Acceptance and confidence by decree on vLLM's V2 runner, for engines whose weights are random.
 
-Each draft token gets a confidence and a fate from a generator fitted to a measured run
-(env/profile/acceptance_model.py), keyed by request and by the place in its answer where the draft begins, so that
-every arm meets the same luck. The target's logits are raised at the draft's own token, or at another one, before
-vLLM's rejection sampler looks (V1 runner, greedy, synchronous scheduling), and FASER's drafter notes the confidence.
-Everything else is computed as always, and costs what it costs. Called by serve_engine.py behind the engine's start:
-numba comes with the generator, and vLLM's start does not bear it.
+Each draft token gets a confidence and a fate, keyed by request and by its place in the answer, so that every arm meets
+the same luck. The generator is that of env/profile/acceptance_model.py, in tensor operations that a CUDA graph can
+hold. The drafter's logits say one token with that confidence, so that vLLM's estimator and FASER read it where they
+always do; the target's logits are raised at the draft's token, or beside it, before vLLM's own rejection sampler.
+Everything else is computed as always, and costs what it costs. Nothing waits for the device.
 """
 
 from __future__ import annotations
 
 import math
-import random
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Callable
+from typing import Any, Final
 
-import numpy as np
+import torch
+from torch import Tensor
 
-from faser.env.profile.acceptance_model import AcceptanceModel, accept_chance, confidence_logit, draft_chain
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
+# A generator fitted to a measured run of EAGLE (Spec-Bench; a test holds these to env/calibration/acceptance_fit.py).
+# The run tells no confidences: theirs are a default's, whose AUC is 0.83 at the first position.
+INTERCEPTS: Final = (3.19484, 2.21788, 1.65731, 0.42044, 1.03071)
+MEAN_LOGIT, DROP, SPREAD, FURTHEST = 0.0, 0.15, 1.5, 2.8782  # of confidence; per position; in scores, cut off there
+REQUEST_SHARE, CARRY, HIDDEN = 0.1, 0.3, 0.39902
 CERTAIN: Final = 1e4  # above any logit
-
-
-class _Draft(NamedTuple):
-    """One draft's luck, as long as a draft can be: its scores, which begin anew with it, and a coin for each token."""
-
-    chain: list[float]
-    coins: list[float]
-
-
-@dataclass(slots=True)
-class _Life:
-    """One request's luck: what is its own, and its drafts by the place in the answer where they begin."""
-
-    level: float
-    residual: float
-    drafts: dict[int, _Draft] = field(default_factory=dict)
+LEVEL, RESIDUAL, CHAIN, COIN, TOKEN = range(5)  # what is drawn
 
 
 class Fates:
-    """Which draft tokens are accepted, and how sure the drafter is of each; the same for the same seed."""
+    """How sure the drafter is of each draft token, and whether the target accepts it. All tensors are of one length.
 
-    def __init__(self, model: AcceptanceModel, seed: int = 0) -> None:
-        self._intercepts, self._slopes, self._quantiles, shares = model.tables()
-        self._request_share, self._carry, self._hidden = map(float, shares)
-        self._k_max, self._seed = model.k_max, seed
-        self._lives: dict[int, _Life] = {}
+    :param requests: int64, what tells requests apart
+    :param places: int64, where in its context the token before the draft token stands
+    :param steps: int64, how many draft tokens stand before it in its draft
+    """
 
-    def logit(self, request: int, begin: int, position: int) -> float:
-        """Return the confidence's logit of a draft's token.
+    def __init__(self, longest: int, device: torch.device) -> None:
+        if longest > len(INTERCEPTS):
+            raise ValueError(f"drafts of {longest} tokens; expected at most {len(INTERCEPTS)}")
+        self._intercepts = torch.tensor(INTERCEPTS, device=device)
+        fresh = math.sqrt(1.0 - CARRY * CARRY)
+        shares = [[(CARRY**step if at == 0 else fresh * CARRY ** (step - at)) if at <= step else 0.0
+                   for at in range(longest)] for step in range(longest)]  # fmt: skip
+        self._shares = torch.tensor(shares, device=device)  # of each draft token's own luck in a later one's score
+        self._columns = torch.arange(longest, device=device)
 
-        :param begin: the place in the answer where the draft begins
-        :param position: in its draft, 0 for the first
-        """
-        life = self._life(request)
-        chain = self._draft(request, begin).chain[position]
-        found: float = confidence_logit(self._quantiles, position, life.level, chain, self._request_share)
-        return found
+    def logits(self, requests: Tensor, places: Tensor, steps: Tensor) -> Tensor:
+        """Return the confidences' logits."""
+        begins = (places - steps)[:, None] + 0 * self._columns
+        chain = normal(CHAIN, requests[:, None], begins, self._columns[None])
+        own = (chain * self._shares[steps]).sum(-1)
+        score = math.sqrt(REQUEST_SHARE) * normal(LEVEL, requests) + math.sqrt(1.0 - REQUEST_SHARE) * own
+        return MEAN_LOGIT - DROP * steps + SPREAD * score.clamp(-FURTHEST, FURTHEST)
 
-    def confidence(self, request: int, begin: int, position: int) -> float:
-        """Return the drafter's probability of that token."""
-        return 1.0 / (1.0 + math.exp(-self.logit(request, begin, position)))
+    def are_accepted(self, requests: Tensor, places: Tensor, steps: Tensor) -> Tensor:
+        """Return whether the target accepts each, given that it accepted all before it in the draft."""
+        hidden = HIDDEN * normal(RESIDUAL, requests)
+        chance = (self._intercepts[steps] + self.logits(requests, places, steps) + hidden).sigmoid()
+        return uniform(COIN, requests, places, steps) < chance
 
-    def is_accepted(self, request: int, begin: int, position: int) -> bool:
-        """Return whether the target accepts that token, given that it accepted all before it in the draft."""
-        logit, residual = self.logit(request, begin, position), self._life(request).residual
-        chance = accept_chance(self._intercepts, self._slopes, position, logit, residual, self._hidden)
-        return self._draft(request, begin).coins[position] < chance
 
-    def _life(self, request: int) -> _Life:
-        if request not in self._lives:
-            dice = random.Random(f"{self._seed} {request}")
-            self._lives[request] = _Life(dice.gauss(0.0, 1.0), dice.gauss(0.0, 1.0))
-        return self._lives[request]
+def uniform(kind: int, *keys: Tensor) -> Tensor:
+    """Return a number in (0, 1) that looks random and is the same for the same keys."""
+    mixed = torch.full_like(keys[0], 0x9E3779B9 + kind)
+    for key in keys:
+        mixed = ((mixed ^ key) * 0x2545F491) & 0x7FFFFFFF
+        mixed = ((mixed ^ (mixed >> 15)) * 0x5BD1E995) & 0x7FFFFFFF
+        mixed = mixed ^ (mixed >> 13)
+    return ((mixed & 0xFFFFFF).float() + 0.5) / 2**24
 
-    def _draft(self, request: int, begin: int) -> _Draft:
-        drafts = self._life(request).drafts
-        if begin not in drafts:
-            chance = np.random.default_rng((self._seed, request, begin))
-            drafts[begin] = _Draft(draft_chain(chance, self._k_max, self._carry), chance.random(self._k_max).tolist())
-        return drafts[begin]
+
+def normal(kind: int, *keys: Tensor) -> Tensor:
+    """Return the same as a draw of N(0, 1)."""
+    return math.sqrt(2.0) * torch.erfinv(2.0 * uniform(kind, *keys) - 1.0)
 
 
 class Decree:
-    """Puts the fates upon one engine's runner, for as long as it lives."""
+    """Puts the fates upon the engine of this process: made before it, it holds for as long as that lives."""
 
-    def __init__(self, runner: Any, fates: Fates) -> None:
-        self._runner, self._fates = runner, fates
-        self._book: Any = None  # of the drafting under way, and how many of its passes were noted
-        self._column = 0
-        self._next: list[tuple[int, int]] = []  # by batch row: request, and where its next draft begins
-        runner.sampler.register_forward_hook(self._after_sampling)
-        if hasattr(runner, "rejection_sampler"):
-            runner.rejection_sampler.register_forward_pre_hook(self._before_rejecting)
-            runner.rejection_sampler.register_forward_hook(self._after_sampling)
-        if hasattr(drafter := getattr(runner, "drafter", None), "book"):  # FASER's
-            drafter._note = self._note
+    def __init__(self, longest: int) -> None:
+        from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+        from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+        from vllm.v1.worker.gpu.states import RequestState
 
-    def _places(self) -> list[tuple[int, int]]:
-        """Return of each request in the batch its number and the tokens it has emitted; vLLM may add to a name."""
-        return [
-            (int(name.split("-")[0]), len(self._runner.requests[name].output_token_ids))
-            for name in self._runner.input_batch.req_ids
-        ]
+        self._longest = longest
+        self._fates: Any = None
+        self._requests: Any = None  # (slots + 1,) what tells requests apart; the last is that of padding
+        self._drawing: Any = None  # requests, places and steps of the rows that draft
+        _wrap(RequestState, "__init__", self._around_states)
+        _wrap(RequestState, "add_request", self._around_request)
+        _wrap(DraftModelSpeculator, "sample_draft", self._around_draft)
+        _wrap(DraftModelSpeculator, "compute_draft_logits", self._around_logits)
+        _wrap(RejectionSampler, "__call__", self._around_verdict)
 
-    def _before_rejecting(self, _module: Any, arguments: tuple[Any, ...]) -> None:
-        verified, _, logits, _ = arguments
-        rows, kept, first = list[int](), list[bool](), 0  # a request has a row more than it has drafts
-        for (request, emitted), count in zip(self._places(), verified.num_draft_tokens, strict=True):
-            rows += range(first, first + count)
-            kept += [self._fates.is_accepted(request, emitted, j) for j in range(count)]
-            first += count + 1
-        if rows:
-            drafts = verified.draft_token_ids.long().clamp(min=0)  # below 0: a place kept for a draft, never accepted
-            is_kept = logits.new_tensor(kept).bool() & (verified.draft_token_ids >= 0)
-            tokens = drafts.where(is_kept, (drafts + 1) % logits.shape[-1])
-            logits[drafts.new_tensor(rows), tokens] = CERTAIN
+    def _around_states(self, inherited: Call, states: Any, *given: Any, **named: Any) -> None:
+        inherited(states, *given, **named)
+        self._fates = Fates(self._longest, states.device)
+        self._requests = torch.zeros(states.max_num_reqs + 1, dtype=torch.int64, device=states.device)
 
-    def _after_sampling(self, _module: Any, _arguments: tuple[Any, ...], output: Any) -> None:
-        """Note where drafts begin: vLLM drafts before it counts the new tokens in.
+    def _around_request(self, inherited: Call, states: Any, *given: Any, **named: Any) -> None:
+        """Tell requests apart by the lengths of their prompts, which an arm does not change."""
+        inherited(states, *given, **named)
+        name, prompt_len = (*given, *named.values())[:2]
+        self._requests[states.req_id_to_index[name]].fill_(prompt_len)
 
-        The rejection sampler calls the plain one for its last rows; what it says itself comes last and counts.
+    def _around_draft(
+        self, inherited: Call, speculator: Any, hidden: Tensor, places: Tensor, slots: Tensor, *given: Any, **named: Any
+    ) -> Any:
+        step = given[2].long().expand(len(places))
+        self._drawing = self._requests[slots.long()], places.long(), step
+        return inherited(speculator, hidden, places, slots, *given, **named)
+
+    def _around_logits(self, inherited: Call, speculator: Any, hidden: Tensor, *given: Any) -> Tensor:
+        """Let one token have the confidence that is decreed, all others the rest.
+
+        Random weights say next to nothing: all their logits are about 0.
         """
-        counts = (output.sampled_token_ids >= 0).sum(dim=-1).tolist()
-        self._next = [
-            (request, emitted + count) for (request, emitted), count in zip(self._places(), counts, strict=False)
-        ]
+        logits: Tensor = inherited(speculator, hidden, *given)
+        spoken = torch.isfinite(logits[0]).sum().clamp(min=2)  # an EAGLE-3 head's own vocabulary is smaller
+        told = self._fates.logits(*self._drawing) + (spoken - 1.0).log()
+        tokens = (uniform(TOKEN, *self._drawing[:2]) * spoken).long()
+        return logits.scatter(1, tokens[:, None], told.to(logits.dtype)[:, None])
 
-    def _note(self, logits: Tensor, tops: Tensor, offsets: Tensor | None = None) -> None:
-        """Take the place of RaggedModelDrafter's: the confidences that go with the fates, not the random weights'."""
-        drafter = self._runner.drafter
-        if drafter.book is None:
-            return
-        if drafter.book is not self._book:
-            self._book, self._column = drafter.book, 0
-        rows = range(len(tops)) if drafter._drafting is None else drafter._drafting
-        sure = [
-            self._fates.confidence(request, begin, self._column) for request, begin in (self._next[row] for row in rows)
-        ]
-        drafter.book.note(drafter._drafting, logits.new_tensor(sure).float())
-        self._column += 1
+    def _around_verdict(self, inherited: Call, sampler: Any, logits: Tensor, batch: Any, *given: Any) -> Any:
+        """Raise each draft's own token in the row that judges it, or the one beside it."""
+        ids, steps = batch.input_ids[batch.logits_indices].long(), batch.expanded_local_pos.long()
+        drafts, is_judge = (
+            ids.roll(-1),
+            steps.roll(-1) > 0,
+        )  # a row judges the next one's input; the first's is no draft
+        requests, places = self._requests[batch.expanded_idx_mapping.long()], batch.positions[batch.logits_indices]
+        kept = self._fates.are_accepted(requests, places.long(), steps.clamp(max=self._longest - 1))
+        tokens = torch.where(kept, drafts, drafts + 1) % logits.shape[-1]
+        raised = torch.where(is_judge, CERTAIN, logits.gather(1, tokens[:, None])[:, 0].float())
+        logits.scatter_(1, tokens[:, None], raised.to(logits.dtype)[:, None])
+        return inherited(sampler, logits, batch, *given)
+
+
+Call = Callable[..., Any]
+
+
+def _wrap(kind: type, name: str, around: Call) -> None:
+    inherited = getattr(kind, name)
+    setattr(kind, name, lambda *given, **named: around(inherited, *given, **named))

@@ -5,7 +5,6 @@ Both offer partitions, captured work and a stopwatch, so that the parts above ar
 
 from __future__ import annotations
 
-import platform
 import statistics
 import time
 from collections.abc import Callable, Hashable
@@ -77,18 +76,6 @@ class CudaMachine:
         torch.cuda.empty_cache()
         return float(torch.cuda.mem_get_info()[0])
 
-    def facts(self) -> dict[str, Any]:
-        """Return what the figures depend on."""
-        import triton
-
-        found = torch.cuda.get_device_properties(0)
-        return {
-            "gpu": found.name, "sms": found.multi_processor_count, "memory_bytes": found.total_memory,
-            "capability": f"{found.major}.{found.minor}", "driver": driver_version(), "cuda": torch.version.cuda,
-            "torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version(),
-            "is_dry_run": False,
-        }  # fmt: skip
-
 
 class HostDevice:
     """As many units as a GPU might have, given to whoever asks."""
@@ -142,12 +129,19 @@ class HostMachine:
         """Return enough."""
         return 1e9
 
-    def facts(self) -> dict[str, Any]:
-        """Return what the figures depend on."""
-        return {"gpu": None, "torch": torch.__version__, "python": platform.python_version(), "is_dry_run": True}
-
 
 Machine = CudaMachine | HostMachine
+
+
+def machine_for(is_dry: bool) -> Machine:
+    """Return the GPU, or the host for the dry run."""
+    return HostMachine() if is_dry else CudaMachine()
+
+
+def sizes(partition: Partition, is_allocated: bool = False) -> list[int]:
+    """Return [draft, verify] units."""
+    chosen = partition.allocated if is_allocated else partition.asked
+    return [chosen.draft, chosen.verify]
 
 
 def rotated(names: list[str], by: int) -> list[str]:
@@ -160,14 +154,3 @@ def told(times: list[float]) -> dict[str, float]:
     """Return median and quartiles, milliseconds."""
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
     return {"median": round(middle, 5), "q1": round(low, 5), "q3": round(high, 5), "count": len(times)}
-
-
-def driver_version() -> str:
-    """Return the driver's version, as its tool tells it; empty without the tool."""
-    import subprocess
-
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from decoder import Decoder
 from machines import Machine
-from shapes import Shape
+from shapes import DRAFTER, TARGET, TINY_DRAFTER, TINY_TARGET, Shape
 
 SHARE_OF_MEMORY = 0.8  # the rest is for graphs and what runs in them
 
@@ -32,6 +32,13 @@ class Pass:
 
     def __call__(self) -> None:
         self.run()
+
+
+def pair_for(machine: Machine, requests: tuple[int, ...]) -> Pair:
+    """Return the timed pair, the tiny one in the dry run, for batches of these sizes."""
+    if machine.is_dry:
+        return Pair(machine, TINY_DRAFTER, TINY_TARGET, Sizes(requests, length=2, context=8, rounds=2))
+    return Pair(machine, DRAFTER, TARGET, Sizes(requests, length=4, context=1024, rounds=15))
 
 
 class Pair:

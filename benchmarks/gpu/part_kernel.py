@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from machines import Machine, told
+from machines import Machine, machine_for, told
 
 from faser.engine_adapter.pruning import exit_kernel
 from faser.engine_adapter.pruning.cut import Cut, CutBatch
@@ -76,8 +76,11 @@ class Case:
         return TokenHeads.decide(self.heads, LAYER, threshold, self.checks, self.batch)
 
 
-def measure(machine: Machine, requests: list[int], length: int, rounds: int) -> dict[str, Any]:
+def measure(is_dry: bool) -> dict[str, Any]:
     """Return agreement over random steps and times per batch size."""
+    machine, requests, length, rounds = machine_for(is_dry), (1, 2) if is_dry else (1, 8, 32, 64), 4, 45
+    if is_dry:
+        length, rounds = 2, 2
     size = TINY if machine.is_dry else SIZE
     torch.backends.cuda.matmul.allow_tf32 = False
     agreement = {"float32": _agreement(machine, size, torch.float32, 3 if machine.is_dry else 60)}

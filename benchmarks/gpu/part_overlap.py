@@ -1,4 +1,4 @@
-"""Drafting and verifying alone and together on every partition, in turns, at one batch size."""
+"""Drafting and verifying alone and together on every partition, in turns, and what overlap wins of it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,38 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from machines import told
-from pair import Pair, Pass
-from part_partitions import sizes
+from machines import machine_for, sizes, told
+from pair import Pair, Pass, pair_for
 
 from faser.engine_adapter.partition.shares import PHASES, UNSPLIT, Partition, Phase
+from faser.env.estimate.overlap_bound import PhaseTimes, draft_ahead_bound, ping_pong_bound
 
 
-def measure(pair: Pair, requests: int) -> dict[str, Any]:
+def measure(is_dry: bool) -> dict[str, Any]:
+    """Return times by requests, and what two groups that take turns win over one step of all."""
+    pair = pair_for(machine_for(is_dry), (1, 2) if is_dry else (4, 8, 32, 64))
+    found = {requests: times(pair, requests) for requests in pair.sizes.requests}
+    turns = {f"{whole}": _ping_pong(found[whole], found[whole // 2]) for whole in found if whole // 2 in found}
+    return {"requests": {f"{requests}": own for requests, own in found.items()}, "ping_pong": turns}
+
+
+def _ping_pong(whole: dict[str, Any], half: dict[str, Any]) -> dict[str, Any]:
+    """Return the gain on each partition, from the times at half the batch, and its bound on the whole device."""
+    serial_ms = whole["partitions"][UNSPLIT]["step_ms"]["median"]
+    gains = {name: round(serial_ms / (2.0 * own["step_ms"]["median"]), 4) for name, own in half["partitions"].items()}
+    return gains | {"bound": round(ping_pong_bound(_alone(whole), _alone(half)), 4)}
+
+
+def _alone(found: dict[str, Any]) -> PhaseTimes:
+    own = found["partitions"][UNSPLIT]
+    return PhaseTimes(own["draft_ms"]["median"] / 1e3, own["verify_ms"]["median"] / 1e3)
+
+
+def times(pair: Pair, requests: int) -> dict[str, Any]:
     """Return times per partition; `gain` is unsplit's serial step over this one's, round by round.
 
-    `equal_tokens` tells of phases that get in each other's way: a race shows as tokens that differ.
+    `interference` is a step of both phases over the longer of them alone on the same share: 1 where they are not in
+    each other's way. `equal_tokens` tells of phases that are: a race shows as tokens that differ.
     """
     machine = pair.machine
     ready = machine.partitions.ready
@@ -28,23 +49,26 @@ def measure(pair: Pair, requests: int) -> dict[str, Any]:
     for partition in ready:
         for name, phases in (("draft", PHASES[:1]), ("verify", PHASES[1:]), ("step", PHASES)):
             arms[f"{partition.name} {name}"] = _arm(pair, partition, phases, requests)
-    times = machine.rounds(arms, pair.sizes.rounds)
+    taken = machine.rounds(arms, pair.sizes.rounds)
     equal = {partition.name: _equal(pair, arms, work, partition) for partition in ready}
     machine.forget()
-    serial = times[f"{UNSPLIT} step"]
-    found = {}
+    serial = taken[f"{UNSPLIT} step"]
+    found: dict[str, Any] = {}
     for partition in ready:
-        steps = times[f"{partition.name} step"]
+        draft, verify, steps = (taken[f"{partition.name} {name}"] for name in ("draft", "verify", "step"))
+        longer = [max(pair) for pair in zip(draft, verify, strict=True)]
         found[partition.name] = {
             "asked": sizes(partition), "allocated": sizes(partition, is_allocated=True),
-            "draft_ms": told(times[f"{partition.name} draft"]), "verify_ms": told(times[f"{partition.name} verify"]),
-            "step_ms": told(steps), "gain": told([one / own for one, own in zip(serial, steps, strict=True)]),
+            "draft_ms": told(draft), "verify_ms": told(verify), "step_ms": told(steps),
+            "gain": told([one / own for one, own in zip(serial, steps, strict=True)]),
+            "interference": told([own / one for one, own in zip(longer, steps, strict=True)]),
             "equal_tokens": equal[partition.name],
         }  # fmt: skip
-    return {
-        "requests": requests, "length": pair.sizes.length, "context": pair.sizes.context,
+    result: dict[str, Any] = {
+        "length": pair.sizes.length, "context": pair.sizes.context,
         "layers": [pair.layers, pair.target.shape.layers], "partitions": found,
     }  # fmt: skip
+    return result | {"ahead_bound": round(draft_ahead_bound(_alone(result)), 4)}
 
 
 def _equal(pair: Pair, arms: dict[str, Callable[[], None]], work: dict[Phase, Pass], partition: Partition) -> float:

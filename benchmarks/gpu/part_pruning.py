@@ -11,14 +11,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from machines import told
-from pair import Pair, Pass
+from machines import machine_for, told
+from pair import Pair, Pass, pair_for
 from part_kernel import SIZE, TINY, Case, Size
 
 from faser.engine_adapter.partition.shares import UNSPLIT
 
 
-def measure(pair: Pair, requests: int) -> dict[str, Any]:
+def measure(is_dry: bool) -> dict[str, Any]:
+    """Return each batch size's."""
+    pair = pair_for(machine_for(is_dry), (2,) if is_dry else (16, 64))
+    return {f"{requests}": times(pair, requests) for requests in pair.sizes.requests}
+
+
+def times(pair: Pair, requests: int) -> dict[str, Any]:
     """Return times of the whole pass and of cut ones by rows kept per request, and the gain over the whole."""
     machine, rows = pair.machine, 1 + pair.sizes.length
     partition, cut = machine.partitions.named(UNSPLIT), pair.layers // 2

@@ -39,10 +39,7 @@ class Shape:
 
 
 DRAFTER = Shape("qwen3-0.6b", 28, 1024, 16, 8, 128, 3072, 151936, True)
-TARGETS = {
-    "qwen3-8b": Shape("qwen3-8b", 36, 4096, 32, 8, 128, 12288, 151936, False),
-    "qwen3-32b": Shape("qwen3-32b", 64, 5120, 64, 8, 128, 25600, 151936, False),
-}
+TARGET = Shape("qwen3-8b", 36, 4096, 32, 8, 128, 12288, 151936, False)
 # For the dry run: everything once, nothing to be learned from its times.
 TINY_DRAFTER = Shape("tiny-drafter", 1, 32, 2, 1, 16, 48, 96, True)
-TINY_TARGETS = {"tiny-target": Shape("tiny-target", 4, 48, 4, 2, 16, 64, 96, False)}
+TINY_TARGET = Shape("tiny-target", 4, 48, 4, 2, 16, 64, 96, False)

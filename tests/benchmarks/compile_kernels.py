@@ -1,4 +1,4 @@
-"""Compile every Triton kernel to Hopper's machine code, no GPU needed; print their names. Run by test_gpu.py."""
+"""Compile every Triton kernel to Hopper's machine code, no GPU needed; print their names. Run by test_gpu_parts.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from faser.engine_adapter.pruning import exit_kernel
 
 sys.path.insert(0, str(Path(faser.__file__).parent / "benchmarks" / "gpu"))
 import fused
-import part_partitions
+import part_splits
 
 HOPPER = GPUTarget("cuda", 90, 32)
 STATE, NUMBER, REAL = "*bf16", "i32", "fp32"
@@ -38,7 +38,7 @@ compiled(
     dict.fromkeys(("qkv", "norms", "queries", "keys", "values"), STATE) | {"turns": "*fp32", "epsilon": REAL},
     {"HALF": 64},
 )
-compiled(part_partitions._where_am_i, {"out": "*i32"}, {})
+compiled(part_splits._where_am_i, {"out": "*i32"}, {})
 compiled(
     exit_kernel._decide,
     {

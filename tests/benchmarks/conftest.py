@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
@@ -34,3 +35,16 @@ def load_script() -> Iterator[Callable[[str], ModuleType]]:
     sys.path.remove(str(FOLDER))
     for name in loaded:
         del sys.modules[name]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Return what imports a module of benchmarks/gpu; all are forgotten again, for their names are short."""
+    folder = FOLDER / "gpu"
+    names = [module.stem for module in folder.glob("*.py")]
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(folder))
+    yield importlib.import_module
+    for name in names:
+        sys.modules.pop(name, None)

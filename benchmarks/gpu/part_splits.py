@@ -1,6 +1,7 @@
-"""Which SMs each partition really runs on, and what it costs to make one: seen by a kernel that notes its own SM.
+"""Splits: which SMs each partition really runs on, and how drafting and verifying get in each other's way on it.
 
-Checks what the driver says of its split, and that a CUDA graph stays on the context it was captured on.
+The SMs are seen by a kernel that notes its own: it checks what the driver says of its split, and that a CUDA graph
+stays on the context it was captured on.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import part_overlap
 import torch
 import triton
 import triton.language as tl
-from machines import CudaMachine, Machine
+from machines import CudaMachine, Machine, machine_for, sizes
+from pair import pair_for
 
 from faser.engine_adapter.partition.shares import PHASES, READY_MADE, Partition, make_ready
 
@@ -32,7 +35,16 @@ def _where_am_i(out, turns):
     tl.store(out + program, tl.max(seen + tl.where(busy < 0.0, 1, 0), axis=0))
 
 
-def measure(machine: Machine) -> dict[str, Any]:
+def measure(is_dry: bool) -> dict[str, Any]:
+    """Return the partitions as the device has them, and the interference table by requests."""
+    machine = machine_for(is_dry)
+    partitions = shares(machine)
+    pair = pair_for(machine, (1,) if is_dry else (1, 32))
+    table = {f"{requests}": part_overlap.times(pair, requests) for requests in pair.sizes.requests}
+    return {"partitions": partitions, "requests": table}
+
+
+def shares(machine: Machine) -> dict[str, Any]:
     """Return for each partition the SMs asked for, allocated and seen, and those that both phases were seen on."""
     found: dict[str, Any] = {"refused": list(machine.partitions.refused), "partitions": {}}
     for partition in machine.partitions.ready:
@@ -45,12 +57,6 @@ def measure(machine: Machine) -> dict[str, Any]:
     if isinstance(machine, CudaMachine):
         found["create_ms"] = _create_ms(machine)
     return found
-
-
-def sizes(partition: Partition, is_allocated: bool = False) -> list[int]:
-    """Return [draft, verify] units."""
-    chosen = partition.allocated if is_allocated else partition.asked
-    return [chosen.draft, chosen.verify]
 
 
 def _seen(machine: CudaMachine, partition: Partition, phase: Any) -> set[int]:

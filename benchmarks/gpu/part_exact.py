@@ -1,0 +1,105 @@
+"""Whether FASER's answers are the target's on vLLM's V2 runner: the real pair in float32, lengths of every kind.
+
+The lengths are drawn for each request and step (tests/engine_adapter/v2/steer.py), which is harder than any policy. Of
+the answers without speculation the gap between the two likeliest tokens is kept: where they differ at a gap that
+rounding bridges, the sums came in another order, and nothing was wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import engines
+from checkout import ROOT, Missing, make_importable
+
+PROMPTS: Final = ROOT / "env" / "workload" / "prompts"
+LONGEST: Final = 4
+REQUESTS, ANSWER_TOKENS = 16, 96
+
+
+def measure(is_dry: bool, arm: str) -> dict[str, Any]:
+    """Generate with one arm; `none`, or how FASER runs: `sync`, `async`, `adaptive`."""
+    engines.require_vllm()
+    # Triton's products of float32 are tf32 unless told so: good for speed, not for comparing tokens.
+    os.environ["TRITON_F32_DEFAULT"] = "ieee"
+    make_importable()
+    sys.path.insert(0, str(engines.TESTS))
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"FASER_RUNTIME_DIR": folder, "FASER_ENDPOINT": f"ipc://{folder}/nobody", "FASER_DEFAULT_K": "0"}
+        return generate(arm, *(tiny_pair(Path(folder)) if is_dry else real_pair()), is_dry)
+
+
+def real_pair() -> tuple[str, dict[str, Any], list[Any]]:
+    """Return the embedded target, its head, and prompts of all kinds."""
+    try:
+        from faser.models.embedded.pair import CacheError, ensure_embedded_drafter, ensure_embedded_target
+    except ImportError as error:
+        raise Missing(f"the embedded pair needs more: {error}") from error
+    try:
+        target, head = ensure_embedded_target(), ensure_embedded_drafter()
+    except (CacheError, ImportError) as error:
+        raise Missing(f"the embedded pair: {error}") from error
+    kinds = sorted(PROMPTS.glob("*.jsonl"))
+    texts = [json.loads(line)["text"] for kind in kinds for line in kind.read_text().splitlines()[:20]]
+    short = sorted(texts, key=len)[:: max(len(texts) // REQUESTS, 1)][:REQUESTS]
+    return str(target), {"method": "eagle3", "model": str(head)}, [{"prompt": text[:1500]} for text in short]
+
+
+def tiny_pair(folder: Path) -> tuple[str, dict[str, Any], list[Any]]:
+    """Return two tiny models, of which one drafts well for the other."""
+    from jobs import prompts
+    from tiny_models import VOCABULARY, save_llama
+
+    target, near = save_llama(folder / "target"), save_llama(folder / "near", noise=0.15)
+    return str(target), {"method": "draft_model", "model": str(near)}, prompts((5, 17), VOCABULARY)
+
+
+def generate(arm: str, model: str, chosen: dict[str, Any], prompts: list[Any], is_dry: bool) -> dict[str, Any]:
+    """Return the answers' tokens, and what FASER did."""
+    kind = {"none": "none", "adaptive": "faser-adaptive"}.get(arm, "faser")
+    steer: Any = None
+    if arm != "none":
+        from steer import Steer, rule_of
+
+        steer = Steer(rule_of({"random": LONGEST, "seed": 1}))
+    options = engines.settings(is_dry, "float32") | engines.drafting(kind, chosen, LONGEST)
+    options |= {"skip_tokenizer_init": True} if is_dry else {"max_num_seqs": REQUESTS, "gpu_memory_utilization": 0.5}
+    llm = engines.build(model, kind, options, is_dry, is_async=arm != "sync")
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(
+        temperature=0.0, max_tokens=6 if is_dry else ANSWER_TOKENS, ignore_eos=True, detokenize=False,
+        logprobs=2 if arm == "none" else None,
+    )  # fmt: skip
+    answers = [answer.outputs[0] for answer in llm.generate(prompts, parameters, use_tqdm=False)]
+    told = {"arm": arm, "engine": engines.facts(llm), "tokens": [list(answer.token_ids) for answer in answers]}
+    if arm == "none":
+        return told | {"gaps": [[_gap(place) for place in answer.logprobs] for answer in answers]}
+    check = steer.check()
+    return told | {
+        name: check[name]
+        for name in ("obeyed", "disobeyed", "misreported", "lengths", "records", "without_report", "rounds",
+                     "draft_rows", "rows_if_uniform", "confident", "drafting", "timed")
+    }  # fmt: skip
+
+
+def _gap(place: dict[int, Any]) -> float:
+    """Return by how much the likeliest token is ahead, in logits."""
+    first, second = sorted((each.logprob for each in place.values()), reverse=True)[:2]
+    return round(first - second, 6)
+
+
+def verdict(none: dict[str, Any], other: dict[str, Any], rounding: float = 1e-3) -> dict[str, Any]:
+    """Compare two arms' answers: requests that differ, and of each the place and the gap there."""
+    apart = []
+    for request, (one, two) in enumerate(zip(none["tokens"], other["tokens"], strict=True)):
+        place = next((at for at, pair in enumerate(zip(one, two, strict=True)) if pair[0] != pair[1]), None)
+        if place is not None:
+            apart.append({"request": request, "place": place, "gap": none["gaps"][request][place]})
+    told = "equal" if not apart else "ties" if all(each["gap"] < rounding for each in apart) else "different"
+    return {"verdict": told, "requests": len(none["tokens"]), "apart": apart}
