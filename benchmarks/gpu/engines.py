@@ -25,6 +25,8 @@ SIDECAR: Final = (
     "import sys; sys.path.insert(0, {folder!r}); from checkout import make_importable; make_importable(); "
     "from faser.controller.cli.main import main; main()"
 )
+# Milliseconds of drafting by requests, of verifying by tokens.
+DRY_CURVES: Final = ([(1, 1.0), (8, 1.0)], [(1, 4.0), (8, 4.0), (16, 6.0), (256, 70.0)])
 IS_ADAPTIVE: Final = {"adaptive", "faser-adaptive"}  # arms with vLLM's adaptive verification on
 
 
@@ -71,10 +73,8 @@ def build(model: str, arm: str, options: dict[str, Any], is_dry: bool, is_async:
     make_importable()
     if not arm.startswith("faser"):
         os.environ["VLLM_PLUGINS"] = "none"
-    if is_dry and is_async:
-        import interpreter
-
-        interpreter.keep_async_scheduling()
+    if is_dry:
+        _prepare_interpreter(arm, is_async)
     from vllm import LLM
 
     try:
@@ -89,7 +89,19 @@ def build(model: str, arm: str, options: dict[str, Any], is_dry: bool, is_async:
         raise
     if arm.startswith("faser"):
         _check_steered(llm)
+    if is_dry and arm in IS_ADAPTIVE:  # vLLM measures these while it captures graphs, of which a CPU has none
+        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        runner.adaptive_verification.set_cost_curves(*DRY_CURVES)
     return llm
+
+
+def _prepare_interpreter(arm: str, is_async: bool) -> None:
+    import interpreter
+
+    if is_async:
+        interpreter.keep_async_scheduling()
+    if arm in IS_ADAPTIVE:
+        interpreter.allow_adaptive_verification()
 
 
 def _line(error: Exception) -> str:
