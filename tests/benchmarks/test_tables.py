@@ -74,7 +74,8 @@ def test_every_results_file_has_a_table(name: str, tables: ModuleType) -> None:
 
 
 def test_every_results_file_is_named_where_its_figures_stand() -> None:
-    pages = [*FOLDER.parent.glob("*.md"), *(FOLDER.parent / "docs").rglob("*.md"), *FOLDER.rglob("*.py")]
+    root = FOLDER.parent
+    pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *FOLDER.rglob("*.py"), *FOLDER.rglob("*.md")]
     told = "\n".join(path.read_text() for path in pages)
     assert [path.name for path in (FOLDER / "results").glob("*.json") if path.name not in told] == []
 
