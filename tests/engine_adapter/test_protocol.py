@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,11 +24,11 @@ STOP = wire.StopRule([1.0, 0.5], [0.0], [0.25], [0.5])
 
 # A change of these bytes is a change of the protocol: bump VERSION and say so in the changelog.
 GOLDEN_ACTION = (
-    "fa029fa3616374a4626f6f74090522cb40100000000000000091079103cb3f50624dd2f1a9fcc0c0920fcb3fc999999999999a"
-    "a6616374697665c0"
+    "fa02dc0010a3616374a4626f6f74090522cb40100000000000000091079103cb3f50624dd2f1a9fcc0c0920fcb3fc999999999999a"
+    "a6616374697665c0c0"
 )
-GOLDEN_STOP = GOLDEN_ACTION.removesuffix("c0") + (
-    "9492cb3ff0000000000000cb3fe000000000000091cb000000000000000091cb3fd000000000000091cb3fe0000000000000"
+GOLDEN_STOP = GOLDEN_ACTION.removesuffix("c0c0") + (
+    "9492cb3ff0000000000000cb3fe000000000000091cb000000000000000091cb3fd000000000000091cb3fe0000000000000c0"
 )
 GOLDEN_RECORD = (
     "fa02dc0025a473746570a4626f6f740102cb4008000000000000cb3f947ae147ae147bcb3f50624dd2f1a9fccb3f8eb851eb"
@@ -71,15 +72,25 @@ def test_a_record_of_an_engine_that_does_not_tell_what_came_later_is_read(missin
     assert wire.decode_from_engine(newer) == RECORD
 
 
-def test_a_hello_of_an_engine_that_does_not_tell_whom_it_obeyed_is_read() -> None:
+def test_an_action_set_of_a_controller_that_knows_no_adaptive_verification_is_read() -> None:
+    asked = msgspec.structs.replace(ACTION, admission=wire.Admission([1, 8], [0.01, 0.02], [2.0]))
+    assert wire.decode_from_controller(wire.encode(asked)) == asked
+    whole = msgspec.msgpack.decode(bytes(wire.encode(asked))[2:])
+    assert wire.decode_from_controller(wire.HEADER + msgspec.msgpack.encode(whole[:-1])) == ACTION
+    newer = wire.HEADER + msgspec.msgpack.encode([*whole, "what comes next"])
+    assert wire.decode_from_controller(newer) == asked
+
+
+@pytest.mark.parametrize(("missing", "untold"), [(1, {"is_adaptive": False}), (2, {"is_adaptive": False, "epoch": 0})])
+def test_a_hello_of_an_engine_that_does_not_tell_what_came_later_is_read(missing: int, untold: dict[str, Any]) -> None:
     hello = wire.Hello(
         "boot", 1, "host", "0.1.0", "0.32.0", "target", "cpu", "v1", False, "eagle3", "drafter", 6, 0, [], 256, 8192,
-        100_000, [], ["unsplit"], [], 1, 1, 1, 0, 32, 1000, [], epoch=9,
+        100_000, [], ["unsplit"], [], 1, 1, 1, 0, 32, 1000, [], epoch=9, is_adaptive=True,
     )  # fmt: skip
     whole = msgspec.msgpack.decode(bytes(wire.encode(hello))[2:])
-    older = wire.HEADER + msgspec.msgpack.encode(whole[:-1])
+    older = wire.HEADER + msgspec.msgpack.encode(whole[:-missing])
     assert wire.decode_from_engine(wire.encode(hello)) == hello
-    assert wire.decode_from_engine(older) == msgspec.structs.replace(hello, epoch=0)
+    assert wire.decode_from_engine(older) == msgspec.structs.replace(hello, **untold)
 
 
 @pytest.mark.parametrize(
