@@ -76,7 +76,6 @@ def steering_with(endpoint: str, requests: int) -> tuple[Steering, list[SimpleNa
             num_output_tokens=10,
             num_tokens=50,
             num_output_placeholders=0,
-            num_preemptions=0,
         )
         for _ in range(requests)
     ]

@@ -1,6 +1,6 @@
 """What the benchmarks ask: streams of held-out prompts for a closed loop, replayed traces for an open one. Pure.
 
-Called by controller/bench/course.py and benchmarks/clients.py. Everything follows from the seed, so that every arm gets
+Called by controller/bench/course.py. Everything follows from the seed, so that every arm gets
 the same work.
 """
 

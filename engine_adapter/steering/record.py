@@ -27,7 +27,6 @@ class LiveRequest(Protocol):
     is_prefill_chunk: bool
     num_prompt_tokens: int
     num_output_placeholders: int  # tokens that steps in flight may emit; 0 without async scheduling
-    num_preemptions: int
 
     @property
     def num_output_tokens(self) -> int: ...
@@ -45,6 +44,7 @@ class Entry:
     request: LiveRequest
     arrived_s: float
     most: int = MAX_DRAFT_LENGTH  # longest draft that its client allows
+    was_preempted: bool = False  # what it had is read again
     emitted: int = 0  # tokens handed out so far; only ever grows, where vLLM's own list is emptied between two turns
     has_emitted: bool = False  # a record said so
     confidences: tuple[float, ...] = ()  # of the draft tokens that wait for verification, and of a dropped one

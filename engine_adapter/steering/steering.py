@@ -149,6 +149,7 @@ class Steering:
     def preempt(self, request_id: str) -> None:
         """Note that a request lost its KV cache."""
         if (entry := self.entries.get(request_id)) is not None:
+            entry.was_preempted = True
             self._preempted.append(entry)
             self._note("preempt", entry)
 
@@ -231,12 +232,13 @@ class Steering:
             if length:
                 request = entry.request
                 emitted = request.num_output_tokens
-                if (not emitted or request.num_preemptions) and _reads_on(request, rows):
+                if (not emitted or entry.was_preempted) and _reads_on(request, rows):
                     length = 0  # nothing is sampled, so nothing is drafted; it must not deepen the others' rounds
-                # This step emits one token at least, a step in flight another one, and the next step ends with a token
-                # of its own: a draft longer than what then remains could never be emitted.
-                elif length > (room := request.max_tokens - emitted - 2 - (request.num_output_placeholders > 0)):
-                    length = room if room > 0 else 0
+                # This step emits one token at least, and the next one ends with a token of its own: a draft longer
+                # than what then remains could never be emitted.
+                elif length >= (room := request.max_tokens - emitted - 2):
+                    room -= request.num_output_placeholders > 0  # a step in flight emits one, too
+                    length = min(length, max(room, 0))
             lengths[request_id] = length
         return lengths
 
@@ -250,9 +252,9 @@ class Steering:
         except KeyError:  # it came before FASER, or left before its last step was reported
             scheduled = {request_id: rows for request_id, rows in scheduled.items() if request_id in known}
             entries = [known[request_id] for request_id in scheduled]
-        delivered = outcome.delivered
-        for request_id, tokens in delivered.items():
-            if (entry := known.get(request_id)) is not None:
+        delivered = list(map(outcome.delivered.get, scheduled))
+        for entry, tokens in zip(entries, delivered, strict=True):
+            if tokens:
                 entry.emitted += tokens
         if self._departed:
             self._forget_departed()
@@ -265,7 +267,7 @@ class Steering:
             entries,
             list(map(outcome.row_of.get, scheduled)),
             [entry.request.num_computed_tokens for entry in entries],
-            list(map(delivered.get, scheduled)),
+            delivered,
             drafts,
             list(map(len, drafts.values())),
             outcome.invalid,

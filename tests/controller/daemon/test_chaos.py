@@ -128,7 +128,6 @@ class Request:
     priority: int = 0
     is_prefill_chunk: bool = False
     num_output_placeholders: int = 0
-    num_preemptions: int = 0
 
     @property
     def num_tokens(self) -> int:

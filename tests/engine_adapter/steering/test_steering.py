@@ -48,7 +48,6 @@ class Request:
     is_prefill_chunk: bool = False
     num_prompt_tokens: int = 10
     num_output_placeholders: int = 0
-    num_preemptions: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -255,8 +254,9 @@ def test_a_step_in_flight_emits_a_token_too() -> None:
 
 def test_a_preempted_request_that_is_read_again_drafts_nothing() -> None:
     adapter, link = steering()
-    request = Request(num_prompt_tokens=100, num_output_tokens=20, num_computed_tokens=0, num_preemptions=1)
+    request = Request(num_prompt_tokens=100, num_output_tokens=20, num_computed_tokens=0)
     adapter.arrive("a", request)
+    adapter.preempt("a")
     link.arrived = [act({1: 6})]
     assert adapter.order({"a": 64}, 0.0).lengths == {"a": 0}
     request.num_computed_tokens = 64
