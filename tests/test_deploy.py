@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 import faser
-from faser.controller.config import OTHER_VARIABLES, load, settings
+from faser.controller.config import settings
+from faser.controller.config_layers import OTHER_VARIABLES, load
 from faser.controller.daemon.metrics import METRICS
 from faser.controller.daemon.web import OPEN_PATHS
 from faser.controller.engine.launch import SCHEDULER_CLASS, WORKER_CLASS

@@ -21,7 +21,7 @@ import aiohttp
 from ...models.embedded.pair import EMBEDDED_K_MAX, EmbeddedPair
 from ...models.embedded.precision import DType, number_bytes
 from ..config import Config, LinkConfig, Value
-from ..config import load as load_config
+from ..config_layers import load as load_config
 from ..engine.launch import EngineLaunch, embedded_dtype
 from ..engine.machine import ROOT
 from ..engine.processes import ProcessTree, deferred_interrupts

@@ -23,7 +23,8 @@ from rich.console import Console
 from ...engine_adapter.protocol import Hello
 from ...env.calibration.profile_fit import LEAST_REPEATS
 from ...models.embedded.pair import ensure_embedded_pair
-from ..config import Config, Value, load
+from ..config import Config, Value
+from ..config_layers import load
 from ..engine.launch import EngineLaunch
 from ..engine.processes import Terminated, deferred_interrupts, stopping_on_sigterm
 from ..engine.running import RunningEngine

@@ -17,7 +17,8 @@ import typer
 
 from ... import __version__
 from ...engine_adapter.protocol import Mode
-from ..config import Effective, Value, as_json, as_toml, load
+from ..config import Value
+from ..config_layers import Effective, as_json, as_toml, load
 from ..errors import FaserError, UsageError
 from .bench import bench
 from .drafter import app as drafter_app

@@ -13,22 +13,22 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 import zmq
 
 from ... import __version__
 from ...engine_adapter.protocol import Goodbye, Hello, HelloRequest, Release, StepRecord
-from ..config import Config, TraceConfig, require_files
-from ..decision.audit import AuditFile, DecisionNote, audit_event
+from ..config import Config, require_files
+from ..decision.audit import DecisionNote, audit_event
 from ..decision.decide import Decision, LeaseTerms
 from ..decision.governor import Governor
 from ..decision.modes import ModeBoard, engine_name
 from ..decision.session import Session, check_policy
-from ..errors import FaserError, UsageError
+from ..errors import FaserError
 from ..link.endpoint import IPC, Endpoint, status_address
 from ..link.engine_router import EngineRouter, Incoming
 from ..link.gatekeeper import Gatekeeper
@@ -37,23 +37,16 @@ from ..link.status_orders import Questions, Refusal, carry_out, decode_order
 from ..snapshot import (
     QUESTION,
     SNAPSHOT_VERSION,
-    AuditStatus,
     LinkStatus,
     Snapshot,
-    StoreStatus,
     encode_snapshot,
 )
-from ..telemetry.packing import pack_rows
-from ..telemetry.retention import Retention
-from ..telemetry.store import EngineEntry, Entry, NoticeEntry, RunEntry, StepEntry, Store
+from ..telemetry.store import EngineEntry, StepEntry
+from .ledger import Ledger
 from .reload import Prepared, prepare
-from .rising_clock import RisingClock
 from .span_notes import StageClock, TraceNote
 from .systemd import Notifier
 from .warm_up import warm_up
-
-if TYPE_CHECKING:
-    from .spans import SpanWriter
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +76,6 @@ class Daemon:
         # Time since the host booted, which cannot be set back; an engine that obeyed a higher one says so in its hello.
         self.epoch = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         self._config = config
-        self._clock = RisingClock()
         self._started_s = time.monotonic()
         self._is_stopping = threading.Event()
         self._read_config = reload
@@ -109,21 +101,8 @@ class Daemon:
                 context, endpoint, config.link.queue_frames, self._gatekeeper, config.link.frames_per_s
             )
             self._questions = Questions(context, status)
-            self._traces = open_traces(config.trace)
-            self._store = self._open_store()
-            self._audit = self._open_audit()
+            self._ledger = Ledger(config, self.epoch)
             self._opened = opened.pop_all()
-
-    def _open_store(self) -> Store | None:
-        store = self._config.store
-        if not store.enabled:
-            return None
-        run = RunEntry(self.epoch, self._clock.now_ns(), __version__, _effective(self._config))
-        return Store(store.path, run, store.queue_records, store.flush_s, Retention.of(store))
-
-    def _open_audit(self) -> AuditFile | None:
-        audit = self._config.audit
-        return AuditFile(Path(audit.path), audit.max_mb << 20, audit.files) if audit.path else None
 
     def run(self) -> None:
         """Serve until `stop` is called."""
@@ -166,16 +145,13 @@ class Daemon:
         for identity, session in self._sessions.items():
             session.follow(prepared.policies.get(identity, session.policy))
             session.governor.configure(LeaseTerms(config.lease.steps, config.lease.ms), config.mode, config.guard)
-        if self._store is not None:
-            self._store.retain(Retention.of(config.store))
         if self._gatekeeper is not None and prepared.keyring is not None and self._gatekeeper.renew(prepared.keyring):
             self._poller.unregister(self._router.socket)
             self._router.reopen()
             self._poller.register(self._router.socket, zmq.POLLIN)
         changed = ", ".join(prepared.changed) or "nothing"
         logger.info("configuration read again: %s changed", changed)
-        audit_event("reload", is_taken=True, detail=changed)
-        self._record(NoticeEntry("", "reload", _effective(config), self._clock.now_ns()))
+        self._ledger.follow(config, changed)
 
     def close(self) -> None:
         """Give every lease back, write what waits and free all that is owned."""
@@ -184,12 +160,7 @@ class Daemon:
                 self._router.send(identity, Release(session.hello.boot_id, session.epoch))
         self._opened.close()
         self._board.close()
-        if self._audit is not None:
-            self._audit.close()
-        if self._store is not None:
-            self._store.close()
-        if self._traces is not None:
-            self._traces.close()
+        self._ledger.close()
 
     # -- engines ------------------------------------------------------------------------------------------------
 
@@ -200,8 +171,8 @@ class Daemon:
                 self._collect(batches, incoming.identity, incoming.message, now_s)
             else:
                 self._meet_or_part(incoming, now_s)
-        if len(batches) >= ENGINES_BEHIND and self._store is not None:
-            self._store.stand_aside(now_s + ASIDE_S)
+        if len(batches) >= ENGINES_BEHIND:
+            self._ledger.stand_aside(now_s + ASIDE_S)
         for identity, batch in batches.items():
             self._answer(identity, batch)
 
@@ -233,7 +204,7 @@ class Daemon:
             self._welcome(incoming.identity, incoming.message, session, now_s)
         elif isinstance(incoming.message, Goodbye) and session is not None:
             session.stop(now_s)
-            self._note(session, "goodbye", "the engine stopped")
+            self._ledger.notice(session.hello.boot_id, "goodbye", "the engine stopped")
 
     def _welcome(self, identity: bytes, hello: Hello, session: Session | None, now_s: float) -> None:
         if session is not None and hello.epoch <= session.epoch:  # it was asked twice: what is known about it holds
@@ -252,7 +223,7 @@ class Daemon:
         session = Session(hello, config.policy.spec, config.lease, self.epoch, now_s)
         session.governor = Governor(hello, session.governor.terms, self._board, config.mode, config.guard)
         self._sessions[identity] = session
-        self._record(EngineEntry(hello, self._clock.now_ns()))
+        self._ledger.record(EngineEntry(hello, self._ledger.clock.now_ns()))
         logger.info(
             "engine %s: %s with %s (%s), k_max %d, vLLM %s on %s, pid %d",
             *(hello.boot_id, hello.model, hello.drafter, hello.method, hello.k_max),
@@ -263,7 +234,7 @@ class Daemon:
         """Decide on the newest record and send; figures and telemetry come after, off the engine's critical path."""
         session, newest = batch.session, batch.records[-1]
         watch = StageClock()
-        received_ns = self._clock.now_ns()
+        received_ns = self._ledger.clock.now_ns()
         for record in batch.records[:-1]:
             session.observe(record)
         watch.lap("observe")
@@ -280,9 +251,9 @@ class Daemon:
                 newest, received_ns, decision.action_set, decision.reason, session.decision_s[-1], is_sent,
                 self._config.policy.spec, session.governor.draws,
             )  # fmt: skip
-            if self._audit is not None:
+            if self._ledger.audit is not None:
                 policy = self._config.policy.spec
-                self._audit.put(
+                self._ledger.audit.put(
                     DecisionNote(newest, decision.action_set, policy, decision.reason, is_sent, received_ns)
                 )
         session.learn()
@@ -290,12 +261,12 @@ class Daemon:
         for record in batch.records:
             session.measure(record)
             if entry is None or record is not newest:
-                self._record_step(StepEntry(record, received_ns))
+                self._ledger.record_step(StepEntry(record, received_ns))
             else:
-                self._record_step(entry)
+                self._ledger.record_step(entry)
         watch.lap("record")
-        if decision is not None and self._traces is not None:
-            self._traces.put(self._trace(batch, decision, is_sent, watch))
+        if decision is not None and self._ledger.traces is not None:
+            self._ledger.traces.put(self._trace(batch, decision, is_sent, watch))
 
     def _trace(self, batch: _Batch, decision: Decision, is_sent: bool, watch: StageClock) -> TraceNote:
         governor, lengths = batch.session.governor, decision.action.lengths
@@ -308,7 +279,8 @@ class Daemon:
         """Release a lease that the sidecar does not stand by any more: switched, or the guard fell back."""
         if session.governor.owes_release():
             self._router.send(identity, Release(session.hello.boot_id, session.epoch))
-            self._note(session, "released", session.governor.reason or session.governor.mode)
+            reason = session.governor.reason or session.governor.mode
+            self._ledger.notice(session.hello.boot_id, "released", reason)
 
     # -- presence -----------------------------------------------------------------------------------------------
 
@@ -322,7 +294,7 @@ class Daemon:
             before = session.presence
             presence = session.update_presence(now_s, self._config.link.silent_after_s)
             if presence and {presence, before} & {"silent", "gone", "stopped"}:  # busy and idle alternate all day
-                self._note(session, presence, f"was {before}")
+                self._ledger.notice(session.hello.boot_id, presence, f"was {before}")
             if session.is_over() and now_s - session.changed_s > self._config.link.forget_after_s:
                 del self._sessions[identity]
 
@@ -334,23 +306,6 @@ class Daemon:
         for identity in over[:1]:
             del self._sessions[identity]
         return bool(over)
-
-    def _note(self, session: Session, kind: str, detail: str) -> None:
-        level = logging.WARNING if kind in ("silent", "gone") else logging.INFO
-        logger.log(level, "engine %s: %s (%s)", session.hello.boot_id, kind, detail)
-        self._record(NoticeEntry(session.hello.boot_id, kind, detail, self._clock.now_ns()))
-        audit_event("engine", session.hello.boot_id, kind=kind, detail=detail)
-
-    def _record_step(self, entry: StepEntry) -> None:
-        """Pack the rows here and let go of them: kept until they are written, they would fill the processor's cache."""
-        if self._store is not None:
-            entry.rows = pack_rows(entry.record.rows)
-            entry.record = msgspec.structs.replace(entry.record, rows=[])
-            self._store.put(entry)
-
-    def _record(self, entry: Entry) -> None:
-        if self._store is not None:
-            self._store.put(entry)
 
     # -- status -------------------------------------------------------------------------------------------------
 
@@ -388,34 +343,10 @@ class Daemon:
                 dict(self._router.dropped + self._dropped),
                 self._router.count_disconnects(),
             ),
-            store=self._store_status(),
+            store=self._ledger.store_status(),
             engines=[session.status(now_s) for session in self._sessions.values()],
             modes=self._board.switched(),
             default_mode=self._board.default,
             mode_error=self._board.error,
-            audit=self._audit.status() if self._audit is not None else AuditStatus(),
+            audit=self._ledger.audit_status(),
         )
-
-    def _store_status(self) -> StoreStatus:
-        if self._store is None:
-            return StoreStatus("", 0, 0, 0, "")
-        return StoreStatus(*astuple(self._store.health()))
-
-
-def _effective(config: Config) -> str:
-    return msgspec.json.encode(config, enc_hook=str).decode()
-
-
-def open_traces(config: TraceConfig) -> SpanWriter | None:
-    """Return where traces go, None if they are off; raise UsageError where OpenTelemetry is not installed."""
-    if not config.enabled:
-        return None
-    try:
-        from .spans import SpanWriter
-    except ImportError as error:
-        raise UsageError(
-            f"trace.enabled is set, but {error.name} is not installed",
-            "the extra otel",
-            "pip install 'faser-vllm[otel]'",
-        ) from None
-    return SpanWriter(config)

@@ -25,7 +25,8 @@ from rich.console import Console
 from ...env.workload.workload import TimedRequest
 from ...models.embedded.pair import EMBEDDED_K_MAX, ensure_embedded_pair
 from ..calibrate.starvation import WaitingMeter, save_waiting
-from ..config import Config, load
+from ..config import Config
+from ..config_layers import load
 from ..decision.session import check_policy
 from ..engine.launch import EngineLaunch, available_cores, require_supported_vllm
 from ..engine.load_generator import LoadGenerator, LoadOptions

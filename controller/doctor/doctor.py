@@ -47,7 +47,7 @@ def _run(check: Callable[[Patient], Iterator[Finding]], patient: Patient) -> Ite
 
 
 def _effective_config() -> Config:
-    from ..config import load
+    from ..config_layers import load
 
     return load(None, os.environ).config
 

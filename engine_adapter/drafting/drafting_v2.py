@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..hook_guard import HookGuard
 from ..patches.v2_speculator import bounded_rounds, keeps_its_own_rounds
 from .late_confidences import Drawn, LateConfidences
 from .ragged_v2 import RaggedV2
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Guard = Callable[[str, Callable[[], None]], None]  # runs a hook and counts its failure under a name
 
 
 class DraftingV2:
@@ -21,7 +20,7 @@ class DraftingV2:
     rounds: tuple[int, ...] = ()  # rows in each round of the last drafting
     drawn: Drawn | None = None  # confidences of the last drafting
 
-    def __init__(self, runner: Any, is_pinned: bool, guard: Guard) -> None:
+    def __init__(self, runner: Any, is_pinned: bool, guard: HookGuard) -> None:
         speculator = runner.speculator
         self._speculator, self._guard = speculator, guard
         self._is_bounded = keeps_its_own_rounds(speculator)

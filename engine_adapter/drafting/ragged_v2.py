@@ -6,10 +6,13 @@ FASER: every request the batch's longest.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..operator_log import operator_log
-from ..patches.v2_speculator import DecodeRounds, around_decode
+from ..patches.v2_speculator import DecodeRounds, around_decode, has_peers
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = operator_log(__name__)
 
@@ -22,26 +25,29 @@ class RaggedV2:
     def __init__(self, runner: Any) -> None:
         self.lengths: list[int] | None = None  # per batch row; None: no opinion
         self.rounds: tuple[int, ...] | None = None  # rows in each round of the last drafting; None: vLLM's own
-        self.is_on = around_decode(runner, self._decode)
+        self._runner = runner
+        self.is_on = around_decode(runner.speculator, self._decode)
 
     def begin(self, lengths: list[int]) -> None:
         """Note what the next drafting shall be."""
         self.lengths, self.rounds = lengths, None
 
-    def _decode(self, decode: DecodeRounds) -> bool:
+    def _decode(self, requests: int, upper_bound: Tensor, longest: int) -> bool:
         lengths, self.lengths = self.lengths, None  # of one drafting only
-        if not self.is_on or lengths is None or len(lengths) != decode.requests or min(lengths) >= decode.longest:
+        if not self.is_on or lengths is None or len(lengths) != requests or min(lengths) >= longest:
             return False
+        decode: DecodeRounds | None = None
         try:
+            decode = DecodeRounds(self._runner, requests, upper_bound, longest)
             self.rounds = draft_ragged(decode, lengths)
         except Exception:
-            if decode.has_peers:
-                raise  # other ranks are rounds ahead: vLLM's own would wait for them for ever
             self.is_on = False
+            if decode is not None and has_peers():
+                raise  # other ranks are rounds ahead: vLLM's own would wait for them for ever
             logger.exception("FASER drafts the batch's longest length for every request: ragged drafting failed")
-            decode.restore()
-            return False
-        return True
+            if decode is not None:
+                decode.restore()
+        return self.rounds is not None
 
 
 def draft_ragged(decode: DecodeRounds, lengths: list[int]) -> tuple[int, ...]:
@@ -50,7 +56,6 @@ def draft_ragged(decode: DecodeRounds, lengths: list[int]) -> tuple[int, ...]:
     :returns: rows that drafted in each round, the first pass included
     """
     rows, rounds = list(range(decode.requests)), [decode.requests]
-    decode.begin()
     for step in range(FIRST_ROUND, decode.longest):
         places = [place for place, row in enumerate(rows) if lengths[row] > step]
         if not places:

@@ -16,7 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from .names import SCHEDULER_NAMES, V2_ATTRIBUTES, V2_NAMES, WORKER_ATTRIBUTES, WORKER_NAMES
+from .names import SCHEDULER_NAMES, WORKER_ATTRIBUTES, WORKER_NAMES
+from .names_v2 import V2_ATTRIBUTES, V2_NAMES
 
 _SCHEDULER: Final = "vllm.v1.core.sched.scheduler"
 _OUTPUT: Final = "vllm.v1.core.sched.output"

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .v2_speculator import is_autoregressive
+
 
 def unsupported_backend(runner: Any) -> str | None:
     """Name an attention backend, of target or drafter, whose full graphs cannot replay mixed lengths; None: all can."""
@@ -47,7 +49,7 @@ class VarlenManagers:
         self._runner = runner
         self._target = _varlen(runner.cudagraph_manager)
         self._first_pass = None
-        if _is_autoregressive(runner.speculator):
+        if is_autoregressive(runner.speculator):
             self._first_pass = _varlen(runner.speculator.prefill_cudagraph_manager, self._target)
             if self._first_pass.decode_query_len != self._target.decode_query_len:
                 raise ValueError("target and drafter count the tokens of a decode differently")
@@ -90,16 +92,10 @@ def _varlen(manager: Any, leader: Any = None) -> Any:
     return made
 
 
-def _is_autoregressive(speculator: Any) -> bool:
-    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
-
-    return isinstance(speculator, TargetDependentARSpeculator)
-
-
 def has_fused_rounds(speculator: Any) -> bool:
     """Tell whether this drafter's rounds behind the first are captured together, as one graph."""
     return (
-        _is_autoregressive(speculator)
+        is_autoregressive(speculator)
         and bool(speculator.supports_decode_metadata_update)
         and speculator.decode_cudagraph_manager.needs_capture()
     )

@@ -6,13 +6,23 @@ Imports of vLLM are lazy. Nothing here decides anything; drafting/ragged_v2.py a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Decode = Callable[["DecodeRounds"], bool]  # drafts all rounds behind the first; False: vLLM shall do it
+# Drafts all rounds behind the first, of so many requests, with bounds of their lengths, up to so many tokens each;
+# False: vLLM shall do it.
+Decode = Callable[[int, "Tensor", int], bool]
+
+
+def is_autoregressive(speculator: Any) -> bool:
+    """Tell whether this drafter reads the target's states and drafts round by round: eagle, eagle3, mtp."""
+    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
+
+    return isinstance(speculator, TargetDependentARSpeculator)
 
 
 def keeps_its_own_rounds(speculator: Any) -> bool:
@@ -37,25 +47,35 @@ def bounded_rounds(speculator: Any, propose: Callable[[], Tensor], rounds: int) 
     return told
 
 
-def around_decode(runner: Any, decode: Decode) -> bool:
+def around_decode(speculator: Any, decode: Decode) -> bool:
     """Route the rounds behind the first through `decode`; False for a speculator without rounds that can be cut."""
-    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import TargetDependentARSpeculator
-
-    speculator: Any = runner.speculator
-    if not isinstance(speculator, TargetDependentARSpeculator) or not speculator.advance_draft_positions:
+    if not is_autoregressive(speculator) or not speculator.advance_draft_positions:
         return False  # a drafter that writes no KV of its own is left alone
-    drafting: Any = speculator
-    inherited = drafting._multi_step_decode
+    inherited = speculator._multi_step_decode
 
     def multi_step(
         requests: int, skip_attn: bool, desc: Any, across_dp: Any, upper_bound: Tensor, longest: int
     ) -> None:
-        is_whole = skip_attn or _has_more_state(drafting)
-        if is_whole or not decode(DecodeRounds(runner, requests, upper_bound, longest)):
+        if skip_attn or _has_more_state(speculator) or not decode(requests, upper_bound, longest):
             inherited(requests, skip_attn, desc, across_dp, upper_bound, longest)
 
-    drafting._multi_step_decode = multi_step
+    speculator._multi_step_decode = multi_step
     return True
+
+
+def has_peers() -> bool:
+    """Tell whether other ranks run the same rounds at the same time."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return bool(get_tp_group().world_size > 1)
+
+
+@cache
+def _masks_freed_blocks() -> bool:
+    """Tell whether gathering block tables leaves out blocks that were freed (0.33)."""
+    from vllm.v1.worker.gpu.block_table import BlockTables
+
+    return "num_computed_tokens" in signature(BlockTables.gather_block_tables).parameters
 
 
 def _has_more_state(speculator: Any) -> bool:
@@ -75,10 +95,7 @@ class DecodeRounds:
     """
 
     def __init__(self, runner: Any, requests: int, upper_bound: Tensor, longest: int) -> None:
-        from vllm.distributed.parallel_state import get_tp_group
-
         self.requests, self.longest = requests, longest
-        self.has_peers = get_tp_group().world_size > 1
         self._speculator, self._upper_bound = runner.speculator, upper_bound[:requests]
         self._computed = runner.req_states.num_computed_tokens.gpu
         self._left = requests
@@ -87,11 +104,8 @@ class DecodeRounds:
             buffers.input_ids, buffers.positions, buffers.seq_lens, self._speculator.hidden_states,
             self._speculator.idx_mapping, self._speculator.sample_src_positions,
         )  # fmt: skip
-        self._before: list[Tensor] = []
-
-    def begin(self) -> None:
-        """Remember how everything was, and what the first pass drew."""
-        speculator, requests = self._speculator, self.requests
+        # How everything was, and what the first pass drew.
+        speculator = self._speculator
         self._before = [tensor[:requests].clone() for tensor in self._moved]
         self._starts = speculator.input_buffers.query_start_loc[: requests + 1].clone()
         # What a row does not draft is its first token again: vLLM leaves -1 there, which nothing may embed.
@@ -123,10 +137,9 @@ class DecodeRounds:
         speculator.idx_mapping[left:].fill_(-1)
         buffers.seq_lens[left:].fill_(0)
         buffers.query_start_loc[left + 1 :].fill_(left)
-        tables, masked = speculator.block_tables, {}
-        if "num_computed_tokens" in signature(tables.gather_block_tables).parameters:  # 0.33: blocks that were freed
-            masked = {"num_computed_tokens": self._computed}
-        tables.gather_block_tables(speculator.idx_mapping[:left], num_reqs_padded=self.requests, **masked)
+        masked = {"num_computed_tokens": self._computed} if _masks_freed_blocks() else {}
+        slots = speculator.idx_mapping[:left]
+        speculator.block_tables.gather_block_tables(slots, num_reqs_padded=self.requests, **masked)
 
     def run(self, step: int, rows: list[int]) -> None:
         """Draft the token of one round; `rows` says whose it is, by row of the whole batch."""
@@ -162,8 +175,6 @@ class DecodeRounds:
 
     def restore(self) -> None:
         """Put everything back as it was before the first of these rounds."""
-        if not self._before:
-            return
         for tensor, before in zip(self._moved, self._before, strict=True):
             tensor[: self.requests] = before
         self._pad(self.requests)

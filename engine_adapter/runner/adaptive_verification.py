@@ -7,10 +7,10 @@ any failure, it is vLLM's own. Nothing waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from ..hook_guard import HookGuard
 from ..host_copy import HostCopy
 from ..patches.v2_verification import VerificationNumbers, around_verification
 from ..steering.orders import StepOrder
@@ -18,13 +18,11 @@ from ..steering.orders import StepOrder
 if TYPE_CHECKING:
     from torch import Tensor
 
-Guard = Callable[[str, Callable[[], None]], None]  # runs a hook and counts its failure under a name
-
 
 class SteeredVerification:
     """One engine's adaptive verification, asked with a lease's numbers."""
 
-    def __init__(self, runner: Any, is_pinned: bool, guard: Guard) -> None:
+    def __init__(self, runner: Any, is_pinned: bool, guard: HookGuard) -> None:
         self._is_pinned, self._guard = is_pinned, guard
         self._order: StepOrder | None = None
         self.admitted: HostCopy | None = None  # drafts verified per batch row of the step under way; None: all
@@ -33,7 +31,7 @@ class SteeredVerification:
         )
 
     @classmethod
-    def of(cls, runner: Any, is_pinned: bool, guard: Guard) -> SteeredVerification | None:
+    def of(cls, runner: Any, is_pinned: bool, guard: HookGuard) -> SteeredVerification | None:
         """Return it for a runner whose engine verifies adaptively, None for others."""
         made = cls(runner, is_pinned, guard)
         return None if made._numbers is None else made

@@ -6,13 +6,13 @@ ModelRunnerOutput.faser. It calls vLLM exactly once per phase, whatever happens 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ..drafting.catch_up import CacheShape, CatchUp, Limits
 from ..drafting.ragged import RaggedModelDrafter, RaggedNgramDrafter, adopt
+from ..hook_guard import HookGuard
 from ..link.quiet_moment import QUIET_MOMENTS
 from ..operator_log import operator_log
 from ..overlap.groups_runner import GroupsRunner
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import DraftTokenIds
 
 logger = operator_log(__name__)
-
-REPORT_LIMIT = 1  # log lines per failing hook; further failures are only counted
 
 
 class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
@@ -43,7 +41,8 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.faults: Counter[str] = Counter()
+        self._guard = HookGuard("model runner", logger)
+        self.faults = self._guard.faults
         self._stopwatch: Phases = HostPhases()
         self._guard("set-up", self._set_up)
 
@@ -80,14 +79,6 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
         if shape is not None:
             limits = Limits(tokens, drafter.max_num_tokens, drafter.net_num_new_slots_per_request)  # type: ignore[attr-defined]
             drafter.catch_up = CatchUp(CacheShape(*shape), limits, drafter.pass_hidden_states_to_model)  # type: ignore[attr-defined]
-
-    def _guard(self, name: str, hook: Callable[[], None]) -> None:
-        try:
-            hook()
-        except Exception:
-            self.faults[name] += 1
-            if self.faults[name] <= REPORT_LIMIT:
-                logger.exception("FASER's %s failed in the model runner; vLLM goes on without it", name)
 
     def _timed(self, name: str) -> AbstractContextManager[None]:
         return nullcontext() if self.phases is None else self.phases.phase(name)

@@ -7,7 +7,6 @@ must never wait for the device and never raise; LIMITS_V2 says what V2 cannot do
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Any
 
 from ..drafting.drafting_v2 import DraftingV2
 from ..drafting.late_confidences import Drawn
+from ..hook_guard import HookGuard
 from ..host_copy import HostCopy
 from ..operator_log import operator_log
 from ..patches.v2 import (
@@ -35,8 +35,6 @@ from .v2_limits import DraftingFacts, limits_for
 
 logger = operator_log(__name__)
 
-REPORT_LIMIT = 1  # log lines per failing hook; further failures are only counted
-
 
 class FaserRunnerV2(RunnerV2Hooks):
     """Mixin in front of the V2 GPUModelRunner."""
@@ -53,7 +51,8 @@ class FaserRunnerV2(RunnerV2Hooks):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.faults: Counter[str] = Counter()
+        self._guard = HookGuard("V2 model runner", logger)
+        self.faults = self._guard.faults
         self._make_event: Callable[[], Any] | None = None
         self._guard("set-up", self._set_up)
         self._guard("choice of graphs", self._choose_graphs)
@@ -92,14 +91,6 @@ class FaserRunnerV2(RunnerV2Hooks):
 
     def _set_up_verification(self) -> None:
         self.verification = SteeredVerification.of(self, self._is_pinned, self._guard)
-
-    def _guard(self, name: str, hook: Callable[[], None]) -> None:
-        try:
-            hook()
-        except Exception:
-            self.faults[name] += 1
-            if self.faults[name] <= REPORT_LIMIT:
-                logger.exception("FASER's %s failed in the V2 model runner; vLLM goes on without it", name)
 
     def _mark(self, moment: str) -> None:
         if self.events is not None:
@@ -188,12 +179,12 @@ class Late:
 
     def complete(self, report: StepReport) -> None:
         """Fill in times, confidences and what was verified."""
-        if self.events is not None:
-            fill_times(report, self.events, self.previous)
-        if self.drawn is not None:
-            report.late_confidences = self.drawn.told()
         if self.admitted is not None:
             report.admitted = self.admitted.values()
+        if self.drawn is not None:
+            report.late_confidences = self.drawn.told()
+        if self.events is not None:
+            fill_times(report, self.events, self.previous)
 
 
 def with_faser(runner_class: type) -> type:

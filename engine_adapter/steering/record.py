@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..operator_log import operator_log
 from ..protocol import LARGEST_PRIORITY, MAX_DRAFT_LENGTH, MAX_REQUESTS, RequestEvent, RequestRow, StepRecord
@@ -86,6 +86,15 @@ class RawStep:
     counted: tuple[int, int] | None = None  # vLLM's own (drafted, accepted); None: it keeps no statistics
 
 
+class _Work(NamedTuple):
+    """What a step's rows sum up to."""
+
+    prefill: int  # tokens of prompts
+    decode: int  # requests that decode
+    drafts: int  # tokens verified behind these
+    offered: int  # drafts that vLLM scheduled, of requests whose tokens it handed out
+
+
 class Counters(Protocol):
     """What a record says about the link."""
 
@@ -107,11 +116,11 @@ class RecordBuilder:
         order, report = raw.order, raw.report
         for entry in raw.preempted:
             entry.confidences = ()
-        rows, prefill, decode, drafts, offered = self._rows(raw)
+        rows, work = self._rows(raw)
         self._last = raw.counter
         wrongly_pruned = sum([ends_wrongly(row) for row in rows]) if report.pruned else 0
         if raw.counted is not None:
-            self._compare(offered, sum([row.accepted for row in rows]) - wrongly_pruned, *raw.counted)
+            self._compare(work.offered, sum([row.accepted for row in rows]) - wrongly_pruned, *raw.counted)
         return StepRecord(
             boot_id=self.boot_id,
             counter=raw.counter,
@@ -126,9 +135,9 @@ class RecordBuilder:
             adapter_s=raw.adapter_s,
             running=raw.running,
             waiting=raw.waiting,
-            prefill_tokens=prefill,
-            decode_tokens=decode,
-            draft_tokens=drafts,
+            prefill_tokens=work.prefill,
+            decode_tokens=work.decode,
+            draft_tokens=work.drafts,
             kv_usage=raw.kv_usage,
             split=None,
             frontier=report.frontier or None,
@@ -163,8 +172,8 @@ class RecordBuilder:
             logger.warning("FASER counts drafts otherwise than vLLM (in a step: %d and %d)", offered, vllms_drafted)
         self.miscounted += apart
 
-    def _rows(self, raw: RawStep) -> tuple[list[RequestRow], int, int, int, int]:
-        """Return a row for each request; prompt rows, decoding requests, their drafts, and those vLLM scheduled."""
+    def _rows(self, raw: RawStep) -> tuple[list[RequestRow], _Work]:
+        """Return a row for each request, and what they sum up to."""
         rows: list[RequestRow] = []
         prefill = decode = drafts = offered = 0
         report, lengths, draft_of, counts = raw.report, raw.order.lengths, raw.drafts, raw.sampled.counts
@@ -223,7 +232,7 @@ class RecordBuilder:
             entry.confidences = confidences[row] if confidences else ()
         for entry, told in raw.deferred:
             entry.confidences = told
-        return rows[:MAX_REQUESTS], prefill, decode, drafts, offered
+        return rows[:MAX_REQUESTS], _Work(prefill, decode, drafts, offered)
 
 
 def _accepted(draft: list[int], generated: int, last: int, pruned: int) -> int:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from faser.controller.config import Config, load, settings
+from faser.controller.config import Config, settings
+from faser.controller.config_layers import load
 from faser.controller.errors import ConfigError
 
 

@@ -21,7 +21,8 @@ from pathlib import Path
 import pytest
 
 import faser
-from faser.controller.config import as_json, as_toml, load, require_files
+from faser.controller.config import require_files
+from faser.controller.config_layers import as_json, as_toml, load
 from faser.controller.doctor.checks import Patient
 from faser.controller.doctor.doctor import examine
 from faser.controller.doctor.installation import Installation

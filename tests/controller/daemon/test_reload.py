@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from faser.controller.config import Config, PolicyConfig, load, settings
+from faser.controller.config import Config, PolicyConfig, settings
+from faser.controller.config_layers import load
 from faser.controller.daemon.daemon import Daemon
 from faser.controller.daemon.reload import FIXED, prepare
 from faser.controller.errors import ConfigError

@@ -121,9 +121,9 @@ def test_traces_are_off_unless_asked_for_and_cost_no_import_then(tmp_path: Path)
     assert TraceConfig().enabled is False
     code = (
         "import sys; from faser.controller.cli import main as cli\n"
-        "from faser.controller.daemon import daemon, sidecar\n"
+        "from faser.controller.daemon import ledger, sidecar\n"
         "from faser.controller.config import Config\n"
-        "assert daemon.open_traces(Config().trace) is None\n"
+        "assert ledger.open_traces(Config().trace) is None\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
@@ -324,7 +324,7 @@ def test_deciding_goes_on_without_a_collector(
     for number in range(1, 201):
         engine.step()
         assert engine.action().sequence == number
-    traces = daemon.daemon._traces
+    traces = daemon.daemon._ledger.traces
     assert len(traces._queue) <= 16
     begun_s = time.monotonic()
     daemon.stop()

@@ -14,15 +14,7 @@ from typing import Literal
 import pytest
 import zmq
 
-from faser.controller.config import (
-    Config,
-    GuardConfig,
-    HttpConfig,
-    LinkConfig,
-    ModeConfig,
-    StoreConfig,
-    TraceConfig,
-)
+from faser.controller.config import Config, GuardConfig, HttpConfig, LinkConfig, ModeConfig, StoreConfig, TraceConfig
 from faser.controller.doctor import checks, sidecar_checks
 from faser.controller.doctor.checks import Finding, Patient
 from faser.controller.doctor.doctor import examine, run_doctor

@@ -200,7 +200,7 @@ def test_the_sidecar_gets_the_whole_configuration(tmp_path: Path) -> None:
     environment = sidecar_environment(config)
     assert environment["FASER_ENDPOINT"] == ENDPOINT
     assert environment["FASER_STORE"] == str(tmp_path / "t.sqlite")
-    from faser.controller.config import load
+    from faser.controller.config_layers import load
 
     assert load(None, {"XDG_CONFIG_HOME": str(tmp_path)} | environment).config == config
 

@@ -141,7 +141,7 @@ def test_a_clock_that_is_set_back_and_forth_changes_nothing(
     changed = replace(config, policy=PolicyConfig("fixed:4"), lease=replace(config.lease, steps=7))
     daemon = Daemon(config, lambda: changed)
     apart_h = [0]
-    monkeypatch.setattr(daemon._clock, "_read_ns", lambda: time.time_ns() + apart_h[0] * NS_PER_HOUR)
+    monkeypatch.setattr(daemon._ledger.clock, "_read_ns", lambda: time.time_ns() + apart_h[0] * NS_PER_HOUR)
     loop = threading.Thread(target=daemon.run)
     loop.start()
     fake = make_engine()

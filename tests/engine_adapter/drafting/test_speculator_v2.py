@@ -46,9 +46,6 @@ def speculator(**changes: Any) -> Any:
 @pytest.fixture
 def rounds(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return `make(speculator)`: its rounds, each of which draws the slot of its row and the step."""
-    from vllm.distributed import parallel_state
-
-    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(world_size=1))
 
     def run(decode: Any, step: int, rows: list[int]) -> None:
         owner, left = decode._speculator, decode._left
@@ -58,6 +55,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> Any:
         decode._sure[rows, step] = owner.draft_token_confidence_probs[:left, step]
 
     monkeypatch.setattr(DecodeRounds, "run", run)
+    monkeypatch.setattr("faser.engine_adapter.patches.v2_speculator._masks_freed_blocks", lambda: False)
     monkeypatch.setattr(DecodeRounds, "_dispatched", lambda _, rows: SimpleNamespace(num_tokens=rows))
 
     def make(owner: Any) -> DecodeRounds:
@@ -114,7 +112,6 @@ def test_after_a_failure_all_is_as_it_was_before_the_first_round(rounds: Any) ->
     buffers = owner.input_buffers
     state = (*vars(buffers).values(), owner.hidden_states, owner.idx_mapping, owner.sample_src_positions)
     before = [tensor[: REQUESTS + 1].clone() for tensor in state]
-    decode.begin()
     decode.keep([1, 3])
     decode.run(1, [1, 3])
     assert not all(torch.equal(now[: REQUESTS + 1], was) for now, was in zip(state, before, strict=True))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -62,29 +64,20 @@ class Engine:
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
         if self.runner.adaptive_verification is not None:  # vLLM measures these while it captures graphs
             self.runner.adaptive_verification.set_cost_curves(*given.get("curves", CURVES))
-        self.passes = self.heads = 0
+        self.calls: Counter[str] = Counter()
         self._count_passes()
         CONTROLS[given.get("control", "")](self)
 
     def _count_passes(self) -> None:
         """Count how often the drafter's model and its LM head run; a search has none."""
         speculator = getattr(self.runner, "speculator", None)
-        inherited = getattr(speculator, "_run_model", None)
+        for name in ("_run_model", "compute_draft_logits"):
+            if (inherited := getattr(speculator, name, None)) is not None:
+                setattr(speculator, name, partial(self._counted, name, inherited))
 
-        def run_model(*args: Any, **named: Any) -> Any:
-            self.passes += 1
-            return inherited(*args, **named)
-
-        if inherited is not None:
-            speculator._run_model = run_model
-        watched = getattr(speculator, "compute_draft_logits", None)
-
-        def compute_logits(*args: Any, **named: Any) -> Any:
-            self.heads += 1
-            return watched(*args, **named)
-
-        if watched is not None:
-            speculator.compute_draft_logits = compute_logits
+    def _counted(self, name: str, inherited: Any, *args: Any, **named: Any) -> Any:
+        self.calls[name] += 1
+        return inherited(*args, **named)
 
     def facts(self) -> dict[str, Any]:
         """Return what kind of engine it is, and what FASER saw."""
@@ -99,8 +92,8 @@ class Engine:
             "is_steered": getattr(self.scheduler, "steering", None) is not None,
             "faults": dict(getattr(self.runner, "faults", {})),
             "version": vllm.__version__,
-            "passes": self.passes,
-            "heads": self.heads,
+            "passes": self.calls["_run_model"],
+            "heads": self.calls["compute_draft_logits"],
             "check": self.steer.check() if self.steer else None,
             "log": self.steer.log if self.steer else [],
             "miscounted": self._miscounted(),

@@ -1,0 +1,239 @@
+"""Every private name of vLLM's V2 runner that FASER overrides, calls, reads or writes; names.py says the rest."""
+
+from __future__ import annotations
+
+from typing import Final
+
+_RUNNER: Final = "vllm.v1.worker.gpu.model_runner"
+_OUTPUT: Final = "vllm.v1.worker.gpu.async_utils"
+_BATCH: Final = "vllm.v1.worker.gpu.input_batch"
+_SPECULATOR: Final = "vllm.v1.worker.gpu.spec_decode.speculator"
+_SPECULATORS: Final = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator"
+_DRAFT_MODEL: Final = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator"
+_ADAPTIVE: Final = "vllm.v1.worker.gpu.spec_decode.adaptive_verification"
+_BLOCKS: Final = "vllm.v1.worker.gpu.block_table"
+_GRAPHS: Final = "vllm.v1.worker.gpu.cudagraph_utils"
+_ATTENTION: Final = "vllm.v1.worker.gpu.attn_utils"
+_ROUND_GRAPHS: Final = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils"
+_STATE: Final = "vllm.v1.worker.gpu.model_states.interface"
+
+# (module, class or "" for the module itself, attribute, parameters after self; None for what is not a function)
+V2_NAMES: Final[tuple[tuple[str, str, str, tuple[str, ...] | None], ...]] = (
+    (_RUNNER, "", "GPUModelRunner", None),
+    (
+        _RUNNER,
+        "GPUModelRunner",
+        "execute_model",
+        (
+            "scheduler_output",
+            "intermediate_tensors",
+            "dummy_run",
+            "skip_attn_for_dummy_run",
+            "is_profile",
+            "context_len",
+            "valid_dummy_state_slots",
+            "randomize_inputs",
+        ),
+    ),
+    (_RUNNER, "GPUModelRunner", "sample_tokens", ("grammar_output",)),
+    (_RUNNER, "GPUModelRunner", "sample", ("hidden_states", "input_batch", "grammar_output")),
+    (_OUTPUT, "AsyncOutput", "get_output", ()),
+    (_OUTPUT, "StepTimingCollector", "forward_start", ()),
+    (
+        _SPECULATOR,
+        "BaseSpeculator",
+        "propose",
+        (
+            "input_batch",
+            "attn_metadata",
+            "slot_mappings",
+            "last_hidden_states",
+            "aux_hidden_states",
+            "num_sampled",
+            "num_rejected",
+            "last_sampled",
+            "next_prefill_tokens",
+            "temperature",
+            "seeds",
+            "dp_sync_state",
+            "dummy_run",
+            "skip_attn_for_dummy_run",
+            "mm_inputs",
+            "is_profile",
+            "num_speculative_tokens",
+        ),
+    ),
+    (_DRAFT_MODEL, "StandaloneARSpeculator", "load_draft_model", ("target_model", "target_attn_layer_names")),
+    (_SPECULATOR, "DraftModelSpeculator", "load_model", ("target_model",)),
+    (
+        _SPECULATORS,
+        "TargetDependentARSpeculator",
+        "_multi_step_decode",
+        (
+            "num_reqs",
+            "skip_attn",
+            "batch_desc",
+            "num_tokens_across_dp",
+            "seq_lens_cpu_upper_bound",
+            "num_speculative_steps",
+        ),
+    ),
+    (
+        _SPECULATORS,
+        "TargetDependentARSpeculator",
+        "_generate_draft",
+        (
+            "num_reqs",
+            "num_tokens_padded",
+            "attn_metadata",
+            "slot_mappings",
+            "num_tokens_across_dp",
+            "cudagraph_runtime_mode",
+            "num_speculative_steps",
+        ),
+    ),
+    (
+        _SPECULATOR,
+        "DraftModelSpeculator",
+        "_build_uniform_attn_metadata",
+        (
+            "batch_desc",
+            "num_reqs",
+            "num_query_per_req",
+            "seq_lens_cpu_upper_bound",
+            "step",
+            "causal",
+            "dcp_local_seq_lens",
+        ),
+    ),
+    (_BLOCKS, "BlockTables", "gather_block_tables", ("idx_mapping", "num_reqs_padded", "out", "out_ptrs")),
+    (
+        _BLOCKS,
+        "BlockTables",
+        "compute_slot_mappings",
+        ("idx_mapping", "query_start_loc", "positions", "num_tokens_padded", "out"),
+    ),
+    ("vllm.v1.worker.gpu.attn_utils", "", "build_slot_mappings_by_layer", None),
+    ("vllm.v1.worker.gpu.dp_utils", "", "dispatch_cg_and_sync_dp", None),
+    ("vllm.utils.torch_utils", "", "async_tensor_h2d", None),
+    (
+        _ADAPTIVE,
+        "AdaptiveVerificationManager",
+        "get_num_tokens",
+        ("num_tokens_per_req", "draft_tokens"),
+    ),
+    (_ADAPTIVE, "AdaptiveVerificationManager", "reallocate_drafts", ("req_ids", "idx_mapping")),
+    (
+        _ADAPTIVE,
+        "",
+        "build_cost_tables_from_curves",
+        ("draft_curve", "verify_curve", "max_num_reqs", "max_batch_tokens", "cudagraph_limit"),
+    ),
+    (_GRAPHS, "CudaGraphManager", "_init_candidates", ()),
+    (
+        _GRAPHS,
+        "CudaGraphManager",
+        "dispatch",
+        ("num_reqs", "num_tokens", "uniform_token_count", "num_active_loras", "max_query_len", "num_ubatches"),
+    ),
+    (
+        _GRAPHS,
+        "ModelCudaGraphManager",
+        "__init__",
+        (
+            "vllm_config",
+            "device",
+            "cudagraph_mode",
+            "decode_query_len",
+            "lora_capture_cases",
+            "varlen_decode",
+            "ubatch_runner",
+        ),
+    ),
+    (_GRAPHS, "CudaGraphManager", "needs_capture", ()),
+    (
+        _RUNNER,
+        "GPUModelRunner",
+        "initialize_kv_cache",
+        ("kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
+    ),
+    (
+        _ATTENTION,
+        "",
+        "get_varlen_cudagraph_unsupported_backend",
+        ("attn_groups", "vllm_config", "max_query_len", "checked_layer_names"),
+    ),
+    (_STATE, "ModelState", "get_additional_cg_support", ()),
+    (
+        _ROUND_GRAPHS,
+        "SpeculatorCudaGraphManager",
+        "capture",
+        (
+            "forward_fn",
+            "model_state",
+            "input_buffers",
+            "block_tables",
+            "attn_groups",
+            "kv_cache_config",
+            "progress_bar_desc",
+            "specialize_spec_tokens",
+        ),
+    ),
+    (
+        _ROUND_GRAPHS,
+        "SpeculatorCudaGraphManager",
+        "specialize_spec_tokens",
+        ("desc", "num_speculative_tokens"),
+    ),
+    (_ROUND_GRAPHS, "SpeculatorBatchDescriptor", "num_speculative_tokens", None),
+    ("vllm.distributed.parallel_state", "", "get_tp_group", ()),
+)
+
+# Instance attributes, which no signature shows: (module, class, attribute).
+V2_ATTRIBUTES: Final = (
+    (_RUNNER, "GPUModelRunner", "speculator"),
+    (_RUNNER, "GPUModelRunner", "step_timing"),
+    (_RUNNER, "GPUModelRunner", "num_speculative_steps"),
+    (_RUNNER, "GPUModelRunner", "device"),
+    (_OUTPUT, "AsyncOutput", "model_runner_output"),
+    (_BATCH, "InputBatch", "req_ids"),
+    (_BATCH, "InputBatch", "num_scheduled_tokens"),
+    (_BATCH, "InputBatch", "prefill_len_np"),
+    (_BATCH, "InputBatch", "num_computed_prefill_tokens_np"),
+    *(
+        (_SPECULATOR, "DraftModelSpeculator", name)
+        for name in (
+            *("num_speculative_steps", "draft_tokens", "idx_mapping", "input_buffers", "block_tables", "device"),
+            *("max_num_reqs", "pcp_manager", "kv_cache_config", "acceptance_estimator", "use_local_argmax_reduction"),
+        )
+    ),
+    *(
+        (_SPECULATORS, "TargetDependentARSpeculator", name)
+        for name in (
+            *("hidden_states", "sample_src_positions", "current_draft_step", "decode_cudagraph_manager"),
+            "advance_draft_positions",
+        )
+    ),
+    *((_BATCH, "InputBatch", name) for name in ("num_reqs", "idx_mapping")),
+    *(
+        (_ADAPTIVE, "AdaptiveVerificationManager", name)
+        for name in (
+            *("cost_tables", "req_states", "_cudagraph_limit", "_stale_confidences", "_stale_idx"),
+            *("_confidence_probs", "_batch_draft_capacity"),
+        )
+    ),
+    (_RUNNER, "GPUModelRunner", "adaptive_verification"),
+    *((_BATCH, "InputBuffers", name) for name in ("input_ids", "positions", "seq_lens", "query_start_loc")),
+    *((_GRAPHS, "CudaGraphManager", name) for name in ("vllm_config", "compilation_config", "max_num_reqs")),
+    *((_GRAPHS, "CudaGraphManager", name) for name in ("cudagraph_mode", "decode_query_len", "varlen_decode")),
+    *((_GRAPHS, "CudaGraphManager", name) for name in ("lora_capture_cases", "ubatch_runner")),
+    *((_GRAPHS, "CudaGraphManager", name) for name in ("_candidates", "_capture_descs", "_graphs_captured")),
+    (_GRAPHS, "BatchExecutionDescriptor", "cg_mode"),
+    (_GRAPHS, "CudaGraphManager", "device"),
+    *((_RUNNER, "GPUModelRunner", name) for name in ("cudagraph_manager", "attn_groups", "model_state")),
+    *((_RUNNER, "GPUModelRunner", name) for name in ("vllm_config", "decode_query_len")),
+    *((_SPECULATORS, "TargetDependentARSpeculator", name) for name in ("prefill_cudagraph_manager",)),
+    (_SPECULATORS, "TargetDependentARSpeculator", "capture"),
+    (_SPECULATORS, "TargetDependentARSpeculator", "supports_decode_metadata_update"),
+    ("vllm.v1.attention.backend", "AttentionMetadataBuilder", "_cudagraph_support"),
+)
