@@ -1,7 +1,7 @@
 """vLLM with the embedded pair in this process, for the benchmarks that look into the engine, held to texts if asked.
 
-Called by confidence_engine.py, drafter_acceptance.py, overlap_gate.py and pruning_gate.py. What imports numba waits
-until the engine stands: vLLM 0.32 looks through all modules for its Triton kernels while it starts
+Called by confidence_engine.py, drafter_acceptance.py, overlap_engine.py, pruning_gate.py and sliced_arms.py. What
+imports numba waits until the engine stands: vLLM 0.32 looks through all modules for its Triton kernels while it starts
 (triton_utils/dispatcher.py) and stumbles over llvmlite's.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from faser.controller.held_answers import engine as held_answers
-from faser.models.embedded.pair import ensure_embedded_drafter, ensure_embedded_target
+from faser.models.embedded.pair import EmbeddedPair, ensure_embedded_drafter, ensure_embedded_target
 from faser.models.embedded.precision import dtype_on
 
 FASER: Final = {
@@ -36,13 +36,10 @@ def start_engine(
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM
 
-    drafting = {
-        "method": "eagle3",
-        "model": str(drafter or ensure_embedded_drafter()),
-        "num_speculative_tokens": length,
-    }
+    pair = EmbeddedPair(target or ensure_embedded_target(), drafter or ensure_embedded_drafter())
     settings = {"dtype": dtype_on("cpu"), "enforce_eager": True, "max_num_seqs": requests, "seed": 0}
-    return LLM(str(target or ensure_embedded_target()), speculative_config=drafting, **(settings | classes | options))
+    drafting = pair.speculative(length)
+    return LLM(str(pair.target), speculative_config=drafting, **(settings | classes | options))
 
 
 def chat(engine: Any, texts: Sequence[str], **sampling: Any) -> None:

@@ -31,9 +31,10 @@ import numpy as np
 import zmq
 from recorded_engine import RecordedEngine, Recording, record_steps
 from rich.progress import Progress
-from sidecar_process import cpu_s, running_sidecar
+from sidecar_process import running_sidecar
 
 from faser.controller.engine.machine import Processor
+from faser.controller.engine.processes import cpu_s
 from faser.controller.errors import FaserError
 from faser.controller.link.ask import ask
 from faser.models.evaluation.worlds import held_out

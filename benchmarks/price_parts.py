@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from faser.env.estimate.acceptance import Floats
+from faser.engine_adapter.arrays import Floats
 from faser.env.estimate.planning_view import PlanningView
 from faser.models.evaluation.worlds import WorldSpec, going_ahead, held_out, side_by_side
 from faser.models.policies import price

@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 import zmq
 from made_engine import Inbox, hello, record, summed_up
-from sidecar_process import cpu_s, running_sidecar
+from sidecar_process import running_sidecar
 
+from faser.controller.engine.processes import cpu_s
 from faser.engine_adapter import protocol as wire
 from faser.engine_adapter.link.engine_link import EngineLink
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from faser.controller.config import LinkConfig
+from faser.controller.engine.sidecar_child import COMMAND
 from faser.controller.errors import NotRunningError
 from faser.controller.link.ask import ask
 
@@ -33,8 +33,7 @@ def running_sidecar(
         "FASER_MODE_STATE": str(folder / "modes.json"), "XDG_CONFIG_HOME": str(folder),
         "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **settings,
     }  # fmt: skip
-    command = [sys.executable, "-P", "-c", "from faser.controller.cli.main import main; main()", "sidecar"]
-    process = subprocess.Popen(command, env=environment, cwd="/", stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(COMMAND, env=environment, cwd="/", stderr=subprocess.DEVNULL)
     try:
         os.sched_setaffinity(process.pid, list(cores) or os.sched_getaffinity(0))  # before it starts its threads
         _wait_ready(link)
@@ -52,9 +51,3 @@ def _wait_ready(link: LinkConfig) -> None:
             return
         time.sleep(0.1)
     raise SystemExit(f"the sidecar did not start; expected it to answer within {START_S:g} s")
-
-
-def cpu_s(pid: int) -> float:
-    """Return the CPU seconds that a process has used, all its threads together."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -7,6 +7,7 @@ prompt rows are left out, and so are those after the first request has ended.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -38,7 +39,7 @@ class Told(Gate):
             super().note(requests, has_used, time_s, tokens)
 
 
-class SlicedArms:
+class SlicedArms(ABC):
     """The engine, what it answered, and the steps it took.
 
     :param clock: by which steps are timed
@@ -64,13 +65,13 @@ class SlicedArms:
 
         Steering.record = recorded  # type: ignore[method-assign]
 
+    @abstractmethod
     def put_into(self, arm: str) -> None:
         """Put the engine into an arm."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self, arm: str) -> tuple[list[Any], str]:
         """Take a step; return vLLM's outputs and what kind of step it was."""
-        raise NotImplementedError
 
     def forget(self) -> None:
         """Begin a measurement."""

@@ -1,6 +1,6 @@
 """Tokens per second as an undisturbed machine would show them, sharper than the machine's noise. Pure.
 
-Called by pruning_gate.py. On a shared machine a step takes its usual time or, in bursts of any length, a third more;
+Called by sliced_arms.py. On a shared machine a step takes its usual time or, in bursts of any length, a third more;
 and which part of a text falls to which arm changes an arm's tokens by more than arms differ. So the two halves of a
 rate are measured apart. What a step takes by its work comes from arms that take turns within seconds: the first
 quartile at equal work (quantile regression, Koenker and Bassett 1978), which bursts do not reach. Which steps an arm

@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 from rich.progress import Progress
-from scipy import stats
 from tables import table
 
+from faser.controller.bench.ratio import student_interval
 from faser.controller.cli.evaluate import decided
 from faser.controller.engine.machine import provenance
 from faser.engine_adapter.protocol import StepRecord
@@ -50,8 +51,8 @@ PACED_STEPS: Final = 400  # as `faser evaluate` makes
 
 def half_width(values: Sequence[float]) -> float:
     """Return half of Student's 95 % interval of the mean."""
-    reach = float(stats.t.ppf(0.975, len(values) - 1))
-    return reach * statistics.stdev(values) / math.sqrt(len(values))
+    low, high = student_interval(np.asarray(values))
+    return (high - low) / 2.0
 
 
 @dataclass(frozen=True, slots=True)

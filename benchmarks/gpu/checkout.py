@@ -1,7 +1,7 @@
 """Make `faser` importable from the checkout this file stands in, installed or not, and leave out what is not needed.
 
-The modules used here (partition*, exit_kernel, decision, cut, exit_heads, env.overlap) need torch, numpy and Triton
-alone: neither msgspec nor pyzmq, numba nor vLLM.
+What the parts below the engine use (engine_adapter/partition, engine_adapter/pruning, env/estimate/overlap_bound.py)
+needs torch, numpy and Triton alone: neither msgspec nor pyzmq, numba nor vLLM.
 """
 
 from __future__ import annotations

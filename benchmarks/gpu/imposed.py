@@ -45,8 +45,7 @@ class Fates:
 
     def logits(self, requests: Tensor, places: Tensor, steps: Tensor) -> Tensor:
         """Return the confidences' logits."""
-        begins = (places - steps)[:, None] + 0 * self._columns
-        chain = normal(CHAIN, requests[:, None], begins, self._columns[None])
+        chain = normal(CHAIN, requests[:, None], (places - steps)[:, None], self._columns[None])
         own = (chain * self._shares[steps]).sum(-1)
         score = math.sqrt(REQUEST_SHARE) * normal(LEVEL, requests) + math.sqrt(1.0 - REQUEST_SHARE) * own
         return MEAN_LOGIT - DROP * steps + SPREAD * score.clamp(-FURTHEST, FURTHEST)
@@ -123,10 +122,8 @@ class Decree:
     def _around_verdict(self, inherited: Call, sampler: Any, logits: Tensor, batch: Any, *given: Any) -> Any:
         """Raise each draft's own token in the row that judges it, or the one beside it."""
         ids, steps = batch.input_ids[batch.logits_indices].long(), batch.expanded_local_pos.long()
-        drafts, is_judge = (
-            ids.roll(-1),
-            steps.roll(-1) > 0,
-        )  # a row judges the next one's input; the first's is no draft
+        # A row judges the next one's input; the first's is no draft.
+        drafts, is_judge = ids.roll(-1), steps.roll(-1) > 0
         requests, places = self._requests[batch.expanded_idx_mapping.long()], batch.positions[batch.logits_indices]
         kept = self._fates.are_accepted(requests, places.long(), steps.clamp(max=self._longest - 1))
         tokens = torch.where(kept, drafts, drafts + 1) % logits.shape[-1]

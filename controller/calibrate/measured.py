@@ -7,9 +7,7 @@ time, naming file and row; never guesses.
 from __future__ import annotations
 
 import math
-import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +21,6 @@ from ...env.calibration.ahead_fit import AheadSteps, Chains
 from ...env.calibration.exit_fit import PruneObservation
 from ...env.calibration.step_samples import StepSamples
 from ..errors import StoreError
-from ..telemetry.schema import open_for_reading
 from ..telemetry.tables import StepTable
 from ..telemetry.telemetry_file import TelemetryFile
 
@@ -62,11 +59,8 @@ def read_measured(path: Path) -> Measured:
             if not len(steps):
                 raise StoreError(f"{path} holds no steps", "telemetry of an engine that worked")
             _require_times(path, steps)
-            rows = []
-            for number, cells in enumerate(file.request_rows()):
-                rows.append(cells)
-                if not cells:
-                    raise StoreError(f"{path}, {_row(steps, number)}: no requests in it", "a step that did something")
+            rows = list(file.request_rows())
+            _require_requests(path, steps, rows)
             arrivals = _arrivals(file, steps)
     except StoreError as error:
         raise StoreError(error.seen if str(path) in error.seen else f"{path}: {error.seen}", error.expected,
@@ -100,6 +94,12 @@ def _require_times(path: Path, steps: StepTable) -> None:
         raise StoreError(f"{path}, {_row(steps, at)}: time_s goes back", "steps in the engine's order")
 
 
+def _require_requests(path: Path, steps: StepTable, rows: list[list[RequestRow]]) -> None:
+    for number, cells in enumerate(rows):
+        if not cells:
+            raise StoreError(f"{path}, {_row(steps, number)}: no requests in it", "a step that did something")
+
+
 def _arrivals(file: TelemetryFile, steps: StepTable) -> Floats:
     """Return how many requests arrived before each step."""
     found = file.arrivals()
@@ -124,7 +124,7 @@ def _samples(steps: StepTable, rows: list[list[RequestRow]], arrivals: Floats) -
 
 
 def _work(cells: list[RequestRow], steps: StepTable, index: int, drawn: float) -> tuple[float, ...]:
-    """Return the fields of engine_model.Work up to `draft_attended_tokens`; `drawn` NaN: as many as handed over."""
+    """Return the fields of engine_profile.Work up to `draft_attended_tokens`; `drawn` NaN: as many as handed over."""
     decode = drafts = prompts = prompt_tokens = sampled = kv = attended = drafting = handed = first = 0
     prompt_attended, draft_attended = 0.0, 0
     is_told = not np.isnan(drawn)
@@ -209,19 +209,12 @@ def trials(measured: Measured) -> Iterator[DraftTrial]:
 
 def lives(path: Path) -> list[Life]:
     """Return the requests that arrived and finished within a file, in order of arrival."""
-    query = """
-        SELECT engine, handle, arrival_s, first_token_s, end_s, prompt_tokens, output_tokens FROM request_summary
-        WHERE arrival_s IS NOT NULL AND first_token_s IS NOT NULL AND end_kind = 'finish' ORDER BY arrival_s, handle"""
-    try:
-        with closing(open_for_reading(path)) as database:
-            rows = database.execute(query).fetchall()
-    except sqlite3.Error as error:
-        raise StoreError(f"{path} cannot be read: {error}", "a whole telemetry file", "the file may be cut") from None
-    return [_life(path, values) for values in rows]
+    with TelemetryFile(path) as file:
+        return [_life(path, values) for values in file.finished_requests()]
 
 
 def _life(path: Path, values: tuple[Any, ...]) -> Life:
-    """Return a row of request_summary; SQLite keeps what it is given, so everything is looked at."""
+    """Return a finished request; SQLite keeps what it is given, so everything is looked at."""
     whole, times_s, tokens = values[:2], values[2:5], values[5:]
     is_sound = (
         all(isinstance(value, int) for value in (*whole, *tokens))

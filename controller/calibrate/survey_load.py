@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,6 +19,7 @@ import aiohttp
 from ...env.workload.prompts import held_out_prompts
 from ..engine.load_generator import connector
 from ..errors import EngineError
+from ..progress import ShowProgress
 
 _PATH: Final = "/v1/completions"
 _CHARACTERS_PER_TOKEN: Final = 4
@@ -26,9 +27,6 @@ _BATCH_LIMIT_S: Final = 90.0
 _OVERTIME_S: Final = 5.0
 PROMPT_TOKENS: Final = (16, 40, 90, 180, 350)  # of those thrown in
 STEPS_BETWEEN_PROMPTS: Final = 10
-
-
-Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,7 @@ class SurveyLoad:
         self._text = " ".join(texts)
         self._serial = 0
 
-    async def run(self, end_s: float, progress: Progress, visits: int | None = None) -> None:
+    async def run(self, end_s: float, progress: ShowProgress, visits: int | None = None) -> None:
         """Visit all stops again and again until the monotonic clock says `end_s`, or `visits` times."""
         begin_s = time.monotonic()
         async with aiohttp.ClientSession(

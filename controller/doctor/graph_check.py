@@ -6,14 +6,15 @@ check of the store says.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 
 import msgspec
 
+from ..telemetry.schema import connect_read_only
 from .checks import Finding, Patient
 
 _LAST = "SELECT hello FROM engines ORDER BY id DESC LIMIT 1"
@@ -50,9 +51,7 @@ def check_graphs(patient: Patient) -> Iterator[Finding]:
 def _last_hello(path: Path) -> _Announced | None:
     if not os.path.isfile(path):
         return None
-    with contextlib.suppress(sqlite3.Error, msgspec.MsgspecError):
-        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
-        with contextlib.closing(connection):
-            for (text,) in connection.execute(_LAST):
-                return msgspec.json.decode(text, type=_Announced)
+    with suppress(sqlite3.Error, msgspec.MsgspecError), closing(connect_read_only(path)) as connection:
+        for (text,) in connection.execute(_LAST):
+            return msgspec.json.decode(text, type=_Announced)
     return None

@@ -3,11 +3,14 @@
 Called by controller/doctor/doctor.py. A check yields findings and changes nothing.
 """
 
+from __future__ import annotations
+
 import os
 import shlex
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import zmq
@@ -24,6 +27,7 @@ from ..link.endpoint import IPC, Endpoint
 from ..link.keys import load_keyring
 from ..telemetry.footprint import in_words, log_path, remedy, sizes
 from ..telemetry.retention import Retention
+from ..telemetry.schema import connect_read_only
 from .checks import Finding, Patient
 
 _CONVERTED_BYTES = 300 << 20
@@ -133,11 +137,8 @@ def _log_finding(store: StoreConfig) -> Finding:
 
 
 def _read_schema(path: Path) -> None:
-    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
-    try:
+    with closing(connect_read_only(path)) as connection:
         connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    finally:
-        connection.close()
 
 
 def check_engine_settings(patient: Patient) -> Iterator[Finding]:

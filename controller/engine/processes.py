@@ -67,7 +67,7 @@ class ProcessTree:
 
     def cpu_s(self) -> float:
         """Return the CPU time that the tree's living processes have used."""
-        return sum(_cpu_s(pid) for pid in descendants(self.pid))
+        return sum(cpu_s(pid) for pid in descendants(self.pid))
 
     def _signal(self, number: int) -> None:
         for pid in descendants(self.pid):  # not the reaper itself, which must stay able to end the tree
@@ -142,7 +142,8 @@ def ignored_interrupts() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _cpu_s(pid: int) -> float:
+def cpu_s(pid: int) -> float:
+    """Return the CPU time that a process has used, all its threads together; 0 if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -8,17 +8,15 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Callable
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
 from ..errors import EngineError
+from ..progress import ShowProgress
 from .launch import EngineLaunch, require_free_port
 from .processes import ProcessTree
-
-Progress = Callable[[str, float], None]  # what is being done, share done 0..1
 
 _POLL_S = 0.1
 _LINE_LIMIT = 500
@@ -63,7 +61,7 @@ class RunningEngine:
         """Return whether the server answers /health."""
         return is_healthy(self.launch.url)
 
-    def wait_ready(self, timeout_s: float = 600.0, progress: Progress | None = None) -> float:
+    def wait_ready(self, timeout_s: float = 600.0, progress: ShowProgress | None = None) -> float:
         """Block until the server answers /health; return the seconds it took; raise EngineError if it does not."""
         begin = time.monotonic()
         while not self.is_ready():

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Final
 
 from ...engine_adapter.settings import ensure_private_folder, runtime_folder
 from ..config import Config, require_files, settings, value_of
@@ -18,6 +19,8 @@ from ..home import is_homeless
 from ..link.ask import ask
 from ..link.endpoint import Endpoint
 from .processes import ProcessTree
+
+COMMAND: Final = (sys.executable, "-P", "-c", "from faser.controller.cli.main import main; main()", "sidecar")
 
 
 def start_sidecar(config: Config, log: Path | None = None) -> ProcessTree | None:
@@ -29,10 +32,9 @@ def start_sidecar(config: Config, log: Path | None = None) -> ProcessTree | None
             return None
         raise
     require_files(config)
-    command = [sys.executable, "-P", "-c", "from faser.controller.cli.main import main; main()", "sidecar"]
     log = log or log_folder() / f"sidecar-{os.getpid()}.log"
     log.unlink(missing_ok=True)
-    return ProcessTree(command, os.environ | sidecar_environment(config), log, cwd=Path.cwd(), grace_s=10.0)
+    return ProcessTree(COMMAND, os.environ | sidecar_environment(config), log, cwd=Path.cwd(), grace_s=10.0)
 
 
 def own_sidecar(config: Config, log: Path) -> ProcessTree:

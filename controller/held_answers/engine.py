@@ -10,6 +10,7 @@ runner, greedy, synchronous scheduling); everything else is done as always, and 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -38,7 +39,7 @@ def held_rows(
     return rows, tokens
 
 
-class HeldText:
+class HeldText(ABC):
     """Holds the requests for which `text_of` has a text, and raises RuntimeError if one leaves it."""
 
     def __init__(self, runner: Any) -> None:
@@ -50,9 +51,9 @@ class HeldText:
             runner.rejection_sampler.register_forward_pre_hook(self._before_rejecting)
             runner.rejection_sampler.register_forward_hook(self._after_rejecting)
 
+    @abstractmethod
     def text_of(self, name: str) -> Sequence[int]:
         """Return the tokens that a request is held to, none where it is free."""
-        raise NotImplementedError
 
     def _before_sampling(self, module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         if not self._is_inside:

@@ -8,7 +8,6 @@ policy. A difference counts beyond that error and the spread between seeds; a si
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -24,7 +23,7 @@ from ...models.registry import make_policy
 from ..decision.decide import LeaseTerms, decide
 from ..errors import StoreError
 from ..extras import require_simulator
-from ..telemetry.schema import open_for_reading
+from ..telemetry.telemetry_file import TelemetryFile
 
 if TYPE_CHECKING:
     from ...env.profile.engine_profile import EngineProfile
@@ -106,9 +105,8 @@ def estimate_speed(path: Path, policy: str, profile: Path | None = None, runs: i
 
 
 def _arrived(path: Path) -> int:
-    with closing(open_for_reading(path)) as database:
-        query = "SELECT count(*) FROM request_summary WHERE arrival_s IS NOT NULL"
-        return int(database.execute(query).fetchone()[0])
+    with TelemetryFile(path) as file:
+        return file.arrived_requests()
 
 
 class _Asked:

@@ -143,12 +143,17 @@ def _require_ours(application: int, version: int) -> None:
         raise StoreError(f"telemetry schema {version}", f"schema {SCHEMA_VERSION} or older", "use a new file")
 
 
+def connect_read_only(path: Path) -> sqlite3.Connection:
+    """Open any SQLite file, whoever's, for reading alone; raise sqlite3.Error if there is none."""
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+
+
 def open_for_reading(path: Path) -> Database:
     """Open a telemetry file, also while a sidecar writes it; raise StoreError if it is none."""
     if not path.is_file():
         raise StoreError(f"no telemetry file {path}", "a file a sidecar wrote", "check the path")
     try:
-        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        connection = connect_read_only(path)
         application, version = (
             connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
         )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -93,16 +93,30 @@ class TelemetryFile:
         table = np.asarray(cells, np.int64).reshape(-1, 3)
         return DraftedLengths(table[:, 0], table[:, 1], table[:, 2])
 
-    def summary(self) -> TelemetrySummary:
-        """Return the figures of the file."""
-        return summarise(self.steps(), self.lengths())
-
     def arrivals(self) -> dict[tuple[int, int], int]:
         """Return how many requests arrived before a step, by engine and counter; no entry: none."""
         query = """SELECT engine, counter, count(*) FROM events WHERE kind = 'arrival' AND counter IS NOT NULL
             GROUP BY 1, 2"""
         with self._damage_told():
             return {(engine, counter): number for engine, counter, number in self._database.execute(query)}
+
+    def arrived_requests(self) -> int:
+        """Return how many requests arrived within the file."""
+        with self._damage_told():
+            query = "SELECT count(*) FROM request_summary WHERE arrival_s IS NOT NULL"
+            return int(self._database.execute(query).fetchone()[0])
+
+    def finished_requests(self) -> list[tuple[Any, ...]]:
+        """Return the requests that arrived and finished within the file, in order of arrival.
+
+        Of each engine, handle, arrival_s, first_token_s, end_s, prompt_tokens and output_tokens, as they were written.
+        """
+        query = """
+            SELECT engine, handle, arrival_s, first_token_s, end_s, prompt_tokens, output_tokens FROM request_summary
+            WHERE arrival_s IS NOT NULL AND first_token_s IS NOT NULL AND end_kind = 'finish'
+            ORDER BY arrival_s, handle"""
+        with self._damage_told():
+            return self._database.execute(query).fetchall()
 
     @contextmanager
     def _damage_told(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ Called by controller/calibrate/calibrate.py, which reads the files and prints. N
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
@@ -85,9 +85,9 @@ class Fitted:
     fits: dict[Phase, Fit]
     levels: dict[Phase, float]
     slower: Floats
-    looks: list[PruneObservation] = field(default_factory=list)
-    busy_steps: int = 0
-    ahead_refusal: str = ""
+    looks: list[PruneObservation]
+    busy_steps: int
+    ahead_refusal: str
 
 
 def profile_from(measured: MeasuredEngine, base: EngineProfile | None, options: FitOptions) -> Fitted:

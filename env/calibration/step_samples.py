@@ -26,7 +26,7 @@ from ..profile.step_basis import (
 
 @dataclass(frozen=True, slots=True)
 class StepSamples:
-    """n steps; every array is (n,) float64. Names and units as in engine_model.Work; times in s, NaN: not known."""
+    """n steps; every array is (n,) float64. Names and units as in engine_profile.Work; times in s, NaN: not known."""
 
     requests: Floats
     decode_rows: Floats

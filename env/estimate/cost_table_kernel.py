@@ -32,7 +32,7 @@ DIP_DOUBT = 3.0
 
 # Rows of the table, one column per node: rows of a step, their log, the prior's units, visits, the log factor on the
 # prior, the usual absolute surprise (log; wide while new); and the curve, also made monotone so that it can be asked
-# for rows, as of the last `_bend`.
+# for rows, as of the last `bend`.
 NODE, LOG_NODE, PRIOR, VISITS, CORRECTION, SPREAD, CURVE, MONOTONE, TABLE_ROWS = range(9)
 
 

@@ -33,11 +33,11 @@ PROFILE: Final = np.dtype(
         ("splits", np.int64),
         ("is_adaptive", np.int64),  # drafts are made in full whatever a stop rule keeps of them
         ("saved", np.float64),  # share of the layers that a pruned row is spared; 0: no exit heads
-        ("recall", np.float64),  # as engine_model.Exit has them
+        ("recall", np.float64),  # as engine_profile.Exit has them
         ("false_alarm", np.float64),
         ("look_s", np.float64),
         ("look_token_s", np.float64),
-        ("ahead_ready", np.float64),  # as engine_model.Ahead has them
+        ("ahead_ready", np.float64),  # as engine_profile.Ahead has them
         ("ahead_hidden", np.float64),
         ("ahead_verify", np.float64),  # 0: nothing can be drafted ahead
         ("ahead_acceptance", np.float64),

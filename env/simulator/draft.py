@@ -56,10 +56,10 @@ from .state import (
 )
 
 _S8, _LOW_24, _FIRST_TOKEN = np.uint64(8), np.uint64(0xFFFFFF), np.uint64(16)
-_ONE, _HALF, _HALF_RANGE = np.float32(1.0), np.float32(0.5), np.float32(12.0)
+_ONE, _HALF_RANGE = np.float32(1.0), np.float32(12.0)
 _PER_LOGIT, _PER_SIGMA, _UNIT = np.float32(SIGMOID_CELLS / 24.0), np.float32(CELLS / 8.0), np.float32(2.0**-24)
 _AHEAD_KEY = np.uint64(0xD1342543DE82EF95)
-# What drafting does, in `work`; see simulator_verify. The last: tokens that were drafted while the target verified.
+# What drafting does, in `work`; see verify.py. The last: tokens that were drafted while the target verified.
 DRAFTING, ROUNDS, DRAWN, FIRST_ROWS, KEPT_ROWS, DRAFT_ATTENDED, AHEAD_TOKENS = range(7)
 KEEP_BAR, GO_ON_BAR, BARS = range(3)  # by position: survivals below which a draft ends before, or behind, a token
 

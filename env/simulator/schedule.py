@@ -2,7 +2,8 @@
 
 Source: vllm/v1/core/sched/scheduler.py of vLLM 0.32: running requests first, in order of admission; where blocks are
 missing the newest one is preempted and computed again later; the queue is served in order, prompts in chunks of what
-the token budget leaves, and only if the whole prompt fits. Arrays are one engine's part of simulator_state.State.
+the token budget leaves, and only if the whole prompt fits. Arrays are one engine's part of the State in
+env/simulator/state.py.
 """
 
 from __future__ import annotations

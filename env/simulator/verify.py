@@ -38,7 +38,7 @@ from .state import (
     Words,
 )
 
-# A step's work: behind simulator_draft's, the parameters of fill_verify_basis and what is counted beside.
+# A step's work: behind that of draft.py the parameters of fill_verify_basis and what is counted beside.
 (
     REQUESTS, DECODE_ROWS, DRAFT_TOKENS, PROMPTS, PROMPT_TOKENS, SAMPLED, KV_TOKENS, ATTENDED, ATTENDED_PROMPT,
     ALL_PRUNED, ALL_FRESH, WASTED, WORK,

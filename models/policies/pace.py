@@ -1,6 +1,6 @@
 """Objectives for the pace of answers, by class of requests: who loses drafts first when somebody is late.
 
-Called by models/policies/policy.py for `price:pace=...`; wraps the price policy. Tokens per second of the whole batch
+Made by models/registry.py for `price:pace=...`; wraps the price policy. Tokens per second of the whole batch
 is what `price` maximises: a draft of one request lengthens the step of all. Where a class of requests would miss its
 objective under what `price` asks for, the least urgent lose their drafts first, then the longest drafts are cut for
 everybody. Classes are vLLM's priorities, lower is more urgent. Pure, no clock.

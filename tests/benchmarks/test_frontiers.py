@@ -42,7 +42,7 @@ def test_a_drafter_is_hidden_where_every_frontier_is_of_use(frontiers: Any) -> N
 
 
 def test_the_gate_leaves_what_only_slows_the_target(frontiers: Any) -> None:
-    """The bound knows nothing of that, so it is asked for all the same."""
+    """`price` knows nothing of that, so it asks for it all the same."""
     hopeless = good_drafter(ready=0.1, verify_factor=1.3)
     rate, (_, asked, ahead) = frontiers.run(hopeless, 2, 7, 2400)
     assert asked > 0.6

@@ -56,8 +56,7 @@ def write(path: Path, records: list[StepRecord]) -> Path:
 
 
 def figures(path: Path) -> TelemetrySummary:
-    with TelemetryFile(path) as file:
-        return file.summary()
+    return read_whole(path).summary
 
 
 @pytest.fixture
