@@ -1,6 +1,6 @@
 """Which draft lengths have a full CUDA graph on vLLM's V2 runner: what HELLO says, in vLLM's own words.
 
-Called once at engine start by engine_facts.py. Captures nothing, touches no device and never raises; imports nothing of
+Called once at engine start by hello.py. Captures nothing, touches no device and never raises; imports nothing of
 vLLM for an engine without graphs or without the V2 runner.
 """
 

@@ -1,6 +1,6 @@
 """What the process's drafters share: attention over a KV cache per request, and how much memory those may take.
 
-Used by drafter_llama.py and drafter_eagle.py, which both compute in plain torch in the drafter's process.
+Used by llama.py and eagle.py, which both compute in plain torch in the drafter's process.
 """
 
 from __future__ import annotations

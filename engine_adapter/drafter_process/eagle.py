@@ -1,6 +1,6 @@
 """An EAGLE-3 head in a process of its own: plain torch and a KV cache; tokens and the target's states in, tokens out.
 
-Run by drafter_process.py as `python -m faser.engine_adapter.drafter_process.eagle FOLDER TARGET DTYPE STATES_DTYPE
+Run by process.py as `python -m faser.engine_adapter.drafter_process.eagle FOLDER TARGET DTYPE STATES_DTYPE
 STATES MEMORY BELL`. Row p of a request holds the target's state of token p and the token behind it, as in vLLM (0.32
 llm_base_proposer.py:set_inputs_first_pass), so that a sequence of n tokens has n - 1 rows with true states; what is
 drafted behind them goes on from the head's own. Own rows are computed again once the target's states are there.
@@ -181,7 +181,7 @@ class EagleSequence:
 
 
 class EagleDrafter:
-    """Draws tokens for the server; see `drafter_server.Drafter`."""
+    """Draws tokens for the server; see `server.Drafter`."""
 
     def __init__(self, head: EagleHead, target_states: TargetStates) -> None:
         self.head = head

@@ -1,6 +1,6 @@
 """A Llama-shaped draft model in a process of its own: plain torch, its own KV cache, tokens in and tokens out.
 
-Run by drafter_process.py as `python -m faser.engine_adapter.drafter_process.llama FOLDER DTYPE MEMORY BELL`. A
+Run by process.py as `python -m faser.engine_adapter.drafter_process.llama FOLDER DTYPE MEMORY BELL`. A
 second, small implementation because vLLM's needs a whole engine around it. It draws the most likely token, always:
 that is what makes its tokens usable whatever the request's temperature is.
 """
@@ -97,7 +97,7 @@ class Llama:
 
 
 class LlamaDrafter:
-    """Draws tokens for the server; see `drafter_server.Drafter`."""
+    """Draws tokens for the server; see `server.Drafter`."""
 
     def __init__(self, model: Llama) -> None:
         self.model = model

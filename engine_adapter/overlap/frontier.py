@@ -3,7 +3,7 @@
 A chain is everything the drafter assumed for a request since its last sampled token: the chunk handed to
 verification, a guess of the token behind it, and the frontier. If what verification let stand is the beginning of
 the chain, the rest of the chain is a draft for the next step; otherwise it is thrown away. Used by the runner's part
-(runner_frontier.py). It never changes what is sampled: a frontier is a draft, and vLLM verifies drafts.
+(frontier_runner.py). It never changes what is sampled: a frontier is a draft, and vLLM verifies drafts.
 """
 
 from __future__ import annotations

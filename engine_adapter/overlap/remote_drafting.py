@@ -1,6 +1,6 @@
 """Asking the drafter's process: what is waited for and how long, what is thrown away, and what both cost.
 
-Owned by the runner's part (runner_frontier.py), one per engine. It knows requests by name and nothing of vLLM.
+Owned by the runner's part (overlap/frontier_runner.py), one per engine. It knows requests by name and nothing of vLLM.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Green contexts are cut through the driver (cuda.bindings, which PyTorch's CUDA b
 which is the target's, so both are disjoint and their true sizes are known. torch's own GreenContext.create hides the
 size it got, and two of them may overlap (pytorch/pytorch#195378, before SMPartition of 2.15). A kernel captured into a
 CUDA graph keeps the context of the stream it was captured on, so graphs are captured per partition
-(partition_graphs.py). Tensors that cross phases must be static buffers: the caching allocator knows nothing of the
+(cuda_graphs.py). Tensors that cross phases must be static buffers: the caching allocator knows nothing of the
 other stream.
 """
 

@@ -1,8 +1,8 @@
 """Which share of the machine drafting and verification get: the one interface, and the arithmetic of ready-made ratios.
 
 A partition is *unsplit* (one phase after the other on everything), *streams* (side by side on everything) or a ratio
-such as 1:3, drafter first, of which each phase has its own part. The back ends are partition_cpu.py (cores) and
-partition_cuda.py (streams, green contexts); what runs above must not know which one it has. Pure: standard library.
+such as 1:3, drafter first, of which each phase has its own part. The back ends are cpu.py (cores) and
+cuda.py (streams, green contexts); what runs above must not know which one it has. Pure: standard library.
 """
 
 from __future__ import annotations

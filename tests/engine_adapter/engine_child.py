@@ -1,6 +1,6 @@
 """One real vLLM engine in a process of its own, steered by lengths that the test chooses.
 
-Run by `engine_run.py`: reads a scenario as JSON from stdin and writes what happened to the file named in it.
+Run by `conftest.py`: reads a scenario as JSON from stdin and writes what happened to the file named in it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from faser.engine_adapter.drafter_process.server import DraftTask, serve
 
 
 class KnownDrafter:
-    """Draws from recorded sequences; see `drafter_server.Drafter`."""
+    """Draws from recorded sequences; see `server.Drafter`."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         self.texts: list[list[int]] = given["texts"]
