@@ -1,8 +1,8 @@
 """The drafter's process as its engine sees it: started, watched, asked, killed, and started again after a pause.
 
-Owned by the runner's part (overlap/frontier_runner.py), on the engine thread only. Every call returns at once, or within the
-limit it is given: a drafter that is starting, busy, hung or dead is one that answers nothing. It must never raise for
-what happens to the process.
+Owned by the runner's part (overlap/frontier_runner.py), on the engine thread only. Every call returns at once, or
+within the limit it is given: a drafter that is starting, busy, hung or dead is one that answers nothing. It must never
+raise for what happens to the process.
 """
 
 from __future__ import annotations
