@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from faser.engine_adapter.protocol import Hello, Prune, StopRule
+from faser.engine_adapter.protocol import Admission, Hello, Prune, StopRule
 from faser.env.spaces import Action, Capabilities, clamp, clamp_lengths, fit_rows, is_other
 
 CAPABILITIES = Capabilities(
@@ -45,6 +45,7 @@ def test_lengths_become_whole_numbers_within_bounds(raw: list[float] | None, exp
         ("prune", Prune(11, 0.5), None),
         ("prune", Prune(10, math.nan), None),
         ("default_length", 99, 5),
+        ("admission", Admission([1], [0.1]), None),  # an engine that verifies all it was given
     ],
 )
 def test_what_cannot_be_had_becomes_no_opinion(field: str, value: object, expected: object) -> None:

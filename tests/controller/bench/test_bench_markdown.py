@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from itertools import takewhile
 from pathlib import Path
+from statistics import mean, median
+from typing import Any
 
 import msgspec
 import pytest
@@ -91,6 +94,58 @@ def test_tables_in_the_documents_hold_figures_of_their_files(name: str, rows: in
     assert len(told) == rows
     for first, *figures in told:
         assert [figure for figure in figures if figure[:1].isdigit() and figure not in whole[first]] == []
+
+
+def found_in(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def table_below(heading: str, path: str = "docs/results.md") -> list[list[str]]:
+    """Return the first table's rows below a heading."""
+    below = (ROOT / path).read_text().partition(f"# {heading}\n")[2].splitlines()
+    first = next(at for at, line in enumerate(below) if line.startswith("| "))
+    return [cells_of(row) for row in takewhile(lambda line: line.startswith("|"), below[first + 2 :])]
+
+
+def test_the_closed_loops_rates_and_lengths_are_those_of_its_file_and_the_readmes_ratios_those_of_the_page() -> None:
+    arms, counts = ("none", "faser"), ("draft_tokens", "tokens", "accepted_tokens")
+    told, turns = table_below("Closed loop"), found_in("closed_loop")["turns"]
+    for load, rate, length, *_ in told:
+        none, ours = ([turn for turn in turns if (turn["load"], turn["arm"]) == (int(load), arm)] for arm in arms)
+        drafted, tokens, accepted = (sum(turn[name] for turn in ours) for name in counts)
+        assert rate == f"{median(turn['tokens_per_s'] for turn in none):.0f}"
+        assert length == f"{drafted / (tokens - accepted):.2f}"
+    for column, ratios in enumerate(table_below("Result", "README.md"), 3):
+        exact = [float(row[column].partition(" ")[0]) for row in told]
+        assert [float(ratio) for ratio in ratios[1:]] == pytest.approx(exact, abs=0.00501)
+
+
+def test_policies_are_told_as_in_their_file() -> None:
+    policies, told = found_in("policies")["policies"], table_below("Policies in simulation")
+    assert len(told) > 15
+    for name, middle, least, *over in told:
+        own = policies[name.partition(",")[0]]
+        low, high = own["over_price_ci"]
+        assert (middle, least) == (f"{own['envelope_ratio_mean']:.3f}", f"{own['envelope_ratio_min']:.3f}")
+        assert over == ([] if name == "price" else [f"{own['over_price']:.3f} ({low:.3f}..{high:.3f})"])
+
+
+def test_what_parts_earn_is_told_as_in_its_file() -> None:
+    points, told = found_in("ablation")["points"], table_below("What each part of `price` earns")
+    earned = {f"{100 * (own['ratio'] - 1):+.2f} ± {100 * own['half_width']:.2f}" for own in points}
+    assert len(told) > 10
+    for _, *cells, _, _ in told:
+        figures = [cell.partition(" (")[0] for cell in cells]
+        assert [figure for figure in figures if figure != "0.00" and figure not in earned] == []
+
+
+def test_what_is_gained_inside_adaptive_verification_is_told_as_in_its_file() -> None:
+    points, told = found_in("adaptive")["points"], table_below("Inside adaptive verification")
+    assert [world for world, *_ in told] == list(dict.fromkeys(point["world"] for point in points))
+    for world, *cells in told:
+        for cell, rival in zip(cells, ("over vLLM's own", "over its best length"), strict=True):
+            own = [point[rival]["ratio"] for point in points if point["world"] == world and point["load"] <= 32]
+            assert cell == f"{mean(own):.3f} ({min(own):.3f} to {max(own):.3f})"
 
 
 def test_a_file_that_holds_no_results_is_refused_in_one_line(

@@ -10,8 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from faser.engine_adapter.drafting.late_confidences import LateConfidences
-from faser.engine_adapter.drafting.ragged_v2 import draft_ragged
-from faser.engine_adapter.patches.v2_speculator import DecodeRounds
+from faser.engine_adapter.drafting.ragged_v2 import RaggedV2, draft_ragged
+from faser.engine_adapter.patches.v2_speculator import DecodeRounds, around_decode
+
+from ..graph_managers import vllm_module
 
 pytest.importorskip("vllm", reason="needs an installed vLLM")
 
@@ -43,6 +45,13 @@ def speculator(**changes: Any) -> Any:
     return SimpleNamespace(**(plain | changes))
 
 
+def runner_of(owner: Any) -> Any:
+    """Return as much of vLLM's runner as is read; the first pass of its speculator ran."""
+    owner.draft_tokens[:REQUESTS, 0] = owner.idx_mapping[:REQUESTS] * 10
+    states = SimpleNamespace(num_computed_tokens=SimpleNamespace(gpu=torch.zeros(8)))
+    return SimpleNamespace(speculator=owner, req_states=states)
+
+
 @pytest.fixture
 def rounds(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return `make(speculator)`: its rounds, each of which draws the slot of its row and the step."""
@@ -59,10 +68,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(DecodeRounds, "_dispatched", lambda _, rows: SimpleNamespace(num_tokens=rows))
 
     def make(owner: Any) -> DecodeRounds:
-        owner.draft_tokens[:REQUESTS, 0] = owner.idx_mapping[:REQUESTS] * 10
-        states = SimpleNamespace(num_computed_tokens=SimpleNamespace(gpu=torch.zeros(8)))
-        runner = SimpleNamespace(speculator=owner, req_states=states)
-        return DecodeRounds(runner, REQUESTS, torch.arange(8), LONGEST)
+        return DecodeRounds(runner_of(owner), REQUESTS, torch.arange(8), LONGEST)
 
     return make
 
@@ -72,12 +78,14 @@ def test_confidences_are_noted_without_reading_the_step_back() -> None:
     noted = LateConfidences(owner, is_pinned=False)
     assert not noted.is_on  # a drafter that shows no logits has no confidences
     owner.load_model()
+    watched = owner.acceptance_estimator
     owner.load_model()  # weights may be loaded again
+    assert owner.acceptance_estimator is watched
     logits = torch.tensor([[0.0, 2.0], [5.0, 0.0], [float("nan"), 0.0]])
     with NothingIsReadBack():
-        owner.acceptance_estimator.predict(logits, torch.tensor([2, 0, -1]), torch.tensor(1), None, None)
+        owner.acceptance_estimator.predict(logits, torch.tensor([7, 0, -1]), torch.tensor(1), None, None)
     assert noted.is_on
-    drawn = noted.take(torch.tensor([2, 0, -1]), ["a", "b", "c"], [2, 2, 2])
+    drawn = noted.take(torch.tensor([7, 0, -1]), ["a", "b", "c"], [2, 2, 2])
     assert drawn.told() == {"a": (0.0, pytest.approx(0.8808, abs=1e-3)), "b": (0.0, pytest.approx(0.9933, abs=1e-3)),
                             "c": (0.0, 0.0)}  # fmt: skip
 
@@ -106,6 +114,15 @@ def test_rows_stay_where_fewer_would_be_no_smaller_a_graph(rounds: Any, monkeypa
     assert draft_ragged(rounds(speculator()), [1, 3, 0, 2]) == (4, 4, 4)
 
 
+def test_rows_that_left_are_padding(rounds: Any) -> None:
+    owner = speculator()
+    decode = rounds(owner)
+    decode.keep([1, 3])
+    assert owner.idx_mapping.tolist() == [1, 2, -1, -1, -1, -1, -1, -1]
+    assert owner.input_buffers.seq_lens.tolist() == [21, 23, 0, 0, 0, 0, 0, 0]
+    assert owner.input_buffers.query_start_loc.tolist() == [0, 1, 2, 2, 2, 2, 2, 2, 2]
+
+
 def test_after_a_failure_all_is_as_it_was_before_the_first_round(rounds: Any) -> None:
     owner = speculator()
     decode = rounds(owner)
@@ -120,3 +137,76 @@ def test_after_a_failure_all_is_as_it_was_before_the_first_round(rounds: Any) ->
         assert torch.equal(now[:REQUESTS], was[:REQUESTS])
     assert torch.equal(buffers.query_start_loc[: REQUESTS + 1], before[3])
     assert owner.draft_tokens[:REQUESTS, 0].tolist() == [30, 10, 0, 20]
+
+
+@pytest.fixture
+def ragged(rounds: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return `make(speculator)`: FASER's drafting of it; `decode()` is what vLLM would ask."""
+    monkeypatch.setattr("faser.engine_adapter.drafting.ragged_v2.around_decode", lambda *_: True)
+    monkeypatch.setattr("faser.engine_adapter.drafting.ragged_v2.has_peers", lambda: False)
+
+    def make(owner: Any) -> Any:
+        made: Any = RaggedV2(runner_of(owner))
+        made.decode = lambda: made._decode(REQUESTS, torch.arange(8), LONGEST)
+        return made
+
+    return make
+
+
+def test_lengths_are_those_of_one_drafting_only(ragged: Any) -> None:
+    drafting = ragged(speculator())
+    drafting.begin([1, 3, 0, 2])
+    assert drafting.decode()
+    assert not drafting.decode()  # nobody said a length: vLLM drafts, as long as it likes
+
+
+@pytest.fixture
+def broken(ragged: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return `make(speculator)`: drafting of which every round fails."""
+
+    def run(decode: Any, step: int, rows: list[int]) -> None:
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(DecodeRounds, "run", run)
+    return ragged
+
+
+def test_after_a_failure_vllm_drafts_from_where_it_began_and_from_then_on(broken: Any, vllm_log: Any) -> None:
+    owner = speculator()
+    drafting, slots = broken(owner), owner.idx_mapping[:REQUESTS].tolist()
+    for _ in range(2):
+        drafting.begin([1, 3, 0, 2])
+        assert not drafting.decode()
+        assert owner.idx_mapping[:REQUESTS].tolist() == slots
+        assert not drafting.is_on
+    assert vllm_log.getvalue().count("ragged drafting failed") == 1
+
+
+def test_a_failure_beside_other_ranks_ends_the_step(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafting = broken(speculator())
+    monkeypatch.setattr("faser.engine_adapter.drafting.ragged_v2.has_peers", lambda: True)
+    drafting.begin([1, 3, 0, 2])
+    with pytest.raises(RuntimeError, match="broken on purpose"):
+        drafting.decode()
+
+
+@pytest.mark.parametrize("unmoved", ["", "pcp_manager", "draft_watermarker", "share_mtp_topk_indices"])
+@pytest.mark.parametrize("skip_attn", [False, True])
+def test_rounds_with_state_that_does_not_move_along_stay_vllms(rounds: Any, unmoved: str, skip_attn: bool) -> None:
+    told: list[str] = []
+    owner: Any = object.__new__(vllm_module("v1.worker.gpu.spec_decode.eagle.speculator").EagleSpeculator)
+    vars(owner).update(vars(speculator(pcp_manager=None, draft_watermarker=None)) | {unmoved: object()})
+    owner._multi_step_decode = lambda *_: told.append("vLLM")
+
+    def decode(*_: Any) -> bool:
+        told.append("FASER")
+        return True
+
+    assert around_decode(owner, decode)
+    owner._multi_step_decode(REQUESTS, skip_attn, None, None, torch.arange(8), LONGEST)
+    assert told == ["vLLM" if unmoved or skip_attn else "FASER"]
+
+
+def test_a_drafter_that_writes_no_kv_of_its_own_is_left_alone() -> None:
+    kind = vllm_module("v1.worker.gpu.spec_decode.gemma4.speculator").Gemma4Speculator
+    assert not around_decode(object.__new__(kind), lambda *_: True)

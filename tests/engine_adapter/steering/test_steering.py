@@ -286,10 +286,13 @@ def test_adaptive_verification_is_told_costs_and_weights_of_mean_one() -> None:
 
 def test_an_engine_without_adaptive_verification_is_told_nothing_of_it() -> None:
     adapter, link = steering()
-    adapter.arrive("a", Request())
-    link.arrived = [asked := act({1: 4})]
+    for name in "ab":
+        adapter.arrive(name, Request())
+    link.arrived = [asked := act({1: 4, 2: 4})]
     asked.admission = ADMISSION
-    assert adapter.order({"a": 5}, 0.0).costs is None
+    assert adapter.order({"a": 5, "b": 5}, 0.0).lengths == {"a": 4, "b": 4}
+    assert asked.admission is ADMISSION  # the lease lets it pass
+    assert adapter.order({"a": 5, "b": 5}, 0.0).costs is None
 
 
 def test_a_record_says_what_adaptive_verification_verified() -> None:
@@ -298,13 +301,13 @@ def test_a_record_says_what_adaptive_verification_verified() -> None:
     adapter.arrive("b", Request(num_output_tokens=3))
     order = adapter.order({"a": 5, "b": 5}, time.monotonic())
     done = outcome({"a": 5, "b": 5}, {"a": [1, 2, 3, 4], "b": [5, 6, 7, 8]}, [[1, 2, 9], [7]])
-    done.report = StepReport(drafted=[4, 4], admitted=[3, 0], late_confidences={"a": (0.9, 0.8, 0.5, 0.4)})
+    done.report = StepReport(drafted=[4, 4], admitted=[2, 0], late_confidences={"a": (0.9, 0.8, 0.5, 0.4)})
     done.counted = 8, 2  # vLLM counts what it had scheduled
     adapter.record(order, done)
     (record,) = [message for message in link.sent if isinstance(message, wire.StepRecord)]
-    assert [(row.scheduled, row.verified, row.accepted) for row in record.rows] == [(4, 3, 2), (1, 0, 0)]
+    assert [(row.scheduled, row.verified, row.accepted) for row in record.rows] == [(3, 2, 2), (1, 0, 0)]
     assert [row.confidences for row in record.rows] == [(0.9, 0.8, 0.5, 0.4), ()]
-    assert (record.draft_tokens, record.miscounted) == (3, 0)
+    assert (record.draft_tokens, record.miscounted) == (2, 0)
 
 
 @pytest.mark.parametrize(("admitted", "verified"), [(4, 1), (2, 1), (1, 1), (0, 0)])

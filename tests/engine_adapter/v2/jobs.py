@@ -308,15 +308,16 @@ def admissions(given: dict[str, Any]) -> dict[str, int]:
     chance = random.Random(5)
     own, ours = Manager(given), Manager(given)
     order = ours.ask_with(given["slowness"], given["weight"])
-    same = first_gained = first_lost = trimmed = 0
+    same = first_gained = first_lost = trimmed = resized = 0
     for _ in range(given["batches"]):
         batch = own.random_batch(chance)
         plain, asked = own.admit(batch), ours.admit(batch, order)
         same += plain == asked
         trimmed += sum(plain[1]) < sum(batch.lengths)
+        resized += plain[0] != asked[0]
         first_gained += sum(asked[1][::2]) > sum(plain[1][::2])
         first_lost += sum(asked[1][::2]) < sum(plain[1][::2])
-    return {"same": same, "trimmed": trimmed, "gained": first_gained, "lost": first_lost}
+    return {"same": same, "trimmed": trimmed, "resized": resized, "gained": first_gained, "lost": first_lost}
 
 
 def sampled(given: dict[str, Any]) -> dict[str, float]:

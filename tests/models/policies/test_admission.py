@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
+import numpy as np
 import pytest
 
 from faser.controller.cli.evaluate import decided
 from faser.engine_adapter.protocol import ActionSet, Admission, StopRule
 from faser.engine_adapter.steering.lease import is_sound
 from faser.env.estimate.engine_state import EngineState
+from faser.env.estimate.planning_view import PlanningView
 from faser.env.simulator.simulated_engine import SimulatedEngine
 from faser.models.evaluation.evaluate import scenario_of
 from faser.models.evaluation.worlds import WorldSpec, held_out
-from faser.models.policies.admission import POINTS, row_points
+from faser.models.policies.admission import LEAST_S, POINTS, TAIL, admission, row_points
 from faser.models.policies.price import PricePolicy
 
 
@@ -47,8 +50,29 @@ def test_rows_rise_from_one_a_request_to_beyond_what_all_would_verify(
     assert requests * (depth + 1) in rows
     assert all(low < high for low, high in pairwise(rows))
     assert len(rows) <= 64
-    assert not graphs or {8, 16} <= set(rows)
+    beyond = {requests * (depth + 1) << power for power in range(TAIL + 1)}
+    assert not graphs or set(rows) - beyond == {8, 16}  # a step takes as long as the next captured size
     assert len(rows) > POINTS or requests < 256
+
+
+def told(verify_s: list[float]) -> list[float]:
+    """Return what is told of two requests' drafts of one token: a round takes 0.01 s, a drafted token 0.001 s."""
+    view = SimpleNamespace(
+        requests=2, capabilities=SimpleNamespace(graph_sizes=()), verify_s=lambda rows: np.array(verify_s),
+        cost=SimpleNamespace(draft_time_s=lambda rows, rounds, drafted: rounds * 0.01 + drafted * 0.001),
+    )  # fmt: skip
+    found = admission(cast(PlanningView, view), 1)
+    assert found.rows == [2, 3, 4, 8, 16, 32, 64]
+    return found.seconds
+
+
+def test_seconds_are_those_of_verifying_and_of_all_rounds() -> None:
+    assert told([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]) == pytest.approx([row + 0.012 for row in range(1, 8)])
+
+
+def test_more_rows_are_never_told_to_take_less_and_no_step_to_take_nothing() -> None:
+    assert told([3.0, 1.0, 2.0, 4.0, 0.5, 5.0, 6.0]) == pytest.approx([3.012, 3.012, 3.012, 4.012, 4.012, 5.012, 6.012])
+    assert told([-0.012] * 7) == [LEAST_S] * 7
 
 
 def test_price_tells_what_rows_cost_and_never_ends_a_draft_early() -> None:
