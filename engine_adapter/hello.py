@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from .. import __version__
 from .drafter_process.choice import chosen_drafter
 from .graph_lengths import graph_lengths, has_graphs
+from .matching.choice import match_refusal
 from .operator_log import operator_log
 from .patches.versions import vllm_version
 from .protocol import MAX_DRAFT_LENGTH, Hello
@@ -76,6 +77,7 @@ def describe_engine(config: VllmConfig, settings: Settings) -> Hello:
         released_prune=exits.released if exits else None,
         frontier=_frontier(config, settings),
         is_adaptive=bool(getattr(drafting, "enable_adaptive_verification", False)),
+        has_matches=match_refusal(config, settings) is None,
     )
 
 

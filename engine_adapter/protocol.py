@@ -132,6 +132,8 @@ class StepRecord(msgspec.Struct, array_like=True, tag="step", gc=False):
     frontier_misses: Count = 0  # requests whose frontier was wrong or late
     sat_out: Count = 0  # requests that could not draft: a sequence is longer than the drafter's context
     miscounted: Count = 0  # tokens since boot by which `verified` and `accepted` differ from vLLM's
+    copied: Handles = []  # requests whose `drafted` tokens, and a step later
+    verified_copies: Handles = []  # ... whose `verified` ones and confidences are a match's, not the drafter's
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):
@@ -173,6 +175,7 @@ class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):
     frontier: Frontier = 0  # most tokens drafted ahead; 0: none
     epoch: Count = 0  # the highest that it obeyed: it refuses lower ones; 0: none
     is_adaptive: bool = False  # vLLM's adaptive verification: of what is drafted, it verifies what pays
+    has_matches: bool = False  # drafts may be copied from a request's own text
 
 
 class Goodbye(msgspec.Struct, array_like=True, tag="goodbye", frozen=True):
@@ -204,6 +207,26 @@ class StopRule(msgspec.Struct, array_like=True, frozen=True, gc=False):
     def numbers(self) -> list[float]:
         """Return every number of the rule."""
         return [*self.slopes, *self.intercepts, *self.keep, *self.go_on]
+
+
+class MatchRule(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """When a request's next draft is copied from its own text, where the same words were followed by something before.
+
+    The engine gives each copied token a chance c_j, with which a match promises S_j as under a `StopRule`. Its tokens
+    are verified while S_j >= keep; it takes the place of a draft of the drafter's if the sum of S_j - keep over them
+    is more than `worth`. The drafter runs only if at least `fewest` requests are left to it.
+    """
+
+    slopes: PerPosition
+    intercepts: PerPosition
+    keep: PerPosition
+    most: DraftLength
+    worth: Number = 0.0  # tokens
+    fewest: Count = 1
+
+    def numbers(self) -> list[float]:
+        """Return every number of the rule that may be anything."""
+        return [*self.slopes, *self.intercepts, *self.keep, self.worth]
 
 
 class Admission(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -239,6 +262,7 @@ class ActionSet(msgspec.Struct, array_like=True, tag="act", gc=False):
     mode: Mode = "active"
     stop: StopRule | None = None  # ends drafts on confidence, within `lengths`
     admission: Admission | None = None  # None: vLLM's own costs, every token alike
+    match: MatchRule | None = None  # None: nothing is copied
 
 
 class HelloRequest(msgspec.Struct, array_like=True, tag="who", frozen=True):

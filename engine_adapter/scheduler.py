@@ -159,7 +159,7 @@ class SteeredScheduler(SchedulerHooks):
     def before_latch(self, steering: Steering, output: SchedulerOutput) -> None:
         """Fix the lengths of the drafting in this step, which are those of the next verification."""
         order = steering.order(output.num_scheduled_tokens, self._started_s)
-        self._latched = order.lengths
+        self._latched = order.longest()
         if self.ping_pong is not None:
             self._latched = self.ping_pong.latch(order.lengths)
             # A draft that waits for its turn was drawn before the prune order of the step that verifies it.

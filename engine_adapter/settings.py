@@ -58,6 +58,7 @@ class Settings:
     engine_key: str = ""
     is_varlen: bool = True
     draft_graphs: int = 8
+    match_mib: int = 256
 
 
 def _integer(low: int, high: int) -> Callable[[str, str], int]:
@@ -221,6 +222,13 @@ SETTINGS: Final = {
         "8",
         "Most draft lengths that have a CUDA graph of their own (V2 runner); 0: vLLM chooses them.",
         _integer(0, MAX_DRAFT_LENGTH),
+    ),
+    "match_mib": Setting(
+        "FASER_MATCH_MIB",
+        "256",
+        "Memory for requests' texts, from which drafts are copied where words repeat themselves (V1 runner), in MiB; "
+        "0: nothing is copied.",
+        _integer(0, 1 << 20),
     ),
 }
 

@@ -193,7 +193,7 @@ class FrontierRunner:
             nonlocal joined
             stop = None if self._order is None else self._order.stop
             kept = {row: kept_of(found, stop) for row, found in remote.drafted.items()}
-            joined = _joined(drafts, kept)
+            joined = joined_drafts(drafts, kept)
             for row, tokens in kept.items():
                 drafted[row] = len(tokens)
             if self._order is not None and self._order.frontier:
@@ -240,7 +240,7 @@ def kept_of(found: Drafted, stop: StopRule | None) -> tuple[int, ...]:
     return found.tokens if stop is None else found.tokens[: kept_tokens(stop, found.confidences)]
 
 
-def _joined(drafts: Tensor | list[list[int]], put: dict[int, tuple[int, ...]]) -> Tensor | list[list[int]]:
+def joined_drafts(drafts: Tensor | list[list[int]], put: dict[int, tuple[int, ...]]) -> Tensor | list[list[int]]:
     """Return drafts whose rows of `put` hold these tokens; vLLM's are wide enough only where it drafted itself."""
     if isinstance(drafts, list):
         return [list(put.get(row, draft)) for row, draft in enumerate(drafts)]

@@ -230,6 +230,20 @@ def keep_draft_probabilities(drafter: Any, probabilities: Tensor | None) -> None
     drafter._last_draft_probs = probabilities
 
 
+def put_certain_drafts(runner: Any, tokens: dict[int, tuple[int, ...]]) -> None:
+    """Say of these batch rows' drafts that each token was certain, where the other rows' were drawn at random."""
+    probabilities = runner._draft_probs  # (requests, draft length, vocabulary); None: every draft was certain
+    if probabilities is None:
+        return
+    rows, longest, vocabulary = probabilities.shape
+    wide = probabilities.new_zeros((rows, max(longest, *map(len, tokens.values())), vocabulary))
+    wide[:, :longest] = probabilities
+    for row, drafted in tokens.items():
+        wide[row] = 0.0
+        wide[row, range(len(drafted)), list(drafted)] = 1.0
+    runner._draft_probs = wide
+
+
 def shared_cache(runner: Any) -> tuple[int, int] | None:
     """Return (blocks, tokens per block) of the KV cache if target and drafter share one group that keeps every token.
 

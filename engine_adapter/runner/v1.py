@@ -14,6 +14,7 @@ from ..drafting.catch_up import CacheShape, CatchUp, Limits
 from ..drafting.ragged import RaggedModelDrafter, RaggedNgramDrafter, adopt
 from ..hook_guard import HookGuard
 from ..link.quiet_moment import QUIET_MOMENTS
+from ..matching.matching_runner import MatchingRunner
 from ..operator_log import operator_log
 from ..overlap.groups_runner import GroupsRunner
 from ..patches.v1 import RunnerHooks, drafter_context, inner_output, shared_cache, undrafted_step
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 logger = operator_log(__name__)
 
 
-class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
+class FaserRunnerV1(RunnerHooks, PruningRunner, MatchingRunner, GroupsRunner):
     """Mixin in front of CPUModelRunner or the V1 GPUModelRunner."""
 
     phases: Phases | None = None  # None while nothing is timed: before the first step and during graph capture
@@ -154,6 +155,7 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
         try:
             with self._timed("draft"):
                 self.keep_states(scheduler_output, args)
+                self.copy_drafts(self.order, args[0], lengths)
                 self.draft_remotely(args[0], lengths)
                 drafts = self._sit_out(scheduler_output, args)
                 if drafts is None:
@@ -164,12 +166,13 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
         return self._joined(drafts)
 
     def _joined(self, drafts: Any) -> Any:
-        """Return the drafts with those of the drafter's process among them."""
+        """Return the drafts with those of the drafter's process and copied ones among them."""
         if self.drafted is None:
             return drafts
-        drafts = self.hand_over(drafts, self.drafted)
-        if self.remote is not None and (self.remote.drafted or self.remote.is_parted):
-            self._notes, self._could_note = None, False  # the process notes no candidates: its drafts stay whole
+        drafts = self.with_copies(self.hand_over(drafts, self.drafted), self.drafted)
+        is_foreign = self.remote is not None and (self.remote.drafted or self.remote.is_parted)
+        if is_foreign or (self.matches is not None and self.matches.tokens):
+            self._notes, self._could_note = None, False  # only the drafter notes candidates: such drafts stay whole
         self._handed = dict(zip(self.input_batch.req_ids, self.drafted, strict=True))  # type: ignore[attr-defined]
         return drafts
 
@@ -276,6 +279,7 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, GroupsRunner):
         )
         self.report_pruning(inner.faser)
         self.report_frontiers(inner.faser)
+        self.report_copies(inner.faser)
 
     def _confidences(self) -> list[tuple[float, ...]]:
         book = getattr(getattr(self, "drafter", None), "book", None)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import pairwise
 
-from ..protocol import ActionSet, Admission, Release
-from .stop_rule import fitted
+from ..protocol import ActionSet, Admission, MatchRule, Release
+from .stop_rule import fitted, fitted_to
 
 
 class Lease:
@@ -75,6 +75,8 @@ class Lease:
             action.stop = fitted(action.stop, k_max)
         if action.prune is not None and action.prune.layer not in self.exit_layers:
             action.prune = None
+        if action.match is not None:
+            action.match = fitted_match(action.match, k_max)
         if action.admission is not None and not is_sound(action.admission, len(action.handles)):
             action.admission = None
         return action
@@ -92,6 +94,12 @@ class Lease:
         if self._action is not None and is_late and step != self._late_step:
             self._action = None
         return self._action
+
+
+def fitted_match(rule: MatchRule, k_max: int) -> MatchRule:
+    """Return the rule for drafts of at most `k_max` tokens, with one entry per position."""
+    slopes, intercepts, keep = (fitted_to(values, k_max) for values in (rule.slopes, rule.intercepts, rule.keep))
+    return MatchRule(slopes, intercepts, keep, min(rule.most, k_max), rule.worth, rule.fewest)
 
 
 def is_sound(admission: Admission, handles: int) -> bool:

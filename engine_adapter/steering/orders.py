@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..protocol import Prune, StopRule
+from ..protocol import MatchRule, Prune, StopRule
 
 
 @dataclass(slots=True)
@@ -28,7 +28,16 @@ class StepOrder:
     sat_out: int = 0  # requests whose length is 0 since a sequence is longer than the drafter's context
     costs: tuple[list[int], list[float]] | None = None  # rows and seconds for adaptive verification; None: vLLM's own
     weights: dict[str, float] = field(default_factory=dict)  # of requests in the step, mean 1; empty: all alike
+    match: MatchRule | None = None  # None: nothing is copied
+    match_lengths: dict[str, int] = field(default_factory=dict)  # request id -> tokens to copy at most
     is_deferred: bool = False  # this step's requests sit out the next one: nobody waits for their drafts
+
+    def longest(self) -> dict[str, int]:
+        """Return how many tokens each request may have drafted, by whatever."""
+        if self.match is None:
+            return self.lengths
+        copied = self.match_lengths
+        return {name: max(length, copied[name]) for name, length in self.lengths.items()}
 
     @property
     def is_drafting(self) -> bool:
@@ -61,5 +70,6 @@ class StepReport:
     admitted: list[int] | None = None  # drafts verified per row by adaptive verification; None: all that were scheduled
     # By request: confidences of the drafts that this step verifies, which the V2 runner tells only now.
     late_confidences: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    copied: list[int] = field(default_factory=list)  # batch rows whose `drafted` tokens are a match's
     # By request that is not in the step: confidences of the draft that came for it, and of a dropped token.
     deferred: dict[str, tuple[float, ...]] = field(default_factory=dict)

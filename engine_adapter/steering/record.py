@@ -47,6 +47,7 @@ class Entry:
     was_preempted: bool = False  # what it had is read again
     emitted: int = 0  # tokens handed out so far; only ever grows, where vLLM's own list is emptied between two turns
     has_emitted: bool = False  # a record said so
+    is_copy: bool = False  # the draft tokens that wait for verification are a match's
     confidences: tuple[float, ...] = ()  # of the draft tokens that wait for verification, and of a dropped one
 
     def arrival(self) -> RequestEvent:
@@ -115,8 +116,10 @@ class RecordBuilder:
         """Return the record of a step."""
         order, report = raw.order, raw.report
         for entry in raw.preempted:
-            entry.confidences = ()
+            entry.confidences, entry.is_copy = (), False
+        verified_copies = self._copies(raw)
         rows, work = self._rows(raw)
+        copied = self._note_copies(raw)
         self._last = raw.counter
         wrongly_pruned = sum([ends_wrongly(row) for row in rows]) if report.pruned else 0
         if raw.counted is not None:
@@ -158,7 +161,23 @@ class RecordBuilder:
             wrongly_pruned=wrongly_pruned,
             sat_out=order.sat_out + report.sat_out,
             miscounted=self.miscounted,
+            copied=copied,
+            verified_copies=verified_copies,
         )
+
+    def _copies(self, raw: RawStep) -> list[int]:
+        """Return the handles of those whose draft in this step is a match's."""
+        if raw.counter != self._last + 1:  # what is known of the drafts is that of an earlier step
+            return []
+        drafts = raw.drafts
+        return [entry.handle for entry in raw.entries if entry.is_copy and entry.request_id in drafts][:MAX_REQUESTS]
+
+    def _note_copies(self, raw: RawStep) -> list[int]:
+        """Note whose next draft is a match's, and return their handles."""
+        rows = set(raw.report.copied)
+        for entry, row in zip(raw.entries, raw.batch_rows, strict=True):
+            entry.is_copy = row in rows
+        return [entry.handle for entry in raw.entries if entry.is_copy][:MAX_REQUESTS]
 
     def _compare(self, offered: int, accepted: int, vllms_drafted: int, vllms_accepted: int) -> None:
         """Hold a step's rows against vLLM's own counters.

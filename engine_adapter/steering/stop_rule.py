@@ -34,12 +34,14 @@ def sigmoid(value: float) -> float:
 
 def fitted(rule: StopRule, length: int) -> StopRule:
     """Return the rule with one entry per position up to `length`: cut, or its last entry repeated."""
+    lists = (rule.slopes, rule.intercepts, rule.keep, rule.go_on)
+    return StopRule(*(fitted_to(values, length) for values in lists))
+
+
+def fitted_to(values: list[float], length: int) -> list[float]:
+    """Return one value per position up to `length`: cut, or the last one repeated."""
     size = max(length, 1)
-
-    def fit(values: list[float]) -> list[float]:
-        return values[:size] + values[-1:] * (size - len(values))
-
-    return StopRule(fit(rule.slopes), fit(rule.intercepts), fit(rule.keep), fit(rule.go_on))
+    return values[:size] + values[-1:] * (size - len(values))
 
 
 def advance(rule: StopRule, position: int, survival: float, confidence: float) -> tuple[float, bool, bool]:

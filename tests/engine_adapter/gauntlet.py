@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from contextlib import ExitStack
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,9 @@ QUESTIONS = (
 class RandomController(threading.Thread):
     """A sidecar that answers each record with random lengths, and sometimes not at all."""
 
-    def __init__(self, endpoint: str, seed: int, exit_layers: list[int]) -> None:
+    def __init__(self, endpoint: str, seed: int, exit_layers: list[int], is_copying: bool) -> None:
         super().__init__(daemon=True)
+        self._is_copying = is_copying
         self._exit_layers = exit_layers
         self.records: list[wire.StepRecord] = []
         self._chance = random.Random(seed)
@@ -66,6 +68,7 @@ class RandomController(threading.Thread):
             action = wire.ActionSet(
                 message.boot_id, 1, len(self.records), message.step + 32, message.time_s + 5.0, 2, handles, lengths,
                 stop=random_stop(self._chance), prune=random_prune(self._chance, self._exit_layers),
+                match=random_match(self._chance) if self._is_copying else None,
             )  # fmt: skip
             self._socket.send_multipart([identity, bytes(wire.encode(action))])
 
@@ -84,6 +87,15 @@ def random_stop(chance: random.Random) -> wire.StopRule | None:
         return [chance.uniform(low, high) for _ in range(chance.randint(1, LONGEST))]
 
     return wire.StopRule(some(0.5, 2), some(-1, 1), some(0, 0.6), some(0, 0.6)) if chance.random() < 0.5 else None
+
+
+def random_match(chance: random.Random) -> wire.MatchRule | None:
+    """Return a rule by which drafts are copied, and sometimes none."""
+    if chance.random() < 0.1:
+        return None
+    keep, most = [chance.uniform(0.0, 0.5) for _ in range(chance.randint(1, LONGEST))], chance.randint(0, LONGEST)
+    worth, fewest = chance.uniform(-0.5, 1.5), chance.choice([0, 1, 1, 3])
+    return wire.MatchRule([chance.uniform(0.5, 2)], [chance.uniform(-1, 1)], keep, most, worth, fewest)
 
 
 def counts(records: list[wire.StepRecord]) -> dict[str, Any]:
@@ -123,6 +135,8 @@ def counts(records: list[wire.StepRecord]) -> dict[str, Any]:
         "stopped": sum(len(row.confidences) > row.verified for rows in decoding for row in rows),
         "frontier_hits": sum(record.frontier_hits for record in records),
         "frontier_misses": sum(record.frontier_misses for record in records),
+        **_copies(records),
+        "miscounted": records[-1].miscounted,
         "dropped": records[-1].dropped,
         "rejected": records[-1].rejected,
     }
@@ -135,6 +149,28 @@ def _pruned_kinds(records: list[wire.StepRecord]) -> set[str]:
     return {kind for kind in KINDS if any(f"kind-{kind}" in name for name in cut)}
 
 
+def _copies(records: list[wire.StepRecord]) -> dict[str, int]:
+    """Return what became of copied drafts, and in how many steps they were verified beside the drafter's."""
+    names = [set(record.verified_copies) for record in records]
+    verified = [
+        (row.handle in copies, row)
+        for record, copies in zip(records, names, strict=True)
+        for row in record.rows
+        if row.verified
+    ]
+    mixed = [
+        {row.handle in copies for row in record.rows if row.verified}
+        for record, copies in zip(records, names, strict=True)
+    ]
+    return {
+        "copied": sum(row.verified for is_copy, row in verified if is_copy),
+        "accepted_copies": sum(row.accepted for is_copy, row in verified if is_copy),
+        "longest_copy": max((row.verified for is_copy, row in verified if is_copy), default=0),
+        "beside_copies": sum(len(kinds) > 1 for kinds in mixed),
+        "lost_copies": sum(len(set(later.verified_copies) - set(record.copied)) for record, later in pairwise(records)),
+    }
+
+
 def _excess(records: list[wire.StepRecord]) -> int:
     """Count verifications of more tokens than the length latched when they were drafted."""
     latched: dict[int, int] = {}
@@ -142,7 +178,7 @@ def _excess(records: list[wire.StepRecord]) -> int:
     for record in records:
         for row in record.rows:
             excess += row.verified > latched.get(row.handle, 0)
-            latched[row.handle] = row.draft_limit
+            latched[row.handle] = LONGEST if row.handle in record.copied else row.draft_limit
     return excess
 
 
@@ -261,7 +297,7 @@ def main(scenario: dict[str, Any]) -> dict[str, Any]:
             killed: Any = import_module("killed_sidecar")
             records = lives.enter_context(killed.KilledSidecar(endpoint, Path(scenario["result"]).parent)).records
         else:
-            controller = RandomController(endpoint, scenario["seed"], exit_layers)
+            controller = RandomController(endpoint, scenario["seed"], exit_layers, scenario["is_copying"])
             controller.start()
             records = controller.records
         classes = {
@@ -282,6 +318,7 @@ def main(scenario: dict[str, Any]) -> dict[str, Any]:
         "counts": counts(records) if records else {},
         "faults": dict(getattr(runner, "faults", {})),
         "is_pruning": getattr(getattr(runner, "pruning", None), "is_on", None),
+        "is_copying": getattr(runner, "texts", None) is not None,
         "is_steered": getattr(llm.llm_engine.engine_core.engine_core.scheduler, "steering", None) is not None,
     }
 

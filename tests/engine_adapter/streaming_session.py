@@ -73,7 +73,7 @@ def told(controller: RandomController) -> dict[str, Any]:
 
 def main() -> None:
     """Serve with a controller in a thread."""
-    controller = RandomController(os.environ["FASER_ENDPOINT"], 1, [])
+    controller = RandomController(os.environ["FASER_ENDPOINT"], 1, [], True)
     controller.start()
     counts = asyncio.run(serve(*sys.argv[1:3], controller))
     print("COUNTS", json.dumps(counts))

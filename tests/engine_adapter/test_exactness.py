@@ -96,6 +96,7 @@ def run_gauntlet(
     exit_layers: tuple[int, ...] = (),
     frontier: int = 0,
     is_killed: bool = False,
+    is_copying: bool = False,
     seed: int = 1,
 ) -> dict[str, Any]:
     endpoint = f"ipc://{folder / 'engine.sock'}"
@@ -108,6 +109,7 @@ def run_gauntlet(
         "control": control,
         "exit_layers": exit_layers,
         "is_killed": is_killed,
+        "is_copying": is_copying,
         "result": str(folder / "result.json"),
     }
     environment = os.environ | {
@@ -212,6 +214,40 @@ def test_outputs_equal_those_without_speculation(
     assert result["cached_tokens"] >= 128
     if method == "draft_model itself":
         assert counts["accepted"] > 0.9 * counts["verified"]
+
+
+@pytest.mark.parametrize(
+    ("method", "exit_layers"),
+    [
+        ("eagle3", ()),
+        pytest.param("eagle3", (1, 5, 14, 20, 28), marks=pytest.mark.slow),
+        *(
+            pytest.param(m, (), marks=pytest.mark.slow)
+            for m in ("ngram", "draft_model itself", "draft_model truncated")
+        ),
+    ],
+)
+def test_copied_drafts_change_nothing(
+    method: str, exit_layers: tuple[int, ...], target: Path, truncated: Path, short_folder: Path,
+    reference: dict[str, Any],
+) -> None:  # fmt: skip
+    """Where words repeat themselves, beside the drafter's drafts in one batch, by random rules."""
+    drafter = speculation(method, target, truncated)
+    result = run_gauntlet(short_folder, target, drafter, exit_layers=exit_layers, is_copying=True)
+    counts = result["counts"]
+    assert different(result, reference) == []
+    assert result["faults"] == {}
+    assert result["is_copying"]
+    assert counts["copied"] > 200
+    assert 0.2 * counts["copied"] < counts["accepted_copies"] < counts["copied"]
+    assert counts["longest_copy"] == K_MAX
+    assert counts["beside_copies"] > 40
+    assert counts["lost_copies"] == 0
+    assert counts["confident"] == counts["verified"] if method != "ngram" else counts["confident"] == counts["copied"]
+    assert counts["chunked"] > 10
+    assert counts["events"]["preempt"] >= 1
+    assert counts["events"]["abort"] == ABORTED
+    assert counts["excess"] == counts["miscounted"] == counts["dropped"] == 0
 
 
 @pytest.mark.slow  # `make proof`; test_frontier_engine.py has the short version
