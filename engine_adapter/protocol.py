@@ -34,6 +34,7 @@ DraftLength = Annotated[int, Meta(ge=0, le=MAX_DRAFT_LENGTH)]
 Text = Annotated[str, Meta(max_length=512)]
 Name = Annotated[str, Meta(max_length=128)]
 Handles = Annotated[list[Handle], Meta(max_length=MAX_REQUESTS)]
+SomeHandles = Annotated[tuple[Handle, ...], Meta(max_length=MAX_REQUESTS)]
 DraftLengths = Annotated[list[DraftLength], Meta(max_length=MAX_REQUESTS)]
 # Bounds keep out what is not finite, while decoding.
 Number = Annotated[float, Meta(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)]
@@ -132,8 +133,8 @@ class StepRecord(msgspec.Struct, array_like=True, tag="step", gc=False):
     frontier_misses: Count = 0  # requests whose frontier was wrong or late
     sat_out: Count = 0  # requests that could not draft: a sequence is longer than the drafter's context
     miscounted: Count = 0  # tokens since boot by which `verified` and `accepted` differ from vLLM's
-    copied: Handles = []  # requests whose `drafted` tokens, and a step later
-    verified_copies: Handles = []  # ... whose `verified` ones and confidences are a match's, not the drafter's
+    copied: SomeHandles = ()  # requests whose `drafted` tokens, and a step later
+    verified_copies: SomeHandles = ()  # ... whose `verified` ones and confidences are a match's, not the drafter's
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..engine_adapter.arrays import Bools
 from ..engine_adapter.compiled import compiled
-from ..engine_adapter.protocol import LARGEST_NUMBER, Admission, Hello, Prune, StopRule
+from ..engine_adapter.protocol import LARGEST_NUMBER, Admission, Hello, MatchRule, Prune, StopRule
 from ..engine_adapter.steering.stop_rule import fitted
 
 Lengths = npt.NDArray[np.int64]
@@ -41,6 +41,7 @@ class Capabilities:
     max_batched_tokens: int = 0
     kv_tokens: int = 0
     frontier: int = 0  # most tokens that can be drafted ahead of a chunk
+    has_matches: bool = False  # drafts may be copied from a request's own text
     is_adaptive: bool = False  # of what is drafted, the engine verifies what pays
 
     @classmethod
@@ -64,6 +65,7 @@ class Capabilities:
             kv_tokens=hello.kv_tokens,
             frontier=hello.frontier,
             is_adaptive=hello.is_adaptive,
+            has_matches=hello.has_matches,
         )
 
 
@@ -78,6 +80,7 @@ class Action(msgspec.Struct, frozen=True):
     prune: Prune | None = None
     stop: StopRule | None = None  # ends drafts on confidence, within the lengths
     admission: Admission | None = None  # what adaptive verification reckons with; None: the engine's own numbers
+    match: MatchRule | None = None  # when a draft is copied in place of a drafter's
     reason: str = ""
 
 
@@ -95,13 +98,14 @@ def clamp(action: Action, capabilities: Capabilities) -> Action:
     frontier = _index_or_none(action.frontier, capabilities.frontier)
     prune, stop = _prune_or_none(action.prune, capabilities.exit_layers), _stop_or_none(action.stop, capabilities)
     admission = action.admission if capabilities.is_adaptive else None
+    match = _match_or_none(action.match, capabilities)
     if (
         lengths is action.lengths and default is action.default_length and price is action.price
         and split is action.split and frontier is action.frontier and prune is action.prune and stop is action.stop
-        and admission is action.admission
+        and admission is action.admission and match is action.match
     ):  # fmt: skip
         return action
-    return Action(lengths, default, price, split, frontier, prune, stop, admission, action.reason)
+    return Action(lengths, default, price, split, frontier, prune, stop, admission, match, action.reason)
 
 
 def is_other(asked: Action, given: Action) -> bool:
@@ -158,6 +162,15 @@ def _prune_or_none(prune: Prune | None, exit_layers: tuple[int, ...]) -> Prune |
     if prune is None or prune.layer not in exit_layers or not 0.0 <= prune.threshold <= 1.0:
         return None
     return prune
+
+
+def _match_or_none(match: MatchRule | None, capabilities: Capabilities) -> MatchRule | None:
+    if match is None or not capabilities.has_matches:
+        return None
+    numbers = match.numbers()
+    is_sound = all(map(math.isfinite, numbers)) and max(map(abs, numbers)) <= LARGEST_NUMBER
+    is_sound &= all((match.slopes, match.intercepts, match.keep)) and 0 <= match.most <= capabilities.k_max
+    return match if is_sound and match.fewest >= 0 else None
 
 
 def _stop_or_none(stop: StopRule | None, capabilities: Capabilities) -> StopRule | None:

@@ -87,6 +87,7 @@ def decide(
         mode=terms.mode,
         stop=action.stop,
         admission=action.admission,
+        match=action.match,
     )
     if terms.mode in ("active", "canary"):
         state.ask(sequence, action.stop)

@@ -168,6 +168,21 @@ def pack_lengths(handles: Sequence[int], lengths: Sequence[int]) -> bytes:
     return _HEAD_LENGTHS.pack(PACKING_VERSION, len(handles)) + content
 
 
+def pack_copies(copied: Sequence[int], verified: Sequence[int]) -> bytes:
+    """Return the blob of whose next draft, and whose verified draft, is a copy, by request handle."""
+    kinds = dict.fromkeys(copied, 1)
+    for handle in verified:
+        kinds[handle] = kinds.get(handle, 0) + 2
+    return pack_lengths(list(kinds), list(kinds.values()))
+
+
+def unpack_copies(blob: bytes) -> tuple[list[int], list[int]]:
+    """Return whose next draft, and whose verified draft, is a copy; raise StoreError for anything but a packed blob."""
+    kinds = unpack_lengths(blob)
+    copied, verified = ([handle for handle, kind in kinds.items() if kind & which] for which in (1, 2))
+    return copied, verified
+
+
 def unpack_lengths(blob: bytes) -> dict[int, int]:
     """Return draft lengths by request handle; raise StoreError for anything but a packed blob."""
     try:

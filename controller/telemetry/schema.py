@@ -16,14 +16,16 @@ import msgspec
 from sqlite_utils import Database
 
 from ...engine_adapter.protocol import MAX_DRAFT_LENGTH, ActionSet, Hello, RequestEvent, StepRecord
+from ...env.estimate.matches import copies_of
+from ...env.estimate.step_rows import StepRows
 from ..decision.audit import digest
 from ..decision.canary import Draws
 from ..errors import StoreError
-from .packing import SUMMED, PackedRows, pack_draws, pack_lengths, pack_rows
+from .packing import SUMMED, PackedRows, pack_copies, pack_draws, pack_lengths, pack_rows
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION: Final = 5
+SCHEMA_VERSION: Final = 6
 APPLICATION_ID: Final = 0x46415345  # "FASE": tells our files from other SQLite files
 
 LARGEST: Final = (1 << 63) - 1  # SQLite's; a client may give its request any priority
@@ -33,7 +35,7 @@ STOP_OR_ABORT: Final = "a stop string, or an abort"  # an abort's detail, where 
 Cell: TypeAlias = int | float | str | bytes | None
 Row: TypeAlias = dict[str, Cell]
 
-_NOT_PLAIN: Final = ("boot_id", "events", "rows")
+_NOT_PLAIN: Final = ("boot_id", "events", "rows", "copied", "verified_copies")
 PLAIN_FIELDS: Final = tuple(name for name in StepRecord.__struct_fields__ if name not in _NOT_PLAIN)
 _plain: Final = attrgetter(*PLAIN_FIELDS)
 _REAL: Final = frozenset(name for name in PLAIN_FIELDS if name.endswith("_s") or name in ("kv_usage", "saved_rows"))
@@ -48,6 +50,7 @@ TABLES: Final[dict[str, dict[str, type]]] = {
         "id": int, "engine": int, "run": int, "received_ns": int,
         **{name: float if name in _REAL else int for name in PLAIN_FIELDS},
         "requests": int, **dict.fromkeys(SUMMED, int), "rows": bytes,
+        "copies": bytes, "verified_copies": int, "accepted_copies": int,
         "decision_sequence": int, "decision_is_sent": int, "decision_default_length": int, "decision_price": float,
         "decision_split": int, "decision_frontier": int, "decision_prune_layer": int,
         "decision_prune_threshold": float, "decision_mode": str, "decision_valid_until_step": int,
@@ -60,6 +63,7 @@ TABLES: Final[dict[str, dict[str, type]]] = {
     },
 }  # fmt: skip
 
+_NO_COPIES: Final[Row] = {"copies": None, "verified_copies": 0, "accepted_copies": 0}
 _NO_DECISION: Final[Row] = {name: None for name in TABLES["steps"] if name.startswith("decision_")}
 
 # What each version added to the table steps: (column, type, value in older rows). Columns are only ever added.
@@ -70,6 +74,7 @@ ADDED: Final[dict[int, tuple[tuple[str, str, str], ...]]] = {
         ("prune_layer", "INTEGER", "NULL"), ("prune_s", "FLOAT", "0"), ("saved_rows", "FLOAT", "0"),
         ("wrongly_pruned", "INTEGER", "0"), ("frontier_hits", "INTEGER", "0"), ("frontier_misses", "INTEGER", "0"),
     ),
+    6: (("copies", "BLOB", "NULL"), ("verified_copies", "INTEGER", "0"), ("accepted_copies", "INTEGER", "0")),
     5: (("sat_out", "INTEGER", "0"), ("miscounted", "INTEGER", "0")),
 }  # fmt: skip
 
@@ -207,11 +212,24 @@ def step_row(
     row["rows"], sums, row["requests"] = rows or pack_rows(record.rows)
     for name, total in sums.items():
         row[name] = min(total, LARGEST)
+    row.update(_copy_cells(record))
     row.update(_decision_cells(action, reason, decision_s, is_sent))
     if action is not None:
         row["decision_policy"] = policy
         row["decision_draws"] = pack_draws(draws) if draws is not None else None
     return row
+
+
+def _copy_cells(record: StepRecord) -> Row:
+    if not (record.copied or record.verified_copies):
+        return _NO_COPIES
+    rows = StepRows.of(record.rows)
+    _, is_verified = copies_of(record, rows)
+    return {
+        "copies": pack_copies(record.copied, record.verified_copies),
+        "verified_copies": min(int(rows.verified[is_verified].sum()), LARGEST),
+        "accepted_copies": min(int(rows.accepted[is_verified].sum()), LARGEST),
+    }
 
 
 def _decision_cells(action: ActionSet | None, reason: str, decision_s: float, is_sent: bool) -> Row:

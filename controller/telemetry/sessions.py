@@ -28,7 +28,7 @@ from ...engine_adapter.protocol import (
 from ..decision.canary import Draws
 from ..decision.session import epoch_above
 from ..errors import StoreError
-from .packing import unpack_draws, unpack_lengths, unpack_rows
+from .packing import unpack_copies, unpack_draws, unpack_lengths, unpack_rows
 from .schema import MOST, PLAIN_FIELDS, STOP_OR_ABORT, hello_of
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ _DECISION: Final = (
     "decision_sequence", "decision_mode", "decision_policy", "decision_digest", "decision_draws",
     "decision_default_length", "decision_lengths",
 )  # fmt: skip
-STEP_CELLS: Final = (*PLAIN_FIELDS, "rows", *_DECISION)  # what `read_step` needs, besides the row's id
+STEP_CELLS: Final = (*PLAIN_FIELDS, "rows", "copies", *_DECISION)  # what `read_step` needs, besides the row's id
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +203,8 @@ def read_step(boot_id: str, row: dict[str, object], events: list[RequestEvent], 
     plain = {name: row[name] for name in PLAIN_FIELDS}
     record = _checked(what, {**plain, "boot_id": boot_id, "events": [], "rows": []}, _StepFields)
     named = {name: getattr(record, name) for name in _StepFields.__struct_fields__}
+    if isinstance(copies := row["copies"], bytes):
+        named["copied"], named["verified_copies"] = map(tuple, unpack_copies(copies))
     step = StepRecord(**{**named, "events": events, "rows": unpack_rows(row["rows"])})  # type: ignore[arg-type]
     if row["decision_sequence"] is None:
         return Recorded(step, settings)

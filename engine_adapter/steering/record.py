@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from ..operator_log import operator_log
@@ -165,19 +166,20 @@ class RecordBuilder:
             verified_copies=verified_copies,
         )
 
-    def _copies(self, raw: RawStep) -> list[int]:
+    def _copies(self, raw: RawStep) -> tuple[int, ...]:
         """Return the handles of those whose draft in this step is a match's."""
         if raw.counter != self._last + 1:  # what is known of the drafts is that of an earlier step
-            return []
+            return ()
         drafts = raw.drafts
-        return [entry.handle for entry in raw.entries if entry.is_copy and entry.request_id in drafts][:MAX_REQUESTS]
+        handles = (entry.handle for entry in raw.entries if entry.is_copy and entry.request_id in drafts)
+        return tuple(islice(handles, MAX_REQUESTS))
 
-    def _note_copies(self, raw: RawStep) -> list[int]:
+    def _note_copies(self, raw: RawStep) -> tuple[int, ...]:
         """Note whose next draft is a match's, and return their handles."""
         rows = set(raw.report.copied)
         for entry, row in zip(raw.entries, raw.batch_rows, strict=True):
             entry.is_copy = row in rows
-        return [entry.handle for entry in raw.entries if entry.is_copy][:MAX_REQUESTS]
+        return tuple(islice((entry.handle for entry in raw.entries if entry.is_copy), MAX_REQUESTS))
 
     def _compare(self, offered: int, accepted: int, vllms_drafted: int, vllms_accepted: int) -> None:
         """Hold a step's rows against vLLM's own counters.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -21,6 +22,7 @@ from .acceptance import Population
 from .confidence import Confidence, DraftRows
 from .cost_curve import StepOctaves
 from .cost_table import MAX_ROWS, CostTable, StepCost
+from .matches import Matches, copies_of, drafters_rows
 from .planning_view import PlanningView
 from .requests import RequestTable
 from .split_cost import SplitCost
@@ -29,6 +31,7 @@ from .step_rows import StepRows, StepSums
 ARRIVAL_WINDOW_S = 10.0  # memory of the arrival rate: some requests at a load worth steering
 LOAD_STEPS = 8.0  # memory of the running means
 STEADY_STEPS = 256.0  # ... of those that are to outlast the time between two prompts
+NO_COPIES: Final = np.zeros(0, np.bool_)
 ASKED = 64  # action sets whose stop rule is remembered: more than are ever on their way
 
 
@@ -72,6 +75,8 @@ class Lesson(msgspec.Struct, frozen=True, eq=False, gc=False):
     elapsed_s: float  # what the step cost in throughput
     rule: StopRule | None  # in force when this step drafted
     split: int  # in force in it
+    told: StepRows  # rows with copied drafts in them; `rows` is what the drafter did
+    is_copy: Bools  # (n,) whose verified draft was copied
 
 
 class EngineState:
@@ -89,6 +94,7 @@ class EngineState:
         self.requests = RequestTable(capabilities.k_max)
         self.population = Population(capabilities.k_max)
         self.confidence = Confidence(capabilities.k_max)
+        self.matches = Matches(capabilities.k_max)
         self.asked_stops: dict[int, StopRule | None] = {}  # by the action set's sequence
         self.drafting_stop: StopRule | None = None  # in force when the step last looked at drafted
         self.has_skipped = False  # the drafter leaves out what nobody drafts for, and makes up for it later
@@ -127,8 +133,8 @@ class EngineState:
         decoding = self.decoding()
         return PlanningView(
             self.capabilities, self.requests, decoding, int(np.count_nonzero(decoding)), self.population,
-            self.confidence, self.load, self.link.records, self.time_s, self.has_skipped, self.unsplit_cost,
-            self.unsplit_cost,
+            self.confidence, self.matches if self.capabilities.has_matches else None, self.load, self.link.records,
+            self.time_s, self.has_skipped, self.unsplit_cost, self.unsplit_cost,
         )  # fmt: skip
 
     def cost_under(self, split: int) -> CostTable | SplitCost:
@@ -169,7 +175,11 @@ def look(state: EngineState, record: StepRecord) -> None:
         return
     elapsed_s = _elapsed_s(state, record)
     state.requests.apply(record.events, state.link.records)
-    rows = StepRows.of(record.rows)
+    told = rows = StepRows.of(record.rows)
+    is_copy = NO_COPIES
+    if state.capabilities.has_matches:
+        copied, is_copy = copies_of(record, told)
+        rows = drafters_rows(told, copied, is_copy)
     rule = state.drafting_stop  # chose which tokens this step verified
     state.drafting_stop = state.asked_stops.get(record.lease_sequence) if record.lease_epoch else None
     trials, successes = acceptance.count_trials(rows.verified, rows.pruned, rows.accepted, state.requests.k_max)
@@ -183,7 +193,9 @@ def look(state: EngineState, record: StepRecord) -> None:
     _update_load(state, record, sums.emitted)
     state.counter, state.step, state.time_s = record.counter, record.step, record.time_s
     _see_split(state, record)
-    state.lesson = Lesson(record, rows, sums, trials, successes, drafts, elapsed_s, state.drafting_stop, state.split)
+    state.lesson = Lesson(
+        record, rows, sums, trials, successes, drafts, elapsed_s, state.drafting_stop, state.split, told, is_copy
+    )
 
 
 def _see_split(state: EngineState, record: StepRecord) -> None:
@@ -218,6 +230,8 @@ def learn(state: EngineState) -> None:
         limit = rows.draft_limit if tells else np.zeros_like(rows.draft_limit)
         state.population.learn(lesson.trials, lesson.successes, known, limit, rows.drafted)
     state.confidence.learn(lesson.drafts)
+    if state.capabilities.has_matches:
+        state.matches.learn(lesson.told, lesson.is_copy, state.link.records)
     cost = _step_cost(lesson)
     if lesson.split == 0:
         state.unsplit_cost.learn(cost)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .acceptance import Population
     from .confidence import Confidence, Forecast
     from .engine_state import Load
+    from .matches import Matches
     from .requests import RequestTable
     from .split_cost import SplitCost
 
@@ -34,6 +35,7 @@ class PlanningView(msgspec.Struct, frozen=True, eq=False, gc=False):
     requests: int  # how many these are
     population: Population
     confidence: Confidence
+    matches: Matches | None  # None: the engine copies no drafts
     load: Load
     records: int  # taken in so far
     time_s: float  # of the record, on the engine's clock

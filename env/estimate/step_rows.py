@@ -128,6 +128,15 @@ class StepRows(Sequence[RequestRow]):
         truths: Bools = self._column(kernel.ROW_IS_PREFILL) != 0
         return truths
 
+    def without(self, drafts: Bools, verified: Bools) -> StepRows:
+        """Return the rows as if some, (n,), had got no draft, and others, (n,), had verified none."""
+        told = self.told.copy()
+        for row in (kernel.ROW_LIMIT, kernel.ROW_DRAFTED):
+            told[row, drafts] = 0
+        for row in (kernel.ROW_VERIFIED, kernel.ROW_PRUNED, kernel.ROW_ACCEPTED):
+            told[row, verified] = 0
+        return StepRows(self._frame, told, self.confidences, self.is_single)
+
     def _column(self, row: int) -> Ints:
         column: Ints = self.told[row]
         return column

@@ -17,7 +17,7 @@ import numpy as np
 
 from ...engine_adapter.arrays import Bools, Floats, Ints
 from ...engine_adapter.compiled import compiled
-from ...engine_adapter.protocol import StopRule
+from ...engine_adapter.protocol import MatchRule, StopRule
 from ...env.estimate.confidence import Forecast
 from ...env.estimate.engine_state import EngineState
 from ...env.estimate.planning_view import PlanningView
@@ -26,6 +26,7 @@ from ...env.spaces import Action, Capabilities
 from .admission import admission
 from .advice import NEUTRAL, Advice
 from .baselines import uniform
+from .copying import match_rule, with_copies
 from .probe import BUDGET_SHARE, Chances, ProbeAccount
 from .split_choice import RateEstimates, SplitChoice
 from .step_grid import PLANES, Choice, choose
@@ -36,6 +37,7 @@ LOWEST_SURVIVAL: Final = 0.01  # the last of these: a row that seldom brings a t
 SETTLE_DECISIONS = 3  # the whole grid is searched this often, 30 us at 64 requests; between, lengths are placed, 5 us
 SETTLED_DECISIONS = 12  # ... while search after search finds the same point
 PAY_BACK_STEPS = 64.0  # what a drafter must make up for is paid once, and has to come in again within so many steps
+LEAST_SHARE: Final = 0.01  # of the drafts that are copies: fewer are not worth reckoning with
 COMPARE_SEARCHES = 3  # confidence is weighed against history in one of so many
 SIMILAR_BATCH = 8  # ... while the batch has changed by less than one in so many requests
 
@@ -208,7 +210,7 @@ class PricePolicy:
         is_adaptive, rate = view.capabilities.is_adaptive, before.rate if before else 0.0
         stops = predict_trims(view, forecast) if is_adaptive else predict_stops(view, forecast, rate)
         go_on, table, verify_s = stops
-        choice = choose(table, view, _reading_s(view), verify_s, self._advice.time_weight)
+        choice, match = self._choose(table, view, verify_s)
         keep, depth = choice.threshold, choice.depth
         kept = "all kept" if keep == NO_RULE else f"kept above {EDGE_LIST[keep]:.2f}"
         reason = (
@@ -217,32 +219,47 @@ class PricePolicy:
         )
         lengths = np.full(view.size, depth, np.int64)
         stop = rule_of(go_on, view.confidence, keep, depth) if depth else None
-        action = _asked(view, lengths, depth, choice, reason, stop)
+        action = _asked(view, lengths, depth, choice, reason, match, stop)
         return Plan(action, choice.rate, keep, depth, choice.drafted, choice.even_rates, all_drafts(view, forecast))
 
     def _by_history(self, view: PlanningView) -> Plan:
         acceptance = view.acceptance()
         table = np.zeros((PLANES, BINS + 1, self._k_max + 1))
         _tabulate(acceptance, view.decoding, view.population.delivery, view.requests, table)
-        choice = choose(table, view, _reading_s(view), time_weight=self._advice.time_weight)
+        choice, match = self._choose(table, view)
         lengths, default = _placed(acceptance, view, choice.threshold, choice.depth)
         reason = (
             f"{view.requests} decoding: {choice.drafted:.0f} drafts in {choice.depth} rounds, "
             f"{choice.gain_percent:+.0f} % over none"
         )
-        action = _asked(view, lengths, default, choice, reason)
+        action = _asked(view, lengths, default, choice, reason, match)
         return Plan(action, choice.rate, choice.threshold, choice.depth, choice.drafted, choice.even_rates)
+
+    def _choose(
+        self, table: Floats, view: PlanningView, verify_s: Floats | None = None
+    ) -> tuple[Choice, MatchRule | None]:
+        """Return the best cell, and when to copy beside it."""
+        time_weight = self._advice.time_weight
+        if (matches := view.matches) is None:
+            return choose(table, view, _reading_s(view), verify_s, time_weight), None
+        mixed = table
+        if matches.share > LEAST_SHARE:  # the time of the mean rows, then: copies are of any length
+            mixed, verify_s = with_copies(table, view.requests, matches), None
+        choice = choose(mixed, view, _reading_s(view), verify_s, time_weight)
+        return choice, match_rule(view, matches, table, choice)
 
 
 def _asked(
-    view: PlanningView, lengths: Ints, default: int, choice: Choice, reason: str, stop: StopRule | None = None
+    view: PlanningView, lengths: Ints, default: int, choice: Choice, reason: str, match: MatchRule | None,
+    stop: StopRule | None = None,
 ) -> Action:  # fmt: skip
     """Return the action of a choice; whether pruning and drafting ahead pay, the gates in the engine find out."""
     capabilities = view.capabilities
     ahead = _frontier(capabilities, choice.depth)
     return Action(
         lengths, default, price=1.0 / choice.rate, prune=capabilities.released_prune, stop=stop, frontier=ahead,
-        admission=admission(view, choice.depth) if capabilities.is_adaptive and choice.depth else None, reason=reason,
+        admission=admission(view, choice.depth) if capabilities.is_adaptive and choice.depth else None, match=match,
+        reason=reason,
     )  # fmt: skip
 
 

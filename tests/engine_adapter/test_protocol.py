@@ -17,25 +17,25 @@ ROW = wire.RequestRow(7, 4, 3, 2, 3, 1, 1, 2, 120, False, (0.5, 0.25))
 EVENT = wire.RequestEvent("arrival", 7, 1.5, 100, "chatcmpl-1", 0)
 RECORD = wire.StepRecord(
     "boot", 1, 2, 3.0, 0.02, 0.001, 0.015, 0.001, 0.003, 0.0, 0.00002, 1, 0, 0, 1, 3, 0.25, None, None, 9, 4, 0, 0,
-    [EVENT], [ROW], 24, 3, 5, 15, 0.0005, 0.5, 1, 2, 1, 4, 6,
+    [EVENT], [ROW], 24, 3, 5, 15, 0.0005, 0.5, 1, 2, 1, 4, 6, (3,), (7, 10),
 )  # fmt: skip
 ACTION = wire.ActionSet("boot", 9, 5, 34, 4.0, 0, [7], [3], price=0.001, prune=wire.Prune(15, 0.2))
 STOP = wire.StopRule([1.0, 0.5], [0.0], [0.25], [0.5])
 
 # A change of these bytes is a change of the protocol: bump VERSION and say so in the changelog.
 GOLDEN_ACTION = (
-    "fa02dc0010a3616374a4626f6f74090522cb40100000000000000091079103cb3f50624dd2f1a9fcc0c0920fcb3fc999999999999a"
-    "a6616374697665c0c0"
+    "fa02dc0011a3616374a4626f6f74090522cb40100000000000000091079103cb3f50624dd2f1a9fcc0c0920fcb3fc999999999999a"
+    "a6616374697665c0c0c0"
 )
-GOLDEN_STOP = GOLDEN_ACTION.removesuffix("c0c0") + (
-    "9492cb3ff0000000000000cb3fe000000000000091cb000000000000000091cb3fd000000000000091cb3fe0000000000000c0"
+GOLDEN_STOP = GOLDEN_ACTION.removesuffix("c0c0c0") + (
+    "9492cb3ff0000000000000cb3fe000000000000091cb000000000000000091cb3fd000000000000091cb3fe0000000000000c0c0"
 )
 GOLDEN_RECORD = (
-    "fa02dc0025a473746570a4626f6f740102cb4008000000000000cb3f947ae147ae147bcb3f50624dd2f1a9fccb3f8eb851eb"
+    "fa02dc0027a473746570a4626f6f740102cb4008000000000000cb3f947ae147ae147bcb3f50624dd2f1a9fccb3f8eb851eb"
     "851eb8cb3f50624dd2f1a9fccb3f689374bc6a7efacb0000000000000000cb3ef4f8b588e368f10100000103cb3fd0000000"
     "000000c0c0090400009198a76172726976616c07cb3ff800000000000064aa63686174636d706c2d310040c2919b07040302"
     "0301010278c292cb3fe0000000000000cb3fd00000000000001803050fcb3f40624dd2f1a9fccb3fe0000000000000010201"
-    "0406"
+    "0406910392070a"
 )
 GOLDEN_RELEASE = "fa0293a772656c65617365a4626f6f7409"
 
@@ -58,10 +58,11 @@ def test_the_wire_format_of_this_version_does_not_change() -> None:
 LATER = {
     "prune_layer": None, "prune_s": 0.0, "saved_rows": 0.0, "wrongly_pruned": 0, "frontier_hits": 0,
     "frontier_misses": 0, "sat_out": 0, "miscounted": 0,
+    "copied": (), "verified_copies": (),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("missing", [2, 8])
+@pytest.mark.parametrize("missing", [2, 4, 10])
 def test_a_record_of_an_engine_that_does_not_tell_what_came_later_is_read(missing: int) -> None:
     """Fields that came later stand at the end, with a value for those who do not send them."""
     whole = msgspec.msgpack.decode(bytes(wire.encode(RECORD))[2:])
@@ -72,25 +73,30 @@ def test_a_record_of_an_engine_that_does_not_tell_what_came_later_is_read(missin
     assert wire.decode_from_engine(newer) == RECORD
 
 
-def test_an_action_set_of_a_controller_that_knows_no_adaptive_verification_is_read() -> None:
-    asked = msgspec.structs.replace(ACTION, admission=wire.Admission([1, 8], [0.01, 0.02], [2.0]))
+@pytest.mark.parametrize(("missing", "untold"), [(1, ("match",)), (2, ("match", "admission"))])
+def test_an_action_set_of_an_older_controller_is_read(missing: int, untold: tuple[str, ...]) -> None:
+    admission, match = wire.Admission([1, 8], [0.01, 0.02], [2.0]), wire.MatchRule([1.0], [0.0], [0.1], 6, 0.5, 2)
+    asked = msgspec.structs.replace(ACTION, admission=admission, match=match)
     assert wire.decode_from_controller(wire.encode(asked)) == asked
     whole = msgspec.msgpack.decode(bytes(wire.encode(asked))[2:])
-    assert wire.decode_from_controller(wire.HEADER + msgspec.msgpack.encode(whole[:-1])) == ACTION
+    assert wire.decode_from_controller(wire.HEADER + msgspec.msgpack.encode(whole[:-missing])) == (
+        msgspec.structs.replace(asked, **dict.fromkeys(untold))
+    )
     newer = wire.HEADER + msgspec.msgpack.encode([*whole, "what comes next"])
     assert wire.decode_from_controller(newer) == asked
 
 
-@pytest.mark.parametrize(("missing", "untold"), [(1, {"is_adaptive": False}), (2, {"is_adaptive": False, "epoch": 0})])
-def test_a_hello_of_an_engine_that_does_not_tell_what_came_later_is_read(missing: int, untold: dict[str, Any]) -> None:
+@pytest.mark.parametrize("missing", [1, 2, 3])
+def test_a_hello_of_an_engine_that_does_not_tell_what_came_later_is_read(missing: int) -> None:
     hello = wire.Hello(
         "boot", 1, "host", "0.1.0", "0.32.0", "target", "cpu", "v1", False, "eagle3", "drafter", 6, 0, [], 256, 8192,
-        100_000, [], ["unsplit"], [], 1, 1, 1, 0, 32, 1000, [], epoch=9, is_adaptive=True,
+        100_000, [], ["unsplit"], [], 1, 1, 1, 0, 32, 1000, [], epoch=9, is_adaptive=True, has_matches=True,
     )  # fmt: skip
+    later: list[tuple[str, Any]] = [("has_matches", False), ("is_adaptive", False), ("epoch", 0)]
     whole = msgspec.msgpack.decode(bytes(wire.encode(hello))[2:])
     older = wire.HEADER + msgspec.msgpack.encode(whole[:-missing])
     assert wire.decode_from_engine(wire.encode(hello)) == hello
-    assert wire.decode_from_engine(older) == msgspec.structs.replace(hello, **untold)
+    assert wire.decode_from_engine(older) == msgspec.structs.replace(hello, **dict(later[:missing]))
 
 
 @pytest.mark.parametrize(
@@ -131,6 +137,9 @@ def test_a_foreign_frame_is_refused_with_its_reason(frame: bytes, reason: str) -
         {"stop": wire.StopRule([1.0], [0.0], [0.1] * (wire.MAX_DRAFT_LENGTH + 1), [0.1])},
         {"stop": wire.StopRule([1.0], [float("nan")], [0.1], [0.1])},
         {"stop": wire.StopRule([1.0], [0.0], [0.1], [0.1, float("inf")])},
+        {"match": wire.MatchRule([1.0], [0.0], [], 4)},
+        {"match": wire.MatchRule([1.0], [0.0], [0.1], wire.MAX_DRAFT_LENGTH + 1)},
+        {"match": wire.MatchRule([1.0], [0.0], [0.1], 4, float("inf"))},
         {"handles": [1] * (wire.MAX_REQUESTS + 1), "lengths": [1] * (wire.MAX_REQUESTS + 1)},
     ],
 )
