@@ -13,11 +13,14 @@ POLICIES = {
     "table:ROWS": "draft tokens by requests in the batch, e.g. table:1-4=3,5-16=1,17-=0",
     "price": "each request drafts until its next token stops paying for its row, by history and drafter confidence",
     "price:history": "the same without the drafter's confidence",
+    "price:drafter": "the same without drafts copied from a request's own text",
     "price:pace=LIMITS": "price within milliseconds per token by vLLM's priority, e.g. price:pace=0:40,1:400",
     "learned": "trained in simulation, see models/weights/policy.json; learned:PATH takes another manifest",
     "goodput": "rival: as vLLM's adaptive verification, tokens ranked by survival over the cost of verifying",
     "smartspec": "rival: one length by goodput under a moving acceptance rate (SmartSpec)",
     "adaspec": "rival: rounds and threshold by goodput for the batch; adaspec:MS within a time per token (AdaSpec)",
+    "hybrid:K": "rival: a copy of what followed the same words before, else K draft tokens (vLLM's pull request 24344)",
+    "arctic:K": "rival: a copy if it promises K tokens, else K draft tokens (Arctic Inference)",
     "ema": "rival: a tier by the running mean of accepted tokens (SGLang's adaptive mode)",
     "bandit": "rival: UCB over lengths, for each octave of batch sizes (BanditSpec, Nightjar)",
     "gplcb": "rival: a Gaussian process' lower bound on seconds per token (the FASER paper); needs the extra train",
@@ -42,8 +45,8 @@ def make_policy(spec: str, capabilities: Capabilities) -> Policy:
         return FixedLength.parse(argument, capabilities)
     if name == "table" and argument:
         return LengthTable.parse(argument, capabilities)
-    if name == "price" and argument in ("", "history"):
-        return PricePolicy(capabilities, use_confidence=not argument)
+    if name == "price" and argument in ("", "history", "drafter"):
+        return PricePolicy(capabilities, use_confidence=argument != "history", use_copies=argument != "drafter")
     if name == "price" and argument.startswith("pace="):
         from .policies.pace import Pace, PacedPolicy
 
@@ -65,6 +68,10 @@ def _rival(name: str, argument: str, capabilities: Capabilities) -> Policy | Non
     from .rivals.ema import AcceptanceEma
     from .rivals.goodput import AdaptiveVerification, AdaSpec, SmartSpec
 
+    if name in ("hybrid", "arctic") and argument:
+        from .rivals.hybrid import CopiesFirst
+
+        return CopiesFirst.parse(name, argument, capabilities)
     if name == "adaspec":
         return AdaSpec.parse(argument, capabilities)
     if argument:

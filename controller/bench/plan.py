@@ -24,7 +24,9 @@ NGRAM: Final = "ngram"
 SUFFIX: Final = "suffix"
 PAPERS: Final = ("adaspec", "smartspec", "gplcb")
 # Arms with FASER's plugin and a sidecar of their own under another policy than FASER's.
-POLICIES: Final = (*PAPERS, "goodput", "ema", "bandit", "price:history", "learned")
+POLICIES: Final = (
+    *PAPERS, "goodput", "ema", "bandit", "price:history", "price:drafter", "hybrid:4", "arctic:4", "learned",
+)  # fmt: skip
 # FASER with mechanisms that it leaves off by default; no rivals, so the envelope does not know them.
 VARIANTS: Final = ("faser+pruning", "faser+overlap", "faser+both")
 MAX_LENGTH: Final = 8

@@ -75,8 +75,9 @@ class PricePolicy:
     With calibrated confidences at hand it also weighs stop rules, and follows whichever promises more.
     """
 
-    def __init__(self, capabilities: Capabilities, *, use_confidence: bool = True) -> None:
-        self.name = "price" if use_confidence else "price:history"
+    def __init__(self, capabilities: Capabilities, *, use_confidence: bool = True, use_copies: bool = True) -> None:
+        self.name = "price" if use_confidence and use_copies else "price:drafter" if use_confidence else "price:history"
+        self._can_copy = use_copies and capabilities.has_matches
         self._k_max = capabilities.k_max
         # An engine that verifies adaptively decides on its device, where it need not wait for what was drawn.
         self._can_stop = use_confidence and (capabilities.is_adaptive or not capabilities.is_async)
@@ -240,7 +241,8 @@ class PricePolicy:
     ) -> tuple[Choice, MatchRule | None]:
         """Return the best cell, and when to copy beside it."""
         time_weight = self._advice.time_weight
-        if (matches := view.matches) is None:
+        matches = view.matches if self._can_copy else None
+        if matches is None:
             return choose(table, view, _reading_s(view), verify_s, time_weight), None
         mixed = table
         if matches.share > LEAST_SHARE:  # the time of the mean rows, then: copies are of any length
