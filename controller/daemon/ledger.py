@@ -65,7 +65,7 @@ class Ledger:
     def record_step(self, entry: StepEntry) -> None:
         """Pack the rows here and let go of them: kept until they are written, they would fill the processor's cache."""
         if self._store is not None:
-            entry.rows = pack_rows(entry.record.rows)
+            entry.rows = pack_rows(entry.record.rows, entry.record.verified_copies)
             entry.record = msgspec.structs.replace(entry.record, rows=[])
             self._store.put(entry)
 

@@ -70,16 +70,25 @@ class PackedRows(NamedTuple):
     blob: bytes
     sums: dict[str, int]
     requests: int
+    verified_copies: int = 0  # of the verified tokens, those that were copied
+    accepted_copies: int = 0
 
 
-def pack_rows(rows: Sequence[RequestRow]) -> PackedRows:
-    """Return the blob of a step's request rows, and the sums of their columns in SUMMED."""
+def pack_rows(rows: Sequence[RequestRow], verified_copies: Sequence[int] = ()) -> PackedRows:
+    """Return the blob of a step's request rows, and the sums of their columns in SUMMED.
+
+    :param verified_copies: handles of requests whose verified tokens were copied
+    """
     rows = StepRows.of(rows)
     width = 4 if rows.is_single else 8
     content, sums = _pack_columns(rows.told)
     confidences = rows.confidences.values.astype(f"<f{width}", copy=False).tobytes()
     blob = _HEAD.pack(PACKING_VERSION, len(rows), width) + content + confidences
-    return PackedRows(blob, dict(zip(SUMMED, sums[kernel.FIRST_SUMMED :], strict=False)), len(rows))
+    told = dict(zip(SUMMED, sums[kernel.FIRST_SUMMED :], strict=False))
+    if not verified_copies:
+        return PackedRows(blob, told, len(rows))
+    is_copy = np.isin(rows.handle, verified_copies)
+    return PackedRows(blob, told, len(rows), *(int(column[is_copy].sum()) for column in (rows.verified, rows.accepted)))
 
 
 def _pack_columns(table: Ints) -> tuple[bytes, list[int]]:

@@ -16,8 +16,6 @@ import msgspec
 from sqlite_utils import Database
 
 from ...engine_adapter.protocol import MAX_DRAFT_LENGTH, ActionSet, Hello, RequestEvent, StepRecord
-from ...env.estimate.matches import copies_of
-from ...env.estimate.step_rows import StepRows
 from ..decision.audit import digest
 from ..decision.canary import Draws
 from ..errors import StoreError
@@ -63,7 +61,6 @@ TABLES: Final[dict[str, dict[str, type]]] = {
     },
 }  # fmt: skip
 
-_NO_COPIES: Final[Row] = {"copies": None, "verified_copies": 0, "accepted_copies": 0}
 _NO_DECISION: Final[Row] = {name: None for name in TABLES["steps"] if name.startswith("decision_")}
 
 # What each version added to the table steps: (column, type, value in older rows). Columns are only ever added.
@@ -209,27 +206,18 @@ def step_row(
     """Return the row of table steps without its keys `engine` and `run`; `rows` stands for the record's own."""
     row: Row = dict(zip(PLAIN_FIELDS, _plain(record), strict=True))
     row["received_ns"] = received_ns
-    row["rows"], sums, row["requests"] = rows or pack_rows(record.rows)
-    for name, total in sums.items():
+    packed = rows or pack_rows(record.rows, record.verified_copies)
+    row["rows"], row["requests"] = packed.blob, packed.requests
+    for name, total in packed.sums.items():
         row[name] = min(total, LARGEST)
-    row.update(_copy_cells(record))
+    row["copies"] = pack_copies(*copies) if any(copies := (record.copied, record.verified_copies)) else None
+    row["verified_copies"] = min(packed.verified_copies, LARGEST)
+    row["accepted_copies"] = min(packed.accepted_copies, LARGEST)
     row.update(_decision_cells(action, reason, decision_s, is_sent))
     if action is not None:
         row["decision_policy"] = policy
         row["decision_draws"] = pack_draws(draws) if draws is not None else None
     return row
-
-
-def _copy_cells(record: StepRecord) -> Row:
-    if not (record.copied or record.verified_copies):
-        return _NO_COPIES
-    rows = StepRows.of(record.rows)
-    _, is_verified = copies_of(record, rows)
-    return {
-        "copies": pack_copies(record.copied, record.verified_copies),
-        "verified_copies": min(int(rows.verified[is_verified].sum()), LARGEST),
-        "accepted_copies": min(int(rows.accepted[is_verified].sum()), LARGEST),
-    }
 
 
 def _decision_cells(action: ActionSet | None, reason: str, decision_s: float, is_sent: bool) -> Row:
