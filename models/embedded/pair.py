@@ -29,7 +29,7 @@ from .eagle3 import DrafterCard, expand_drafter, read_card
 from .target import convert_target
 
 TARGET_NAME = "SmolLM2-135M-Instruct"
-EMBEDDED_K_MAX: Final = 4
+EMBEDDED_K_MAX: Final = 8
 _WEIGHTS = Path(__file__).parents[1] / "weights"
 TARGET_CARD = _WEIGHTS / "target.card.json"
 DRAFTER_CARD = _WEIGHTS / "drafter.card.json"
