@@ -84,7 +84,7 @@ class Texts:
     def _text(self, name: str, known: Tokens, more: int) -> Text | None:
         """Return the text of a request as long as is known, with room for `more`; None where there is no memory."""
         text = self._texts.get(name)
-        if text is None or text.size + more > text.capacity or text.size > len(known):
+        if text is None or len(known) + more > text.capacity or text.size > len(known):
             self.forget([name])
             text = self._begin(name, len(known) + more)
         if text is not None and text.size < len(known):
