@@ -13,6 +13,7 @@ from ..operator_log import operator_log
 from ..overlap.frontier_runner import joined_drafts
 from ..patches.v1 import put_certain_drafts
 from ..settings import load_settings
+from ..steering.stop_rule import fitted_to
 from .choice import match_refusal
 
 if TYPE_CHECKING:
@@ -123,7 +124,9 @@ class Matches:
         from .texts import kept_of
 
         self._drafts = drafts
-        kept, net = kept_of(drafts, *map(np.array, (rule.slopes, rule.intercepts, rule.keep)))
+        longest = drafts.tokens.shape[1]
+        slopes, intercepts, keep = (np.array(fitted_to(v, longest)) for v in (rule.slopes, rule.intercepts, rule.keep))
+        kept, net = kept_of(drafts, slopes, intercepts, keep)
         asked = np.array(lengths) > 0
         is_used = (kept > 0) & ((net > rule.worth) | ~asked)
         self.tokens: dict[int, tuple[int, ...]] = {  # by batch row

@@ -40,7 +40,7 @@ def _hash(tokens: Tokens, begin: int, order: int) -> int:
 
 @compiled
 def _find(table: Tokens, first: int, size: int, value: int) -> int:
-    """Return the entry of an n-gram by its hash, or the empty one for it, among `size` from `first` on; `size` is 2^n."""
+    """Return the entry of an n-gram by its hash, or the empty one for it; `size` is a power of two."""
     place = (value >> 31) & (size - 1)
     while table[first + place, KEY] != 0 and table[first + place, KEY] != _key(value):
         place = (place + 1) & (size - 1)

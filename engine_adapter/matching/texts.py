@@ -139,7 +139,11 @@ class Regions:
 
 
 def kept_of(drafts: Drafts, slopes: Floats, intercepts: Floats, keep: Floats) -> tuple[Ints, Floats]:
-    """Return (n,) tokens of each draft that are worth their rows, and (n,) what they bring beyond these, in tokens."""
+    """Return (n,) tokens of each draft that are worth their rows, and (n,) what they bring beyond these, in tokens.
+
+    The rule's curves and prices have one entry per position.
+    """
+    assert min(map(len, (slopes, intercepts, keep))) >= drafts.tokens.shape[1]  # compiled loops do not look
     kept, net = np.zeros(len(drafts.lengths), np.int64), np.zeros(len(drafts.lengths))
     kernel.cut_all(drafts.logits, drafts.lengths, slopes, intercepts, keep, kept, net)
     return kept, net
