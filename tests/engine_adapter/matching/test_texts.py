@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from faser.engine_adapter.matching import texts as matching
-from faser.engine_adapter.matching.texts import BYTES_PER_TOKEN, LEAST_TOKENS, Drafts, Regions, Texts, kept_of
+from faser.engine_adapter.matching.texts import BYTES_PER_TOKEN, LEAST_TOKENS, CopiedDrafts, Regions, Texts, kept_of
 
 MUCH = 1 << 24
 
 
-def find(texts: Texts, said: list[int], most: int = 4, name: str = "a") -> Drafts:
+def find(texts: Texts, said: list[int], most: int = 4, name: str = "a") -> CopiedDrafts:
     """Return what is drafted behind a whole text whose last token was just sampled."""
     tokens = np.array(said, np.int32)
     return texts.find([name], [tokens[:-1]], tokens[None, -1:], np.array([most]))
@@ -121,7 +121,7 @@ def test_an_agreed_continuation_is_surer_than_a_disputed_one_and_a_longer_match_
 
 
 def test_tokens_are_kept_while_they_are_worth_their_rows() -> None:
-    drafts = Drafts(2, 3)
+    drafts = CopiedDrafts(2, 3)
     drafts.lengths[:] = 3, 1
     drafts.logits[:] = [[2.0, 0.0, 2.0], [-1.0, 0.0, 0.0]]
     kept, net = kept_of(drafts, np.ones(3), np.zeros(3), np.full(3, 0.4))
