@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -31,14 +32,19 @@ from ..engine.sidecar_child import await_introduction, own_sidecar
 from ..errors import EngineError, FaserError
 from ..link.ask import ask
 from .best_table import Table, longest
-from .plan import LENGTHS, NGRAM, NONE, POLICIES, SUFFIX, TABLE, VARIANTS
+from .plan import LENGTHS, NGRAM, NGRAM_LONG, NONE, POLICIES, SUFFIX, SUFFIX_OWN, SUFFIXES, TABLE, VARIANTS
 from .ratio import OURS
 
 READY_S: Final = 600.0
 _INTRODUCTION_S: Final = 30.0
 _ANSWER_S: Final = 60.0
-_NGRAM: Final = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-_SUFFIX_REMEDY: Final = "pip install arctic-inference==0.1.1, which is built from source"
+_MATCHING: Final[Mapping[str, Mapping[str, object]]] = {
+    NGRAM: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+    NGRAM_LONG: {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 8, "prompt_lookup_min": 3},
+    SUFFIX: {"method": "suffix"},
+    SUFFIX_OWN: {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
+}
+_SUFFIX_REMEDY: Final = "run `make suffix`, which builds it, or leave suffix out of --rivals"
 LEASE_MS: Final = 600_000  # FASER's lease outlives an arm's wait for its next slice
 # What glibc's malloc hands out lies in huge pages, where the system lets it. In small ones engines alike read their
 # weights up to 9 % faster or slower than one another for as long as they live, by where these happen to lie; in huge
@@ -126,10 +132,8 @@ class Bed:
             return self.pair.speculative()
         if name == NONE:
             return None
-        if name == NGRAM:
-            return dict(_NGRAM)
-        if name == SUFFIX:
-            return {"method": "suffix"}
+        if name in _MATCHING:
+            return dict(_MATCHING[name])
         if name == TABLE:
             rows = [list(row) for row in table]
             return {**self.pair.speculative(longest(table)), "num_speculative_tokens_per_batch_size": rows}
@@ -144,8 +148,9 @@ def is_steered(name: str) -> bool:
 
 def require_available(name: str) -> None:
     """Raise EngineError for a rival that cannot run here: vLLM would say so half a minute later."""
-    if name == SUFFIX and find_spec("arctic_inference") is None:
-        raise EngineError("not available: arctic_inference is not installed", "the package", _SUFFIX_REMEDY)
+    if name in SUFFIXES and find_spec("arctic_inference") is None:
+        seen = f"{name} is not available: arctic_inference is not installed"
+        raise EngineError(seen, "the package arctic-inference 0.1.1", _SUFFIX_REMEDY)
 
 
 @dataclass(slots=True)

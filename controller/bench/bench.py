@@ -26,10 +26,10 @@ from ...models.embedded.precision import DTYPES, DType
 from ..decision.session import check_policy
 from ..engine.launch import available_cores, default_threads, embedded_dtype
 from ..engine.machine import ROOT, commit, machine_facts, versions
-from ..errors import FaserError, UsageError
+from ..errors import EngineError, FaserError, UsageError
 from ..link.endpoint import socket_folder
 from ..whole_file import require_folder, require_place
-from .arm import Bed, server_arguments
+from .arm import Bed, require_available, server_arguments
 from .course import Bench
 from .markdown import page
 from .plan import (
@@ -145,6 +145,7 @@ def run_bench(options: BenchOptions) -> int:
     for policy in (options.policy, *(rival for rival in plan.rivals if rival in POLICIES)):
         check_policy(policy)
     console = Console(stderr=True, highlight=False)
+    missing = _missing(options, plan)
     folder = (Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S")).absolute()
     path = options.resume or options.out or folder / "result.json"
     machine = msgspec.structs.replace(machine_facts(), dtype=dtype)
@@ -157,6 +158,9 @@ def run_bench(options: BenchOptions) -> int:
         if place is not None:
             require_folder(place.absolute().parent, option)
             require_place(place, option)
+    for rival, reason in missing.items():
+        console.print(f"faser: left out: {reason}", soft_wrap=True)
+        results.failed[rival] = reason
     with socket_folder("bench") as sockets:
         is_held, threads = bool(plan.held), results.settings.threads
         bed = Bed(ensure_embedded_pair(), sockets, folder, options.policy, threads, dtype, is_held)
@@ -165,6 +169,19 @@ def run_bench(options: BenchOptions) -> int:
     if failure is not None:
         raise failure
     return code
+
+
+def _missing(options: BenchOptions, plan: BenchPlan) -> dict[str, str]:
+    """Return which rivals cannot run here, and why; raise EngineError for one that was asked for by name."""
+    missing = {}
+    for rival in plan.rivals:
+        try:
+            require_available(rival)
+        except EngineError as error:
+            if options.rivals is not None:
+                raise
+            missing[rival] = str(error)
+    return missing
 
 
 def print_tables(path: Path) -> None:

@@ -21,7 +21,11 @@ from .workload import OPEN_LENGTHS, Mix, Replay
 NONE: Final = "none"
 TABLE: Final = "table"
 NGRAM: Final = "ngram"
+NGRAM_LONG: Final = "ngram:8"
 SUFFIX: Final = "suffix"
+SUFFIX_OWN: Final = "suffix:own"  # matches a request's own text alone: the benchmark's prompts come back
+SUFFIXES: Final = (SUFFIX, SUFFIX_OWN)
+MATCHERS: Final = (NGRAM, NGRAM_LONG, *SUFFIXES)  # drafts are copied from text, no model makes them
 PAPERS: Final = ("adaspec", "smartspec", "gplcb")
 # Arms with FASER's plugin and a sidecar of their own under another policy than FASER's.
 POLICIES: Final = (*PAPERS, "goodput", "ema", "bandit", "price:history", "learned")
@@ -29,11 +33,11 @@ POLICIES: Final = (*PAPERS, "goodput", "ema", "bandit", "price:history", "learne
 VARIANTS: Final = ("faser+pruning", "faser+overlap", "faser+both")
 MAX_LENGTH: Final = 8
 LENGTHS: Final = tuple(f"k{length}" for length in range(1, MAX_LENGTH + 1))
-ARMS: Final = (NONE, *LENGTHS, TABLE, NGRAM, SUFFIX, *POLICIES, *VARIANTS, OURS)
+ARMS: Final = (NONE, *LENGTHS, TABLE, *MATCHERS, *POLICIES, *VARIANTS, OURS)
 QUICK_LOADS: Final = (1, 8, 32)
 QUICK_RIVALS: Final = (NONE, "k1", "k3", TABLE)
 FULL_LOADS: Final = (1, 2, 4, 8, 16, 32, 64)
-FULL_RIVALS: Final = (NONE, "k1", "k2", "k3", "k4", "k6", "k8", TABLE, NGRAM, SUFFIX, *PAPERS)
+FULL_RIVALS: Final = (NONE, "k1", "k2", "k3", "k4", "k6", "k8", TABLE, *MATCHERS, *PAPERS)
 MAX_LOAD: Final = 64
 NEAR: Final = 0.92  # of the best rival's rate: what may still turn out the best
 REPEATS: Final = 2  # rounds at most that replace disturbed ones, at each load point

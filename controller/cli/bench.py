@@ -23,7 +23,7 @@ def bench(
     rivals: Annotated[
         str | None,
         typer.Option(
-            help="Some of none, k1 to k8, table (vLLM's Dynamic SD, tuned), ngram, suffix, or policies by name."
+            help="Some of none, k1 to k8, table (vLLM's Dynamic SD, tuned), ngram, ngram:8, suffix, suffix:own, policies."
         ),
     ] = None,
     pairs: Annotated[int | None, typer.Option(help="Rounds in which every arm has a turn; default 6, quick 3.")] = None,

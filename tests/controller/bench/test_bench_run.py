@@ -36,13 +36,13 @@ from faser.controller.bench.bench import BenchOptions, run_bench
 from faser.controller.bench.best_table import Table
 from faser.controller.bench.clients import LEAST_TOKENS, Clients, Stopwatch, Times
 from faser.controller.bench.course import Bench
-from faser.controller.bench.plan import POLICIES, VARIANTS, BenchPlan
+from faser.controller.bench.plan import MATCHERS, POLICIES, VARIANTS, BenchPlan
 from faser.controller.bench.ratio import Objective
 from faser.controller.bench.result import BenchSettings, Latency, Results, Spans, read_results, summary
 from faser.controller.bench.turn import LEAST_STEPS
 from faser.controller.bench.workload import Mix, Replay, closed_stream
 from faser.controller.engine.machine import Machine, Noise
-from faser.controller.errors import EndpointError, EngineError, StoreError, UsageError
+from faser.controller.errors import EndpointError, EngineError, ModelError, StoreError, UsageError
 from faser.controller.held_answers.answers import Answer, record
 from faser.controller.held_answers.engine import HeldWorker
 from faser.controller.link.endpoint import socket_folder
@@ -624,6 +624,32 @@ def test_suffix_decoding_that_is_not_installed_is_not_available_and_no_loss(
         Arm.start("suffix", bed)
     assert list(tmp_path.iterdir()) == []
     assert bed.launch("suffix").speculative == {"method": "suffix"}
+
+
+def test_a_rival_that_is_not_installed_is_refused_by_name_and_otherwise_left_out_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def made() -> EmbeddedPair:
+        raise ModelError("a model was made")
+
+    monkeypatch.setattr(bench_server, "find_spec", lambda name: None)
+    monkeypatch.setattr("faser.controller.bench.bench.ensure_embedded_pair", made)
+    with pytest.raises(EngineError, match=r"suffix:own is not available: .* expected .* 0\.1\.1; run `make suffix`"):
+        run_bench(BenchOptions(rivals="none,suffix:own", out=tmp_path / "r.json"))
+    with pytest.raises(ModelError):
+        run_bench(BenchOptions(out=tmp_path / "r.json"))
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(" is not ")[0] for line in told] == ["faser: left out: suffix", "faser: left out: suffix:own"]
+
+
+def test_n_grams_and_suffixes_each_run_in_two_settings_without_a_model(tmp_path: Path) -> None:
+    bed = Bed(EmbeddedPair(tmp_path, tmp_path), tmp_path, tmp_path, "price", 1)
+    settings = {name: bed.launch(name).speculative or {} for name in MATCHERS}
+    assert not any("model" in each for each in settings.values())
+    ranges = [(settings[name]["prompt_lookup_min"], settings[name]["prompt_lookup_max"]) for name in MATCHERS[:2]]
+    assert ranges == [(2, 4), (3, 8)]
+    assert [settings[name]["num_speculative_tokens"] for name in MATCHERS[:2]] == [4, 8]
+    assert settings["suffix:own"] == {**settings["suffix"], "suffix_decoding_max_cached_requests": 0}
 
 
 @pytest.mark.engine
