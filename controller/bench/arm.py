@@ -199,6 +199,10 @@ class Arm:
         """Return the CPU time used so far, the sidecar's with it."""
         return self.engine.tree.cpu_s() + (self.sidecar.cpu_s() if self.sidecar is not None else 0.0)
 
+    def thread_cpu_s(self) -> dict[int, float]:
+        """Return the CPU time that each thread of the server has used so far, by thread id."""
+        return self.engine.tree.thread_cpu_s()
+
     async def freeze(self) -> None:
         """End the step in flight and keep all requests as they are."""
         await self._post("/pause?mode=keep&clear_cache=false")

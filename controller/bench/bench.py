@@ -89,6 +89,7 @@ class BenchOptions:
     dtype: str | None = None
     held: int = 0
     starts: int = 1
+    temperature: float = 0.0
 
     def number_type(self) -> DType:
         """Return in which numbers all servers compute."""
@@ -127,6 +128,7 @@ class BenchOptions:
             seed=self.seed,
             held=self.held,
             starts=self.starts,
+            temperature=self.temperature,
         )
 
     def _replay(self, trace: str) -> Replay:
@@ -258,4 +260,5 @@ def _settings(options: BenchOptions, plan: BenchPlan, dtype: DType) -> BenchSett
         threads=options.threads or default_threads(available_cores()), turn_s=plan.turn_s, slice_s=plan.slice_s,
         max_tokens=plan.max_tokens, max_prompt_tokens=plan.max_prompt_tokens, seed=plan.seed, pairs=plan.pairs,
         arguments=server_arguments(dtype, bool(plan.held)), held=plan.held, has_huge_pages=True,
+        temperature=plan.temperature,
     )  # fmt: skip

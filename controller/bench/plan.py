@@ -16,7 +16,7 @@ import numpy as np
 from ...engine_adapter.arrays import Floats
 from ..errors import UsageError
 from .ratio import OURS, Ratio
-from .workload import OPEN_LENGTHS, Mix, Replay
+from .workload import OPEN_LENGTHS, Mix, Replay, joined
 
 NONE: Final = "none"
 TABLE: Final = "table"
@@ -39,6 +39,7 @@ QUICK_RIVALS: Final = (NONE, "k1", "k3", TABLE)
 FULL_LOADS: Final = (1, 2, 4, 8, 16, 32, 64)
 FULL_RIVALS: Final = (NONE, "k1", "k2", "k3", "k4", "k6", "k8", TABLE, *MATCHERS, *PAPERS)
 MAX_LOAD: Final = 64
+MAX_TEMPERATURE: Final = 2.0  # as vLLM's clients are held to
 NEAR: Final = 0.92  # of the best rival's rate: what may still turn out the best
 REPEATS: Final = 2  # rounds at most that replace disturbed ones, at each load point
 
@@ -65,6 +66,7 @@ class BenchPlan:
     seed: int = 0
     held: int = 0  # prompts whose answers are recorded first, and every arm held to them; 0: each writes its own
     starts: int = 1  # of all servers, at most: intervals are over them if there are several
+    temperature: float = 0.0  # of sampling; 0 is greedy
 
     def __post_init__(self) -> None:
         if not self.loads and not self.replays:
@@ -75,6 +77,8 @@ class BenchPlan:
             raise UsageError(f"--pairs {self.pairs}", "1 or more")
         if self.held < 0:
             raise UsageError(f"--held {self.held}", "0 or more")
+        if not 0.0 <= self.temperature <= MAX_TEMPERATURE:
+            raise UsageError(f"--temperature {self.temperature:g}", f"0 to {MAX_TEMPERATURE:g}")
         if self.starts < 1:
             raise UsageError(f"--starts {self.starts}", "1 or more")
         if self.starts > 1 and self.minutes:
@@ -91,6 +95,11 @@ class BenchPlan:
     def points(self) -> dict[int | str, int | Replay]:
         """Return the load points by their names in the results."""
         return {load: load for load in self.loads} | {each.name: each for each in self.replays}
+
+    @property
+    def sweep_mix(self) -> Mix:
+        """Return the prompts for which the table is tuned: an operator has one for all that is asked."""
+        return joined(self.mixes)
 
     @property
     def longest_answer(self) -> int:

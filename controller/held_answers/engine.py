@@ -4,7 +4,8 @@ vLLM loads HeldWorker into the servers of `faser bench --held`, and benchmarks/e
 else does. Greedy answers in bfloat16 part ways between engines that verify in batches of other shapes, and some texts
 are easier to draft for than others: with few requests that luck is most of what two arms of a benchmark differ by. Held
 to one text, all arms draft for the same tokens. One logit of each row is raised before vLLM's sampler looks (0.32, V1
-runner, greedy, synchronous scheduling); everything else is done as always, and costs what it costs.
+runner, synchronous scheduling), so far that it is sampled at any temperature; everything else is done as always, and
+costs what it costs.
 """
 
 from __future__ import annotations

@@ -67,6 +67,7 @@ class FakeArm:
         self.is_halted = False
         self.held: list[Path] = []
         self.recorded = 0  # answers
+        self.frozen_s = 0.0  # of CPU time that the only thread used while frozen
         self._running = asyncio.Event()
         self._server: TestServer | None = None
 
@@ -132,6 +133,9 @@ class FakeArm:
     def cpu_s(self) -> float:
         return 0.0
 
+    def thread_cpu_s(self) -> dict[int, float]:
+        return {7: self.emitted / 1000 + self.frozen_s}
+
     async def drafting(self) -> Drafting:
         assert not self.is_halted  # a stopped server never answers
         return Drafting(2 * self.emitted, self.emitted)
@@ -155,11 +159,13 @@ def test_time_in_which_a_server_is_frozen_is_in_no_figure_and_no_token_is_lost()
         served = []
         for _ in range(3):
             served.append(await clients.serve(clients.tokens + 30))
+            arm.frozen_s += 9.0
             await asyncio.sleep(0.3)
         wall_s = time.perf_counter() - began_s
         assert [each.tokens > 0 for each in served] == [True] * 3
         assert sum(each.tokens for each in served) == clients.tokens == arm.emitted
         assert sum(each.prompt_tokens for each in served) == clients.prompt_tokens >= 3 * clients.finished > 0
+        assert all(each.thread_s == {7: pytest.approx(each.tokens / 1000, abs=0.02)} for each in served)
         measured_s = sum(each.seconds for each in served)
         assert measured_s < wall_s - 0.8
         times = clients.times()
@@ -290,6 +296,7 @@ def test_arms_take_turns_of_the_same_work_and_the_faster_wins(tmp_path: Path, mo
     assert [turn.arm for turn in results.turns] == ["none", "k1", "faser"] * 2
     point = summary(results)["points"][0]
     assert point["envelope_ratio"] > 1.5
+    assert all(turn.compute_s == pytest.approx(turn.tokens / 1000, rel=0.4) for turn in results.turns)
     totals = {name: sum(turn.tokens for turn in results.turns if turn.arm == name) for name in arms}
     assert totals["faser"] == pytest.approx(totals["k1"], rel=0.4)  # bursts in flight at the end count too
     assert {latency.arm for latency in results.latencies} == {"none", "k1", "faser"}
@@ -357,6 +364,25 @@ def test_every_server_is_held_to_the_answers_that_the_first_one_gave(
     assert {name: len(arm.held) for name, arm in arms.items()} == {"none": 3, "k1": 1, "table": 2, "faser": 2}
     assert len(json.loads((tmp_path / "answers.json").read_text())) == 7
     assert len(asked) == 7, "no prompt is sent whose answer is not known"
+
+
+@pytest.mark.parametrize("point", [2, Replay("azure-conv", 1.0, 5.0, warp=20.0)])
+def test_every_answer_is_sampled_at_the_temperature_that_was_asked_for_the_recorded_ones_too(
+    point: int | Replay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    answer = FakeArm._answer
+
+    async def seen(self: FakeArm, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        asked.append((body["temperature"], "return_token_ids" in body))
+        return await answer(self, request)
+
+    monkeypatch.setattr(FakeArm, "_answer", seen)
+    monkeypatch.setattr(bench_run, "UNLOADED_REQUESTS", 2)
+    load: dict[str, Any] = {"loads": (point,)} if isinstance(point, int) else {"loads": (), "replays": (point,)}
+    measure(plan(rivals=("none",), pairs=1, held=5, temperature=0.7, **load), tmp_path, monkeypatch, {})
+    assert set(asked) == {(0.7, False), (0.7, True)}
 
 
 def test_a_server_that_cannot_be_held_is_no_rival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,6 +456,18 @@ def test_the_table_is_swept_before_and_its_server_started_with_it(
     assert {turn.arm for turn in results.turns if turn.phase == "main"} == {"none", "table", "faser"}
 
 
+def test_the_table_is_swept_with_all_kinds_that_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixes = tuple(map(Mix.parse, ("code", "chat")))
+    wanted = plan(rivals=("none", "table"), pairs=1, sweep_rounds=1, mixes=mixes, held=5)
+    arms = {"k1": FakeArm("k1", burst=8)}
+    results = measure(wanted, tmp_path, monkeypatch, arms)
+    assert {turn.kinds for turn in results.turns if turn.phase == "sweep"} == {"chat+code"}
+    assert {turn.kinds for turn in results.turns if turn.phase == "main"} == {"code", "chat"}
+    assert results.table == ((1, 64, 1),)
+    asked = {prompt.text for mix in (*mixes, Mix.parse("chat+code")) for prompt in bench_work.prompt_pool(mix, 300, 5)}
+    assert sum(arm.recorded for arm in arms.values()) == len(asked)
+
+
 def test_a_run_that_goes_on_keeps_its_table_and_the_larger_samples_of_latencies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -467,6 +505,7 @@ def test_a_replay_is_told_by_goodput_against_the_unloaded_server(
         (arm, 0, results.turns[0].requests, results.turns[0].tokens) for arm in ("none", "faser")
     }
     assert all(turn.good_share is not None and turn.mean_tpot_ms for turn in results.turns)
+    assert all(turn.compute_s == pytest.approx(turn.tokens / 1000) for turn in results.turns)
     assert point["tpot_ratio"] > 0
 
 
@@ -666,7 +705,7 @@ def test_real_servers_take_turns(tmp_path: Path) -> None:
     assert point["faser"] > 0
     turns = read_results(tmp_path / "result.json").turns
     assert [turn.arm for turn in turns[:2]] == ["none", "faser"]
-    assert all(turn.tokens >= 10 and turn.cpu_s > 0 for turn in turns)
+    assert all(turn.tokens >= 10 and turn.cpu_s > (turn.compute_s or 0) > 0 for turn in turns)
     assert any(turn.draft_tokens for turn in turns if turn.arm == "faser")
     assert {turn.start for turn in turns} == {0, 1}
     assert point["starts"] == 2
