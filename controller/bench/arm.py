@@ -64,12 +64,12 @@ _OVERLAP: Final = {"FASER_DRAFTER_CORES": "all", "FASER_FRONTIER": str(EMBEDDED_
 _VARIANT_ENVIRONMENT: Final = dict(zip(VARIANTS, (_PRUNING, _OVERLAP, _PRUNING | _OVERLAP), strict=True))
 
 
-def server_arguments(dtype: DType, is_held: bool = False) -> tuple[str, ...]:
+def server_arguments(dtype: DType, is_extended: bool = False) -> tuple[str, ...]:
     """Return what every server is given; without the prefix cache a prompt that comes back costs the same."""
     cache_bytes = str(number_bytes(dtype) * 384 << 20)
     named = () if dtype == embedded_dtype() else ("--dtype", dtype)
-    held = ("--worker-extension-cls", HELD_WORKER) if is_held else ()
-    return ("--no-enable-prefix-caching", "--kv-cache-memory-bytes", cache_bytes, *named, *held)
+    extension = ("--worker-extension-cls", HELD_WORKER) if is_extended else ()
+    return ("--no-enable-prefix-caching", "--kv-cache-memory-bytes", cache_bytes, *named, *extension)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,7 @@ class Bed:
     threads: int
     dtype: DType = field(default_factory=embedded_dtype)
     is_held: bool = False  # to recorded answers
+    is_sampled: bool = False  # at a temperature above 0
 
     @property
     def server_gib(self) -> float:
@@ -114,7 +115,7 @@ class Bed:
 
     def launch(self, name: str, table: Table = ()) -> EngineLaunch:
         """Return an arm's server; what is no policy is vLLM without FASER's plugin."""
-        arguments = server_arguments(self.dtype, self.is_held)
+        arguments = server_arguments(self.dtype, self.is_held or self.is_sampled)
         launch = dataclasses.replace(
             embedded_launch(self.pair, self.config(name).link.endpoint, arguments=arguments),
             threads=self.threads, kv_cache_gib=None, environment_extra=_ENVIRONMENT,
@@ -211,6 +212,10 @@ class Arm:
         """Go on where `freeze` stopped."""
         self.wake()
         await self._post("/resume")
+
+    async def mend_sampling(self) -> None:
+        """Let drafts be sampled at the temperature that was asked for; FASER's own worker does so by itself."""
+        await self._post("/collective_rpc", {"method": "mend_sampling"})
 
     async def hold(self, path: Path) -> None:
         """Hold all requests from now on to the answers of a file."""

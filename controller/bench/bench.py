@@ -164,8 +164,8 @@ def run_bench(options: BenchOptions) -> int:
         console.print(f"faser: left out: {reason}", soft_wrap=True)
         results.failed[rival] = reason
     with socket_folder("bench") as sockets:
-        is_held, threads = bool(plan.held), results.settings.threads
-        bed = Bed(ensure_embedded_pair(), sockets, folder, options.policy, threads, dtype, is_held)
+        hows = (results.settings.threads, dtype, bool(plan.held), plan.temperature > 0.0)
+        bed = Bed(ensure_embedded_pair(), sockets, folder, options.policy, *hows)
         code, failure = _measure(plan, results, path, bed, console)
     show(options, results, path, console)
     if failure is not None:
@@ -259,6 +259,6 @@ def _settings(options: BenchOptions, plan: BenchPlan, dtype: DType) -> BenchSett
         target=TARGET_NAME, drafter_sha256=card["sha256"], policy=options.policy, k_max=EMBEDDED_K_MAX,
         threads=options.threads or default_threads(available_cores()), turn_s=plan.turn_s, slice_s=plan.slice_s,
         max_tokens=plan.max_tokens, max_prompt_tokens=plan.max_prompt_tokens, seed=plan.seed, pairs=plan.pairs,
-        arguments=server_arguments(dtype, bool(plan.held)), held=plan.held, has_huge_pages=True,
+        arguments=server_arguments(dtype, bool(plan.held or plan.temperature)), held=plan.held, has_huge_pages=True,
         temperature=plan.temperature,
     )  # fmt: skip

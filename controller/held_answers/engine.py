@@ -113,6 +113,12 @@ class HeldWorker:
     model_runner: Any
     vllm_config: Any
 
+    def mend_sampling(self) -> bool:
+        """Give speculating requests their temperature, which vLLM 0.32 loses on a CPU; return whether it did."""
+        from ...engine_adapter.patches.v1 import mend_expand
+
+        return mend_expand()
+
     def hold_answers(self, path: str) -> None:
         """Hold this engine from now on to the answers of a file; raise RuntimeError where it could not be."""
         if self.vllm_config.scheduler_config.async_scheduling:

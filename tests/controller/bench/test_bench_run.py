@@ -65,6 +65,7 @@ class FakeArm:
         self.engine: Any = self
         self.freezes, self.emitted, self.ended = 0, 0, False
         self.is_halted = False
+        self.mended = 0
         self.held: list[Path] = []
         self.recorded = 0  # answers
         self.frozen_s = 0.0  # of CPU time that the only thread used while frozen
@@ -112,6 +113,10 @@ class FakeArm:
     async def thaw(self) -> None:
         self.is_halted = False
         self._running.set()
+
+    async def mend_sampling(self) -> None:
+        assert not self.is_halted
+        self.mended += 1
 
     async def hold(self, path: Path) -> None:
         assert not self.is_halted
@@ -261,7 +266,7 @@ def measure(
         return arms.setdefault(name, FakeArm(name))
 
     monkeypatch.setattr(Arm, "start", start)
-    bed = Bed(EmbeddedPair(tmp_path, tmp_path), tmp_path, tmp_path, "off", 1)
+    bed = Bed(EmbeddedPair(tmp_path, tmp_path), tmp_path, tmp_path, "off", 1, is_sampled=plan.temperature > 0)
     bench = Bench(plan, results, tmp_path / "result.json", bed, lambda text: None, lambda what, share: None)
 
     async def run() -> None:
@@ -381,8 +386,10 @@ def test_every_answer_is_sampled_at_the_temperature_that_was_asked_for_the_recor
     monkeypatch.setattr(FakeArm, "_answer", seen)
     monkeypatch.setattr(bench_run, "UNLOADED_REQUESTS", 2)
     load: dict[str, Any] = {"loads": (point,)} if isinstance(point, int) else {"loads": (), "replays": (point,)}
-    measure(plan(rivals=("none",), pairs=1, held=5, temperature=0.7, **load), tmp_path, monkeypatch, {})
+    arms = {name: FakeArm(name) for name in ("none", "faser")}
+    measure(plan(rivals=("none",), pairs=1, held=5, temperature=0.7, **load), tmp_path, monkeypatch, arms)
     assert set(asked) == {(0.7, False), (0.7, True)}
+    assert {name: arm.mended for name, arm in arms.items()} == {"none": 1, "faser": 1}
 
 
 def test_a_server_that_cannot_be_held_is_no_rival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -581,10 +588,11 @@ def test_a_policys_arm_has_the_plugin_and_a_sidecar_of_its_own(name: str, tmp_pa
 @pytest.mark.parametrize("name", ["none", "k3", "ngram", "table", "adaspec", "faser", "faser+both"])
 def test_every_server_asks_for_huge_pages_and_can_be_held_where_answers_are_recorded(name: str, tmp_path: Path) -> None:
     pair = EmbeddedPair(tmp_path, tmp_path)
-    for is_held in (False, True):
-        launch = Bed(pair, tmp_path, tmp_path, "price", 1, is_held=is_held).launch(name, ((1, 64, 2),))
+    for is_held, is_sampled in ((False, False), (False, True), (True, False)):
+        bed = Bed(pair, tmp_path, tmp_path, "price", 1, is_held=is_held, is_sampled=is_sampled)
+        launch = bed.launch(name, ((1, 64, 2),))
         assert launch.environment()["GLIBC_TUNABLES"] == bench_server.HUGE_PAGES
-        assert ("--worker-extension-cls" in launch.arguments) == is_held
+        assert ("--worker-extension-cls" in launch.arguments) == (is_held or is_sampled)
     assert launch.arguments[-1] == f"{HeldWorker.__module__}.{HeldWorker.__name__}"
 
 
@@ -714,16 +722,18 @@ def test_real_servers_take_turns(tmp_path: Path) -> None:
 
 @pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["none", "faser"])
-def test_a_real_server_says_what_it_is_held_to(name: str, tmp_path: Path) -> None:
-    prompts, words = ["Say hello.", "What is two plus two?"], list(range(1000, 1024))
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("name", ["none", "ngram", "k3", "faser"])
+def test_a_real_server_says_what_it_is_held_to(name: str, temperature: float, tmp_path: Path) -> None:
+    prompts, words = ["Say hello.", "What is two plus two?"], [1000, 1001, 1002, 1003] * 6
 
     async def run(arm: Arm) -> tuple[list[Answer], list[Answer]]:
-        own = await record(arm, prompts, len(words))
+        await arm.mend_sampling()
+        own = await record(arm, prompts, len(words), temperature)
         path = tmp_path / "answers.json"
         path.write_text(json.dumps([(own[0][0], words)]))
         await arm.hold(path)
-        held = await record(arm, prompts, len(words))
+        held = await record(arm, prompts, len(words), temperature)
         await arm.close()
         return own, held
 
@@ -736,4 +746,5 @@ def test_a_real_server_says_what_it_is_held_to(name: str, tmp_path: Path) -> Non
         finally:
             arm.end()
     assert held[0] == (own[0][0], words)
-    assert held[1] == own[1], "a prompt without a recorded answer is answered as always"
+    if not temperature:
+        assert held[1] == own[1], "a prompt without a recorded answer is answered as always"
