@@ -40,7 +40,7 @@ QUICK_LOADS: Final = (1, 8, 32)
 QUICK_RIVALS: Final = (NONE, "k1", "k3", TABLE)
 FULL_LOADS: Final = (1, 2, 4, 8, 16, 32, 64)
 FULL_RIVALS: Final = (
-    NONE, "k1", "k2", "k3", "k4", "k6", "k8", TABLE, *MATCHERS, "hybrid:4", "arctic:4", *PAPERS,
+    NONE, "k1", "k2", "k3", "k4", "k6", "k8", TABLE, *MATCHERS, *PAPERS, "hybrid:4", "arctic:4",
 )  # fmt: skip
 MAX_LOAD: Final = 64
 MAX_TEMPERATURE: Final = 2.0  # as vLLM's clients are held to
