@@ -64,6 +64,13 @@ _draws_decoder = msgspec.msgpack.Decoder(tuple[list[int], list[int], list[int], 
 _pair_decoder = msgspec.msgpack.Decoder(tuple[list[int], list[int]])
 
 
+class StepCopies(NamedTuple):
+    """Handles of requests whose drafts of one step were copied from their own texts."""
+
+    drafted: frozenset[int] = frozenset()  # handed over in it
+    verified: frozenset[int] = frozenset()
+
+
 class PackedRows(NamedTuple):
     """A step's request rows as they are stored, and the sums of their columns in SUMMED."""
 
