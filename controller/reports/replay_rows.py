@@ -200,7 +200,8 @@ def _counterfactual(report: Report) -> Part:
 def _counterfactual_line(found: Counterfactual) -> str:
     """Return what was simulated."""
     left_out = f" ({found.left_out} more did not finish in the file and are left out)" if found.left_out else ""
-    return f"{found.requests} requests{left_out}, {found.runs} runs of the simulator, profile {found.profile}"
+    copied = f"; {found.copied_tokens} copied tokens are served one by one" if found.copied_tokens else ""
+    return f"{found.requests} requests{left_out}, {found.runs} runs of the simulator, profile {found.profile}{copied}"
 
 
 def counterfactual_rows(found: Counterfactual) -> list[tuple[str, ...]]:

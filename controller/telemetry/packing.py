@@ -199,6 +199,11 @@ def unpack_copies(blob: bytes) -> tuple[list[int], list[int]]:
     return copied, verified
 
 
+def step_copies(blob: bytes | None) -> StepCopies:
+    """Return the same as sets, of a cell that may be empty."""
+    return StepCopies() if blob is None else StepCopies(*map(frozenset, unpack_copies(blob)))
+
+
 def unpack_lengths(blob: bytes) -> dict[int, int]:
     """Return draft lengths by request handle; raise StoreError for anything but a packed blob."""
     try:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ...engine_adapter.protocol import Hello, RequestRow
 from ..errors import StoreError
-from .packing import StepCopies, unpack_copies, unpack_rows
+from .packing import StepCopies, step_copies, unpack_rows
 from .schema import hello_of, open_for_reading
 from .tables import DraftedLengths, StepTable, TelemetrySummary, summarise
 
@@ -86,7 +86,7 @@ class TelemetryFile:
         """Yield whose drafts were copied in each step, in the order of `steps`."""
         with self._damage_told():
             for (blob,) in self._database.execute(f"SELECT copies FROM steps {_IN_ORDER}"):
-                yield StepCopies() if blob is None else StepCopies(*map(frozenset, unpack_copies(blob)))
+                yield step_copies(blob)
 
     def lengths(self) -> DraftedLengths:
         """Return the draft lengths of every decoding request in every step."""

@@ -50,6 +50,20 @@ def test_requests_are_one_line_per_request_and_step(recorded: list[StepRecord], 
     assert {line["boot_id"] for line in lines} == {"boot-1"}
 
 
+def test_copied_drafts_are_marked(
+    start_daemon: Any, make_engine: Any, make_record: Any, config: Config, tmp_path: Path
+) -> None:
+    daemon = start_daemon()
+    engine = make_engine()
+    engine.hello(has_matches=True)
+    engine.send(msgspec.structs.replace(make_record("boot-1", 1), copied=(2, 3), verified_copies=(3,)))
+    engine.action()
+    daemon.stop()
+    lines = exported(config, tmp_path, "csv", "requests")
+    marks = [(line["handle"], line["is_drafted_copied"], line["is_verified_copied"]) for line in lines]
+    assert marks == [("1", "0", "0"), ("2", "1", "0"), ("3", "1", "1"), ("4", "0", "0")]
+
+
 TABLES = pytest.mark.parametrize("table", ["requests", "steps", "events"])
 
 
