@@ -185,10 +185,18 @@ def pack_lengths(handles: Sequence[int], lengths: Sequence[int]) -> bytes:
 
 
 def pack_copies(copied: Sequence[int], verified: Sequence[int]) -> bytes:
-    """Return the blob of whose next draft, and whose verified draft, is a copy, by request handle."""
-    kinds = dict.fromkeys(copied, 1)
+    """Return the blob of whose next draft, and whose verified draft, is a copy, by request handle.
+
+    Both are in the order of the batch, and so is the blob: a record comes back as the bytes that it was.
+    """
+    kinds, both, waiting = dict[int, int](), {*copied} & {*verified}, iter(copied)
     for handle in verified:
-        kinds[handle] = kinds.get(handle, 0) + 2
+        while handle in both and handle not in kinds:
+            early = next(waiting)
+            kinds[early] = kinds.get(early, 0) | 1
+        kinds[handle] = kinds.get(handle, 0) | 2
+    for handle in waiting:
+        kinds[handle] = kinds.get(handle, 0) | 1
     return pack_lengths(list(kinds), list(kinds.values()))
 
 

@@ -23,6 +23,7 @@ from faser.controller.calibrate.measured import ahead_steps, read_measured, tria
 from faser.controller.calibrate.profile import ProfileOptions, run_profile
 from faser.controller.calibrate.starvation import Waiting, freed, load_waiting, save_waiting
 from faser.controller.errors import EngineError, ModelError, StoreError, UsageError
+from faser.controller.telemetry.schema import ADDED
 from faser.controller.telemetry.store import EngineEntry, RunEntry, StepEntry, Store
 from faser.engine_adapter.protocol import Hello, Prune, RequestEvent, RequestRow, StepRecord
 from faser.env.calibration.accept_traces import SHIPPED
@@ -324,6 +325,19 @@ def test_copied_drafts_are_verified_by_the_target_and_nothing_of_the_drafters(tm
         assert any(draft.handed for draft in request.drafts) == is_drafted
         assert any(draft.confidences for draft in request.drafts) == is_drafted
     assert after.copied_tokens == sum(row.accepted for r in plain for row in r.rows if row.handle % 2 == 0) > 50
+
+
+def test_a_file_from_before_there_were_copies_is_measured_as_before(tmp_path: Path) -> None:
+    path = write_telemetry(tmp_path / "old.sqlite", make_records(4))
+    before = list(trials(read_measured(path)))
+    with closing(sqlite3.connect(path)) as raw:
+        for name, _, _ in ADDED[6]:
+            raw.execute(f"ALTER TABLE steps DROP COLUMN {name}")
+        raw.execute("PRAGMA user_version = 5")
+        raw.commit()
+    measured = read_measured(path)
+    assert list(trials(measured)) == before
+    assert measured.copied_tokens == 0
 
 
 def test_only_the_drafters_own_drafts_follow_one_another(tmp_path: Path) -> None:
