@@ -14,8 +14,8 @@ from faser.controller.telemetry.packing import (
     pack_copies,
     pack_lengths,
     pack_rows,
-    unpack_lengths,
     unpack_copies,
+    unpack_lengths,
     unpack_rows,
 )
 from faser.controller.telemetry.packing_kernel import LARGEST, pack_columns, unpack_columns
