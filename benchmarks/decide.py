@@ -1,6 +1,6 @@
 """Measure the decision core: observe + policy + guard + pack, one thread.
 
-    OMP_NUM_THREADS=1 python benchmarks/decide.py [--policy price] [--k-max 7] [--steps 2000] [--no-confidence] [--json]
+    OMP_NUM_THREADS=1 python benchmarks/decide.py [--policy price] [--k-max 7] [--steps 2000] [--copies] [--json]
 
 Each step's record is made beforehand; every 20th step one request finishes and another arrives. `decide` is the
 whole call, `policy` the policy's part alone, `learn` what the record teaches, done after the answer is out. Times are
@@ -28,8 +28,12 @@ BATCHES = (16, 64, 256)
 PARTS = ("decide", "policy", "learn")
 
 
-def make_records(batch: int, k_max: int, steps: int, is_confident: bool) -> list[StepRecord]:
-    """Return the records of a steady batch in which requests come and go and accept differently."""
+def make_records(batch: int, k_max: int, steps: int, is_confident: bool, has_copies: bool) -> list[StepRecord]:
+    """Return the records of a steady batch in which requests come and go and accept differently.
+
+    :param has_copies: a third of the drafts are copied
+    """
+    copied: tuple[int, ...] = ()
     chance = random.Random(0)
     handles, newest, time_s, records = list(range(1, batch + 1)), batch, 0.0, []
     for step in range(steps):
@@ -49,11 +53,13 @@ def make_records(batch: int, k_max: int, steps: int, is_confident: bool) -> list
         time_s += draft_s + verify_s
         confidences = [sure for sure, _ in drafts] if is_confident else ()
         made = record("boot", step, time_s, lengths, [accepted for _, accepted in drafts], confidences, handles)
+        verified_copies, copied = copied, tuple(chance.sample(handles, batch // 3)) if has_copies else ()
         records.append(
             msgspec.structs.replace(
-                made, step_s=draft_s + verify_s, draft_s=draft_s, verify_s=verify_s, sample_s=0.0, events=events
+                made, step_s=draft_s + verify_s, draft_s=draft_s, verify_s=verify_s, sample_s=0.0, events=events,
+                copied=copied, verified_copies=verified_copies,
             )
-        )
+        )  # fmt: skip
     return records
 
 
@@ -67,12 +73,14 @@ def _draft(chance: random.Random, handle: int, k_max: int) -> tuple[tuple[float,
     return sure, accepted
 
 
-def measure(batch: int, policy_name: str, k_max: int, steps: int, is_confident: bool) -> dict[str, float]:
+def measure(
+    batch: int, policy_name: str, k_max: int, steps: int, is_confident: bool, has_copies: bool
+) -> dict[str, float]:
     """Return percentiles in microseconds over the second half of the steps."""
-    capabilities = Capabilities(k_max=k_max)
+    capabilities = Capabilities(k_max=k_max, has_matches=has_copies)
     state, policy = EngineState(capabilities), make_policy(policy_name, capabilities)
     whole, alone, after = [], [], []
-    for sequence, step in enumerate(make_records(batch, k_max, steps, is_confident)):
+    for sequence, step in enumerate(make_records(batch, k_max, steps, is_confident, has_copies)):
         start = time.perf_counter()
         decide(state, step, policy, LeaseTerms(), 1, sequence)
         decided = time.perf_counter()
@@ -94,12 +102,19 @@ def main() -> None:
     parser.add_argument("--k-max", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--no-confidence", action="store_true", help="records without the drafter's confidences")
+    parser.add_argument("--copies", action="store_true", help="a third of the drafts are copied")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     is_confident, k_max = not arguments.no_confidence, arguments.k_max
-    results = {batch: measure(batch, arguments.policy, k_max, arguments.steps, is_confident) for batch in BATCHES}
+    settings = arguments.policy, k_max, arguments.steps, is_confident, arguments.copies
+    results = {batch: measure(batch, *settings) for batch in BATCHES}
     if arguments.json:
-        setting = {"policy": arguments.policy, "k_max": k_max, "has_confidence": is_confident}
+        setting = {
+            "policy": arguments.policy,
+            "k_max": k_max,
+            "has_confidence": is_confident,
+            "has_copies": arguments.copies,
+        }
         print(json.dumps(setting | {"requests": results}))
         return
     print(f"{'requests':>8}" + "".join(f" {part + ' p50':>11} {'p99 us':>9}" for part in PARTS))

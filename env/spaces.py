@@ -112,9 +112,8 @@ def is_other(asked: Action, given: Action) -> bool:
     """Return whether an action means something else than another: 2 is 2.0, but 2.4 is not 2."""
     is_same = np.array_equal(asked.lengths, given.lengths)
     is_same &= np.array_equal(asked.default_length, given.default_length)
-    return not is_same or any(
-        getattr(asked, name) != getattr(given, name) for name in ("price", "split", "frontier", "prune", "stop")
-    )
+    names = ("price", "split", "frontier", "prune", "stop", "match")
+    return not is_same or any(getattr(asked, name) != getattr(given, name) for name in names)
 
 
 def clamp_lengths(lengths: npt.ArrayLike | None, k_max: int) -> Lengths:

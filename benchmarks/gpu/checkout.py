@@ -1,6 +1,6 @@
 """Make `faser` importable from the checkout this file stands in, installed or not, and leave out what is not needed.
 
-What the parts below the engine use (engine_adapter/partition, engine_adapter/pruning, env/estimate/overlap_bound.py)
+What the parts below the engine use (engine_adapter/partition, engine_adapter/pruning, env/cost/overlap_bound.py)
 needs torch, numpy and Triton alone: neither msgspec nor pyzmq, numba nor vLLM.
 """
 

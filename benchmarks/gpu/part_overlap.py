@@ -10,7 +10,7 @@ from machines import machine_for, sizes, told
 from pair import Pair, Pass, pair_for
 
 from faser.engine_adapter.partition.shares import PHASES, UNSPLIT, Partition, Phase
-from faser.env.estimate.overlap_bound import PhaseTimes, draft_ahead_bound, ping_pong_bound
+from faser.env.cost.overlap_bound import PhaseTimes, draft_ahead_bound, ping_pong_bound
 
 
 def measure(is_dry: bool) -> dict[str, Any]:

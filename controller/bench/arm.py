@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -31,14 +32,19 @@ from ..engine.sidecar_child import await_introduction, own_sidecar
 from ..errors import EngineError, FaserError
 from ..link.ask import ask
 from .best_table import Table, longest
-from .plan import LENGTHS, NGRAM, NONE, POLICIES, SUFFIX, TABLE, VARIANTS
+from .plan import LENGTHS, NGRAM, NGRAM_LONG, NONE, POLICIES, SUFFIX, SUFFIX_OWN, SUFFIXES, TABLE, VARIANTS
 from .ratio import OURS
 
 READY_S: Final = 600.0
 _INTRODUCTION_S: Final = 30.0
 _ANSWER_S: Final = 60.0
-_NGRAM: Final = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-_SUFFIX_REMEDY: Final = "pip install arctic-inference==0.1.1, which is built from source"
+_MATCHING: Final[Mapping[str, Mapping[str, object]]] = {
+    NGRAM: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+    NGRAM_LONG: {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 8, "prompt_lookup_min": 3},
+    SUFFIX: {"method": "suffix"},
+    SUFFIX_OWN: {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
+}
+_SUFFIX_REMEDY: Final = "run `make suffix`, which builds it, or leave suffix out of --rivals"
 LEASE_MS: Final = 600_000  # FASER's lease outlives an arm's wait for its next slice
 # What glibc's malloc hands out lies in huge pages, where the system lets it. In small ones engines alike read their
 # weights up to 9 % faster or slower than one another for as long as they live, by where these happen to lie; in huge
@@ -58,12 +64,12 @@ _OVERLAP: Final = {"FASER_DRAFTER_CORES": "all", "FASER_FRONTIER": str(EMBEDDED_
 _VARIANT_ENVIRONMENT: Final = dict(zip(VARIANTS, (_PRUNING, _OVERLAP, _PRUNING | _OVERLAP), strict=True))
 
 
-def server_arguments(dtype: DType, is_held: bool = False) -> tuple[str, ...]:
+def server_arguments(dtype: DType, is_extended: bool = False) -> tuple[str, ...]:
     """Return what every server is given; without the prefix cache a prompt that comes back costs the same."""
     cache_bytes = str(number_bytes(dtype) * 384 << 20)
     named = () if dtype == embedded_dtype() else ("--dtype", dtype)
-    held = ("--worker-extension-cls", HELD_WORKER) if is_held else ()
-    return ("--no-enable-prefix-caching", "--kv-cache-memory-bytes", cache_bytes, *named, *held)
+    extension = ("--worker-extension-cls", HELD_WORKER) if is_extended else ()
+    return ("--no-enable-prefix-caching", "--kv-cache-memory-bytes", cache_bytes, *named, *extension)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,7 @@ class Bed:
     threads: int
     dtype: DType = field(default_factory=embedded_dtype)
     is_held: bool = False  # to recorded answers
+    is_sampled: bool = False  # at a temperature above 0
 
     @property
     def server_gib(self) -> float:
@@ -108,7 +115,7 @@ class Bed:
 
     def launch(self, name: str, table: Table = ()) -> EngineLaunch:
         """Return an arm's server; what is no policy is vLLM without FASER's plugin."""
-        arguments = server_arguments(self.dtype, self.is_held)
+        arguments = server_arguments(self.dtype, self.is_held or self.is_sampled)
         launch = dataclasses.replace(
             embedded_launch(self.pair, self.config(name).link.endpoint, arguments=arguments),
             threads=self.threads, kv_cache_gib=None, environment_extra=_ENVIRONMENT,
@@ -126,10 +133,8 @@ class Bed:
             return self.pair.speculative()
         if name == NONE:
             return None
-        if name == NGRAM:
-            return dict(_NGRAM)
-        if name == SUFFIX:
-            return {"method": "suffix"}
+        if name in _MATCHING:
+            return dict(_MATCHING[name])
         if name == TABLE:
             rows = [list(row) for row in table]
             return {**self.pair.speculative(longest(table)), "num_speculative_tokens_per_batch_size": rows}
@@ -144,8 +149,9 @@ def is_steered(name: str) -> bool:
 
 def require_available(name: str) -> None:
     """Raise EngineError for a rival that cannot run here: vLLM would say so half a minute later."""
-    if name == SUFFIX and find_spec("arctic_inference") is None:
-        raise EngineError("not available: arctic_inference is not installed", "the package", _SUFFIX_REMEDY)
+    if name in SUFFIXES and find_spec("arctic_inference") is None:
+        seen = f"{name} is not available: arctic_inference is not installed"
+        raise EngineError(seen, "the package arctic-inference 0.1.1", _SUFFIX_REMEDY)
 
 
 @dataclass(slots=True)
@@ -194,6 +200,10 @@ class Arm:
         """Return the CPU time used so far, the sidecar's with it."""
         return self.engine.tree.cpu_s() + (self.sidecar.cpu_s() if self.sidecar is not None else 0.0)
 
+    def thread_cpu_s(self) -> dict[int, float]:
+        """Return the CPU time that each thread of the server has used so far, by thread id."""
+        return self.engine.tree.thread_cpu_s()
+
     async def freeze(self) -> None:
         """End the step in flight and keep all requests as they are."""
         await self._post("/pause?mode=keep&clear_cache=false")
@@ -202,6 +212,10 @@ class Arm:
         """Go on where `freeze` stopped."""
         self.wake()
         await self._post("/resume")
+
+    async def mend_sampling(self) -> None:
+        """Let drafts be sampled at the temperature that was asked for; FASER's own worker does so by itself."""
+        await self._post("/collective_rpc", {"method": "mend_sampling"})
 
     async def hold(self, path: Path) -> None:
         """Hold all requests from now on to the answers of a file."""

@@ -78,6 +78,8 @@ class Arms:
         await asyncio.to_thread(arm.wait_ready, self.bed)
 
     async def _hold(self, arm: Arm) -> None:
+        if self.bed.is_sampled:
+            await arm.mend_sampling()
         if self.answers is not None:
             await self.answers.hold(arm)
 

@@ -26,10 +26,10 @@ from ...models.embedded.precision import DTYPES, DType
 from ..decision.session import check_policy
 from ..engine.launch import available_cores, default_threads, embedded_dtype
 from ..engine.machine import ROOT, commit, machine_facts, versions
-from ..errors import FaserError, UsageError
+from ..errors import EngineError, FaserError, UsageError
 from ..link.endpoint import socket_folder
 from ..whole_file import require_folder, require_place
-from .arm import Bed, server_arguments
+from .arm import Bed, require_available, server_arguments
 from .course import Bench
 from .markdown import page
 from .plan import (
@@ -89,6 +89,7 @@ class BenchOptions:
     dtype: str | None = None
     held: int = 0
     starts: int = 1
+    temperature: float = 0.0
 
     def number_type(self) -> DType:
         """Return in which numbers all servers compute."""
@@ -127,6 +128,7 @@ class BenchOptions:
             seed=self.seed,
             held=self.held,
             starts=self.starts,
+            temperature=self.temperature,
         )
 
     def _replay(self, trace: str) -> Replay:
@@ -145,6 +147,7 @@ def run_bench(options: BenchOptions) -> int:
     for policy in (options.policy, *(rival for rival in plan.rivals if rival in POLICIES)):
         check_policy(policy)
     console = Console(stderr=True, highlight=False)
+    missing = _missing(options, plan)
     folder = (Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S")).absolute()
     path = options.resume or options.out or folder / "result.json"
     machine = msgspec.structs.replace(machine_facts(), dtype=dtype)
@@ -157,14 +160,30 @@ def run_bench(options: BenchOptions) -> int:
         if place is not None:
             require_folder(place.absolute().parent, option)
             require_place(place, option)
+    for rival, reason in missing.items():
+        console.print(f"faser: left out: {reason}", soft_wrap=True)
+        results.failed[rival] = reason
     with socket_folder("bench") as sockets:
-        is_held, threads = bool(plan.held), results.settings.threads
-        bed = Bed(ensure_embedded_pair(), sockets, folder, options.policy, threads, dtype, is_held)
+        hows = (results.settings.threads, dtype, bool(plan.held), plan.temperature > 0.0)
+        bed = Bed(ensure_embedded_pair(), sockets, folder, options.policy, *hows)
         code, failure = _measure(plan, results, path, bed, console)
     show(options, results, path, console)
     if failure is not None:
         raise failure
     return code
+
+
+def _missing(options: BenchOptions, plan: BenchPlan) -> dict[str, str]:
+    """Return which rivals cannot run here, and why; raise EngineError for one that was asked for by name."""
+    missing = {}
+    for rival in plan.rivals:
+        try:
+            require_available(rival)
+        except EngineError as error:
+            if options.rivals is not None:
+                raise
+            missing[rival] = str(error)
+    return missing
 
 
 def print_tables(path: Path) -> None:
@@ -240,5 +259,6 @@ def _settings(options: BenchOptions, plan: BenchPlan, dtype: DType) -> BenchSett
         target=TARGET_NAME, drafter_sha256=card["sha256"], policy=options.policy, k_max=EMBEDDED_K_MAX,
         threads=options.threads or default_threads(available_cores()), turn_s=plan.turn_s, slice_s=plan.slice_s,
         max_tokens=plan.max_tokens, max_prompt_tokens=plan.max_prompt_tokens, seed=plan.seed, pairs=plan.pairs,
-        arguments=server_arguments(dtype, bool(plan.held)), held=plan.held, has_huge_pages=True,
+        arguments=server_arguments(dtype, bool(plan.held or plan.temperature)), held=plan.held, has_huge_pages=True,
+        temperature=plan.temperature,
     )  # fmt: skip

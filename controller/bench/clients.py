@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, Self
 
@@ -33,6 +33,9 @@ class Server(Protocol):
     @property
     def url(self) -> str:
         """The server's address."""
+
+    def thread_cpu_s(self) -> dict[int, float]:
+        """Return the CPU time that each thread of the server has used so far, by thread id."""
 
     async def freeze(self) -> None:
         """End the step in flight and keep all requests."""
@@ -99,18 +102,22 @@ class Served:
     tokens: int
     seconds: float
     prompt_tokens: int = 0  # of the requests whose first token came
+    thread_s: Mapping[int, float] = field(default_factory=dict)  # CPU time of each of the server's threads
 
 
 class Clients:
     """A constant number of clients of one arm; each sends its next request when its answer is done."""
 
-    def __init__(self, server: Server, requests: Sequence[TimedRequest], load: int, model: str) -> None:
+    def __init__(
+        self, server: Server, requests: Sequence[TimedRequest], load: int, model: str, temperature: float = 0.0
+    ) -> None:
         self.load = load
         self._server = server
         self._watch = Stopwatch()
         options = LoadOptions(
-            server.url, model, max_connections=load, ignore_eos=True, request_timeout_s=_FOREVER_S, drain_s=_FOREVER_S
-        )
+            server.url, model, temperature, max_connections=load, ignore_eos=True, request_timeout_s=_FOREVER_S,
+            drain_s=_FOREVER_S,
+        )  # fmt: skip
         self._generator = LoadGenerator(requests, options, clock=self._watch)
         self._stop = asyncio.Event()
         self._run: asyncio.Task[LoadSummary] | None = None
@@ -128,7 +135,7 @@ class Clients:
 
     async def serve(self, until: int) -> Served:
         """Serve until so many tokens are received since the start, a step more at most; return what it took."""
-        before, read = self.tokens, self.prompt_tokens
+        before, read, spent_s = self.tokens, self.prompt_tokens, self._server.thread_cpu_s()
         # Before the thaw: on a crowded machine tokens come before its answer does, and would have cost no time.
         self._watch.start()
         began_s = self._watch()
@@ -137,12 +144,13 @@ class Clients:
             self._run = asyncio.create_task(self._generator.run(self._stop))
         await self._reach(until)
         await self._server.freeze()
+        thread_s = spent_since(spent_s, self._server)  # now: a frozen server's worker keeps looking for work
         await self._fall_silent()
         self._watch.stop()
         last_s = max((r.token_times_s[-1] for r in self._generator.results if r.token_times_s), default=0.0)
         # The generator's clock began with the watch: both count from there.
         seconds = max(last_s + self._origin_s() - began_s, 1e-9)
-        return Served(self.tokens - before, seconds, self.prompt_tokens - read)
+        return Served(self.tokens - before, seconds, self.prompt_tokens - read, thread_s)
 
     def settle(self) -> None:
         """Count latencies from here on."""
@@ -208,6 +216,11 @@ class Clients:
                 return
 
 
+def spent_since(spent_s: Mapping[int, float], server: Server) -> dict[int, float]:
+    """Return the CPU time that each thread of a server has used since it was looked at."""
+    return {thread: now_s - spent_s.get(thread, 0.0) for thread, now_s in server.thread_cpu_s().items()}
+
+
 def _time_per_token_ms(result: RequestResult, since_s: float) -> float | None:
     """Return the time per token of what was received since a moment; None for too few tokens."""
     first = bisect_left(result.token_times_s, since_s)
@@ -218,17 +231,28 @@ def _time_per_token_ms(result: RequestResult, since_s: float) -> float | None:
     return 1e3 * seconds / tokens if tokens >= LEAST_TOKENS else None
 
 
-async def replay(server: Server, requests: Sequence[TimedRequest], model: str, connections: int = 256) -> LoadGenerator:
+async def replay(
+    server: Server,
+    requests: Sequence[TimedRequest],
+    model: str,
+    temperature: float = 0.0,
+    connections: int = 256,
+) -> LoadGenerator:
     """Send requests when they are due and wait for all of them; answers have their full length."""
-    options = LoadOptions(server.url, model, max_connections=connections, ignore_eos=True, drain_s=STALL_S * 5)
+    options = LoadOptions(
+        server.url, model, temperature, max_connections=connections, ignore_eos=True, drain_s=STALL_S * 5
+    )
     generator = LoadGenerator(requests, options)
     await generator.run(asyncio.Event())
     return generator
 
 
-async def one_by_one(server: Server, requests: Sequence[TimedRequest], model: str) -> list[RequestResult]:
+async def one_by_one(
+    server: Server, requests: Sequence[TimedRequest], model: str, temperature: float = 0.0
+) -> list[RequestResult]:
     """Send requests one at a time; each is due when it is sent."""
-    generator = await replay(server, [replace(request, arrival_s=0.0) for request in requests], model, connections=1)
+    at_once = [replace(request, arrival_s=0.0) for request in requests]
+    generator = await replay(server, at_once, model, temperature, connections=1)
     return [
         replace(result, due_s=result.sent_s if result.sent_s is not None else result.due_s)
         for result in generator.results

@@ -24,7 +24,7 @@ from ..held_answers.answers import Answers
 from .arm import Arm, Bed
 from .arms import Arms, Tell
 from .best_table import best_table, described, worth_sweeping
-from .clients import Clients, Served, Times, one_by_one, replay
+from .clients import Clients, Served, Times, one_by_one, replay, spent_since
 from .plan import NONE, REPEATS, TABLE, BenchPlan, Progress, arm_of, contenders, groups, turn_order
 from .ratio import OURS, Goodput, Objective
 from .result import MAIN, SWEEP, Latency, Results, Spans, Turn, envelope_at, levels_at, name_of, write_results
@@ -64,8 +64,10 @@ class Bench:
     def _answers(self) -> Answers | None:
         if not self.plan.held:
             return None
-        texts = dict.fromkeys(prompt.text for mix in self.plan.mixes for prompt in self._prompts(mix) or ())
-        return Answers(tuple(texts), self.plan.longest_answer, self.bed.folder / "answers.json", self.tell)
+        plan, path = self.plan, self.bed.folder / "answers.json"
+        mixes = dict.fromkeys((*plan.mixes, plan.sweep_mix))
+        texts = dict.fromkeys(prompt.text for mix in mixes for prompt in self._prompts(mix) or ())
+        return Answers(tuple(texts), plan.longest_answer, path, self.tell, plan.temperature)
 
     def _prompts(self, mix: Mix) -> list[Prompt] | None:
         """Return the prompts whose answers are recorded; None: any may be sent."""
@@ -128,7 +130,7 @@ class Bench:
     async def _sweep(self) -> None:
         """Measure the fixed lengths and make the best table of them."""
         arms = tuple(arm_of(length) for length in self.plan.table_lengths)
-        mix = self.plan.mixes[0]
+        mix = self.plan.sweep_mix
         for group in groups(arms, NONE, self.arms.capacity()):
             names = await self.arms.arrange(group)
             if NONE not in names:
@@ -154,7 +156,7 @@ class Bench:
         first = self._next_round(phase, load, mix.name)
         work = closed_stream(load, mix, plan.max_tokens, plan.max_prompt_tokens, plan.seed + first, plan.held)
         arms = {name: self.arms.running[name] for name in names if name in self.arms.running}
-        clients = {name: Clients(arm, work, load, TARGET_NAME) for name, arm in arms.items()}
+        clients = {name: Clients(arm, work, load, TARGET_NAME, plan.temperature) for name, arm in arms.items()}
         try:
             quantum, ends = await self._settle(phase, clients, load, what)
             goal, began_s = SETTLE_TURNS[phase] * quantum, time.monotonic()
@@ -166,9 +168,7 @@ class Bench:
                     names = list(contenders(self.results.rates(load, mix.name), names))
                 slices = await self._round(clients, names, round_, goal, ends, what)
                 place = (phase, load, mix.name, round_)
-                turns = [
-                    as_turn(place, name, each, self.own_load.cores, start=self.start) for name, each in slices.items()
-                ]
+                turns = [self._turn(place, name, each) for name, each in slices.items()]
                 self._close_round(turns, progress, what)
                 goal += quantum
                 round_ += 1
@@ -276,9 +276,10 @@ class Bench:
         round_ = place[-1]
         requests = each.requests(mix, self.plan.seed + round_ + 1, self._prompts(mix))
         await arm.thaw()
-        before = await self._look(arm)
-        generator = await replay(arm, requests, TARGET_NAME)
+        before, spent_s = await self._look(arm), arm.thread_cpu_s()
+        generator = await replay(arm, requests, TARGET_NAME, self.plan.temperature)
         arm.engine.require_running()
+        thread_s = spent_since(spent_s, arm)
         after = await self._look(arm)
         await arm.freeze()
         arm.halt()
@@ -286,8 +287,9 @@ class Bench:
         goodput = Goodput.of(generator.results, objective, summary.wall_s)
         if round_ >= 0:
             self._keep_times(each.name, mix.name, arm.name, Times.of(generator.results))
-        served = Slice(Served(summary.output_tokens, summary.wall_s), before, replace(after, finished=summary.finished))
-        return as_turn(place, arm.name, [served], self.own_load.cores, goodput, summary.failed, self.start)
+        served = Served(summary.output_tokens, summary.wall_s, thread_s=thread_s)
+        slices = [Slice(served, before, replace(after, finished=summary.finished))]
+        return self._turn(place, arm.name, slices, goodput, summary.failed)
 
     async def _objective(self, each: Replay, mix: Mix) -> Objective | None:
         """Return the objective, measured once per mix without speculation and without load; None if it cannot be."""
@@ -298,8 +300,9 @@ class Bench:
             arm = self.arms.running[NONE]
             await arm.thaw()
             requests = each.requests(mix, self.plan.seed, self._prompts(mix))
-            await one_by_one(arm, requests[:1], TARGET_NAME)  # the first costs more
-            objective = Objective.of_unloaded(await one_by_one(arm, requests[:UNLOADED_REQUESTS], TARGET_NAME))
+            ask = partial(one_by_one, arm, model=TARGET_NAME, temperature=self.plan.temperature)
+            await ask(requests[:1])  # the first costs more
+            objective = Objective.of_unloaded(await ask(requests[:UNLOADED_REQUESTS]))
             await self.arms.quieten(NONE)
             self.results.objectives[mix.name] = (objective.ttft_ms, objective.tpot_ms)
             self.tell(f"objective: first token in {objective.ttft_ms:.0f} ms, then {objective.tpot_ms:.1f} ms a token")
@@ -313,6 +316,11 @@ class Bench:
         self.own_load.add(max(own_s - self._seen[1], 0.0), now_s - self._seen[0])
         self._seen = (now_s, own_s)
         return Look(time.monotonic(), Processor.now(), own_s, arm.cpu_s(), drafting, finished)
+
+    def _turn(
+        self, place: Place, name: str, slices: Sequence[Slice], goodput: Goodput | None = None, failed: int = 0
+    ) -> Turn:
+        return as_turn(place, name, slices, self.own_load.cores, goodput, failed, self.start, self.bed.threads)
 
     def _close_round(self, turns: Sequence[Turn], progress: Progress, what: str) -> None:
         """Keep a round; one with a disturbed turn is repeated whole, for its turns are compared with each other."""

@@ -6,7 +6,8 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 
@@ -22,7 +23,10 @@ from .ratio import (
     scatter,
     wider_interval,
 )
-from .result import MAIN, Point, Results, Turn, cost_of, name_of, points
+from .result import MAIN, Point, Results, Turn, cost_of, envelope_at, name_of, points
+
+_COMPUTE: Final = "tokens_per_compute_s"
+_COMPUTE_LEGEND: Final = "The same by tokens per second of CPU time of the threads that compute, not by the clock."
 
 
 def markdown_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -36,7 +40,10 @@ def page(results: Results) -> str:
     closed = [point for point in found if isinstance(point.load, int)]
     parts = [" ".join(_conditions(results))]
     if closed:
-        parts += [_ratios(results, closed), " ".join(_legend(results, closed)), _costs(results, closed)]
+        parts += [_ratios(results, closed), " ".join(_legend(results, closed))]
+        if looked := [point for point in closed if point.compute_ms_per_token]:
+            parts += [_compute_ratios(results, looked), _COMPUTE_LEGEND]
+        parts += [_costs(results, closed)]
     parts += [f"{point.load}, {point.kinds}:\n\n{_replay(results, point)}" for point in found if point not in closed]
     return "\n\n".join(parts)
 
@@ -51,6 +58,8 @@ def _conditions(results: Results) -> Iterator[str]:
     yield f"commit {results.commit}; {len(turns)} turns, {disturbed} of them disturbed by other work;"
     yield f"{results.wall_s / 60:.0f} minutes."
     yield f"Policy: {settings.policy}, longest draft {settings.k_max}."
+    if settings.temperature:
+        yield f"Sampled at temperature {settings.temperature:g}."
     if settings.held:
         yield f"All arms are held to the same {settings.held} recorded answers."
     if starts > 1:
@@ -71,14 +80,31 @@ def _ratios(results: Results, closed: Sequence[Point]) -> str:
 
 
 def _ratio_row(results: Results, point: Point, arms: Sequence[str]) -> tuple[str, ...]:
-    rates = results.compared(point.load, point.kinds, is_clean=not point.uses_disturbed)
-    cells = [ratio_of(rates[OURS], rates[arm]) if {OURS, arm} <= set(rates) else "" for arm in arms]
+    cells = _over_rivals(results.compared(point.load, point.kinds, is_clean=not point.uses_disturbed), arms)
     low, high = point.ci
     best = (
         "" if point.envelope_ratio is None or low is None else f"{point.envelope_ratio:.3f} ({low:.3f} to {high:.3f})"
     )
     pairs = f"{point.pairs}{' *' if point.uses_disturbed else ''}"
     return (_load(point), *cells, best, " / ".join(map(name_of, point.best_rival)), pairs, point.verdict)
+
+
+def _over_rivals(rates: Mapping[str, Floats], arms: Sequence[str]) -> list[str]:
+    return [ratio_of(rates[OURS], rates[arm]) if {OURS, arm} <= set(rates) else "" for arm in arms]
+
+
+def _compute_ratios(results: Results, closed: Sequence[Point]) -> str:
+    """Return FASER over every rival at every load, and over the best of them, by CPU time instead of the clock."""
+    arms = [arm for arm in results.arms() if is_rival(arm)]
+    names = ("requests", *map(name_of, arms), "over the best", "which")
+    return markdown_table(names, (_compute_row(results, point, arms) for point in closed))
+
+
+def _compute_row(results: Results, point: Point, arms: Sequence[str]) -> tuple[str, ...]:
+    best = envelope_at(results, point.load, point.kinds, _COMPUTE)
+    rates = results.compared(point.load, point.kinds, is_clean=not best.is_disturbed, what=_COMPUTE)
+    told = str(best.ratio) if best.ratio.pairs > 1 else ""
+    return (_load(point), *_over_rivals(rates, arms), told, " / ".join(map(name_of, dict.fromkeys(best.rivals))))
 
 
 def _load(point: Point) -> str:
@@ -112,7 +138,10 @@ def _scatter(results: Results, closed: Sequence[Point]) -> tuple[float, float] |
 
 def _costs(results: Results, closed: Sequence[Point]) -> str:
     """Return, for each load and arm, drafts, waste and CPU time."""
-    names = ("requests", "arm", "tokens/s, median", "draft tokens verified", "accepted", "waste", "CPU ms/token")
+    names = (
+        "requests", "arm", "tokens/s, median", "draft tokens verified", "accepted", "waste", "CPU ms/token",
+        "compute ms/token",
+    )  # fmt: skip
     rows = []
     for point in closed:
         turns = results.turns_at(point.load, point.kinds)
@@ -127,7 +156,8 @@ def _cost_cells(turns: Sequence[Turn]) -> tuple[str, ...]:
     cost = cost_of(turns)
     figures = (cost.draft_length, cost.acceptance_rate, cost.draft_waste)
     cells = ("" if value is None else f"{value:.2f}" for value in figures)
-    return (*cells, "" if cost.cpu_ms_per_token is None else f"{cost.cpu_ms_per_token:.1f}")
+    spent_ms = (cost.cpu_ms_per_token, cost.compute_ms_per_token)
+    return (*cells, *("" if value is None else f"{value:.1f}" for value in spent_ms))
 
 
 def _replay(results: Results, point: Point) -> str:

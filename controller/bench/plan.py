@@ -16,12 +16,16 @@ import numpy as np
 from ...engine_adapter.arrays import Floats
 from ..errors import UsageError
 from .ratio import OURS, Ratio
-from .workload import OPEN_LENGTHS, Mix, Replay
+from .workload import OPEN_LENGTHS, Mix, Replay, joined
 
 NONE: Final = "none"
 TABLE: Final = "table"
 NGRAM: Final = "ngram"
+NGRAM_LONG: Final = "ngram:8"
 SUFFIX: Final = "suffix"
+SUFFIX_OWN: Final = "suffix:own"  # matches a request's own text alone: the benchmark's prompts come back
+SUFFIXES: Final = (SUFFIX, SUFFIX_OWN)
+MATCHERS: Final = (NGRAM, NGRAM_LONG, *SUFFIXES)  # drafts are copied from text, no model makes them
 PAPERS: Final = ("adaspec", "smartspec", "gplcb")
 # Arms with FASER's plugin and a sidecar of their own under another policy than FASER's.
 POLICIES: Final = (
@@ -31,12 +35,13 @@ POLICIES: Final = (
 VARIANTS: Final = ("faser+pruning", "faser+overlap", "faser+both")
 MAX_LENGTH: Final = 8
 LENGTHS: Final = tuple(f"k{length}" for length in range(1, MAX_LENGTH + 1))
-ARMS: Final = (NONE, *LENGTHS, TABLE, NGRAM, SUFFIX, *POLICIES, *VARIANTS, OURS)
+ARMS: Final = (NONE, *LENGTHS, TABLE, *MATCHERS, *POLICIES, *VARIANTS, OURS)
 QUICK_LOADS: Final = (1, 8, 32)
 QUICK_RIVALS: Final = (NONE, "k1", "k3", TABLE)
 FULL_LOADS: Final = (1, 2, 4, 8, 16, 32, 64)
-FULL_RIVALS: Final = (NONE, "k1", "k2", "k3", "k4", "k6", "k8", TABLE, NGRAM, SUFFIX, *PAPERS)
+FULL_RIVALS: Final = (NONE, "k1", "k2", "k3", "k4", "k6", "k8", TABLE, *MATCHERS, *PAPERS)
 MAX_LOAD: Final = 64
+MAX_TEMPERATURE: Final = 2.0  # as vLLM's clients are held to
 NEAR: Final = 0.92  # of the best rival's rate: what may still turn out the best
 REPEATS: Final = 2  # rounds at most that replace disturbed ones, at each load point
 
@@ -63,6 +68,7 @@ class BenchPlan:
     seed: int = 0
     held: int = 0  # prompts whose answers are recorded first, and every arm held to them; 0: each writes its own
     starts: int = 1  # of all servers, at most: intervals are over them if there are several
+    temperature: float = 0.0  # of sampling; 0 is greedy
 
     def __post_init__(self) -> None:
         if not self.loads and not self.replays:
@@ -73,6 +79,8 @@ class BenchPlan:
             raise UsageError(f"--pairs {self.pairs}", "1 or more")
         if self.held < 0:
             raise UsageError(f"--held {self.held}", "0 or more")
+        if not 0.0 <= self.temperature <= MAX_TEMPERATURE:
+            raise UsageError(f"--temperature {self.temperature:g}", f"0 to {MAX_TEMPERATURE:g}")
         if self.starts < 1:
             raise UsageError(f"--starts {self.starts}", "1 or more")
         if self.starts > 1 and self.minutes:
@@ -89,6 +97,11 @@ class BenchPlan:
     def points(self) -> dict[int | str, int | Replay]:
         """Return the load points by their names in the results."""
         return {load: load for load in self.loads} | {each.name: each for each in self.replays}
+
+    @property
+    def sweep_mix(self) -> Mix:
+        """Return the prompts for which the table is tuned: an operator has one for all that is asked."""
+        return joined(self.mixes)
 
     @property
     def longest_answer(self) -> int:

@@ -26,7 +26,7 @@ SWEEP: Final = "sweep"
 MAIN: Final = "main"
 COMPARED: Final = (  # settings that must be the same where turns of two runs stand in one file
     "target", "drafter_sha256", "policy", "k_max", "threads", "max_tokens", "max_prompt_tokens", "arguments", "held",
-    "has_huge_pages",
+    "has_huge_pages", "temperature",
 )  # fmt: skip
 NAMES: Final = {NONE: "no speculation", "table": "best table", OURS: "FASER"} | {
     arm: arm.replace("faser+", "FASER + ") for arm in VARIANTS
@@ -50,6 +50,7 @@ class BenchSettings(msgspec.Struct, frozen=True):
     slice_s: float | None = None  # None: a turn at a time, as before there were slices
     held: int = 0  # prompts whose answers were recorded, and every arm held to them
     has_huge_pages: bool = False  # asked of every server's malloc
+    temperature: float = 0.0  # of sampling
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -80,6 +81,12 @@ class Turn(msgspec.Struct, frozen=True):
     unverified_tokens: int = 0  # drawn, and not handed to verification
     start: int = 0  # which one of the servers
     prompt_tokens: int = 0  # read, in a closed loop
+    compute_s: float | None = None  # CPU time of the threads that compute
+
+    @property
+    def tokens_per_compute_s(self) -> float | None:
+        """Return tokens per second of CPU time that computing took: what other work on the machine hardly touches."""
+        return self.tokens / self.compute_s if self.compute_s else None
 
 
 class Spans(msgspec.Struct, frozen=True):
@@ -214,9 +221,9 @@ def prompt_surplus_s(turns: Sequence[Turn]) -> Floats:
     return np.asarray(max(slope_s, 0.0) * (prompts - means[rounds]))
 
 
-def envelope_at(results: Results, load: int | str, kinds: str) -> Envelope:
+def envelope_at(results: Results, load: int | str, kinds: str, what: str = "rate") -> Envelope:
     """Return the envelope ratio at a load point."""
-    clean, whole = results.compared(load, kinds, is_clean=True), results.compared(load, kinds)
+    clean, whole = (results.compared(load, kinds, is_clean, what) for is_clean in (True, False))
     clean, whole = ({arm: rates[arm] for arm in rates if arm == OURS or is_rival(arm)} for rates in (clean, whole))
     if OURS not in whole or len(whole) < 2:
         return Envelope(paired_ratio(np.array([])), ())
@@ -241,6 +248,7 @@ class Point(msgspec.Struct, frozen=True, omit_defaults=True):
     uses_disturbed: bool = False
     tpot_ratio: float | None = None  # the best rival's mean TPOT over FASER's, in replays
     starts: int = 1  # of the servers; with several `pairs` are starts, otherwise rounds
+    compute_ms_per_token: dict[str, float] = {}  # by arm, CPU time of the threads that compute
 
 
 def points(results: Results) -> list[Point]:
@@ -271,7 +279,14 @@ def _point(results: Results, load: int | str, kinds: str) -> Point:
         uses_disturbed=best.is_disturbed,
         tpot_ratio=_tpot_ratio(results, load, kinds, best.rivals) if isinstance(load, str) else None,
         starts=len({turn.start for turn in turns}),
+        compute_ms_per_token=compute_ms_by_arm(turns),
     )
+
+
+def compute_ms_by_arm(turns: Sequence[Turn]) -> dict[str, float]:
+    """Return the CPU time per token of the threads that compute, of each arm that was looked at."""
+    costs = {arm: _compute_ms([turn for turn in turns if turn.arm == arm]) for arm in {turn.arm for turn in turns}}
+    return {arm: round(costs[arm] or 0.0, 4) for arm in ARMS if costs.get(arm) is not None}
 
 
 def _tpot_ratio(results: Results, load: int | str, kinds: str, rivals: Sequence[str]) -> float | None:
@@ -305,6 +320,7 @@ class Cost(msgspec.Struct, frozen=True):
     draft_length: float | None  # draft tokens verified per request and step
     draft_waste: float | None  # draft tokens rejected, or drawn and never verified, per token emitted
     cpu_ms_per_token: float | None
+    compute_ms_per_token: float | None
 
 
 def cost_of(turns: Sequence[Turn]) -> Cost:
@@ -318,7 +334,14 @@ def cost_of(turns: Sequence[Turn]) -> Cost:
         drafts / own if own > 0 else None,
         (drafts - accepted + unverified) / tokens if tokens else None,
         1e3 * sum(turn.cpu_s for turn in turns) / tokens if tokens else None,
+        _compute_ms(turns),
     )
+
+
+def _compute_ms(turns: Sequence[Turn]) -> float | None:
+    looked = [(turn.tokens, turn.compute_s) for turn in turns if turn.compute_s and turn.tokens]
+    tokens, seconds = (sum(each) for each in zip(*looked, strict=True)) if looked else (0, 0.0)
+    return 1e3 * seconds / tokens if tokens else None
 
 
 def name_of(arm: str) -> str:

@@ -56,6 +56,13 @@ def slice_ends(tokens: int, tokens_per_slice: float) -> list[int]:
     return [tokens * (part + 1) // parts for part in range(parts)]
 
 
+def compute_s(served: Sequence[Served], threads: int) -> float | None:
+    """Return the CPU time of the threads that compute: of a server's, so many that used most; None if nobody looked."""
+    names = {thread for each in served for thread in each.thread_s}
+    spent_s = sorted(sum(each.thread_s.get(thread, 0.0) for each in served) for thread in names)
+    return sum(spent_s[-threads:]) if spent_s else None
+
+
 def as_turn(
     place: Place,
     name: str,
@@ -64,11 +71,13 @@ def as_turn(
     goodput: Goodput | None = None,
     failed: int = 0,
     start: int = 0,
+    threads: int = 1,
 ) -> Turn:
     """Return an arm's turn.
 
     :param own_load: the part of the kernel's load average that the benchmark itself explains
     :param start: which one of the servers it was measured in
+    :param threads: of the server that compute
     """
     phase, load, kinds, round_ = place
     cores, average = os.cpu_count() or 1, os.getloadavg()[0]
@@ -95,7 +104,8 @@ def as_turn(
             after.drafting.unverified_tokens - before.drafting.unverified_tokens for before, after in ends
         ),
         prompt_tokens=sum(each.served.prompt_tokens for each in slices),
-        cpu_s=sum(after.arm_s - before.arm_s for before, after in ends), other_cpu=noise.other_cpu,
+        cpu_s=sum(after.arm_s - before.arm_s for before, after in ends),
+        compute_s=compute_s([each.served for each in slices], threads), other_cpu=noise.other_cpu,
         steal_share=noise.steal_share, load_average=average, disturbed=noise.reason(cores),
         at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), slices=len(slices),
         mean_tpot_ms=goodput.mean_tpot_ms if goodput else None, good_share=goodput.share if goodput else None,

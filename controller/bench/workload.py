@@ -52,6 +52,12 @@ class Mix:
         return cls(text, kinds)
 
 
+def joined(mixes: Sequence[Mix]) -> Mix:
+    """Return the mix of all kinds that some mixes have."""
+    kinds = tuple(kind for kind in KINDS if any(kind in mix.kinds for mix in mixes))
+    return mixes[0] if len(mixes) == 1 else Mix(MIXED if kinds == KINDS else "+".join(kinds), kinds)
+
+
 def stream_prompts(max_tokens: int, kinds: Sequence[str] = KINDS) -> list[Prompt]:
     """Return the held-out prompts that are short enough, kind by kind."""
     return [prompt for prompt in held_out_prompts(kinds) if prompt.tokens <= max_tokens]

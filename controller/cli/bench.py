@@ -23,7 +23,7 @@ def bench(
     rivals: Annotated[
         str | None,
         typer.Option(
-            help="Some of none, k1 to k8, table (vLLM's Dynamic SD, tuned), ngram, suffix, or policies by name."
+            help="Some of none, k1 to k8, table (Dynamic SD, tuned), ngram, ngram:8, suffix, suffix:own, or policies."
         ),
     ] = None,
     pairs: Annotated[int | None, typer.Option(help="Rounds in which every arm has a turn; default 6, quick 3.")] = None,
@@ -60,6 +60,7 @@ def bench(
         int | None, typer.Option(min=1, help="Threads of each engine; default: all cores but one.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Length of each answer in a closed loop.")] = 96,
+    temperature: Annotated[float, typer.Option(help="Temperature of sampling, 0 to 2; 0: greedy.")] = 0.0,
     dtype: Annotated[
         str | None,
         typer.Option(help="bfloat16, or float32 (all arms then give equal texts); default: as `faser serve`."),
@@ -87,6 +88,6 @@ def bench(
         quick=quick, json=json, loads=loads, rivals=rivals, pairs=pairs, traces=tuple(trace or ()), kinds=kinds,
         out=out, picture=picture, policy=policy, seed=seed, minutes=minutes, turn_s=turn_seconds,
         trace_s=trace_seconds, peak_rps=peak_rps, warp=warp, swell=swell, threads=threads, max_tokens=max_tokens,
-        note=note, resume=resume, dtype=dtype, held=held, starts=starts,
+        note=note, resume=resume, dtype=dtype, held=held, starts=starts, temperature=temperature,
     )  # fmt: skip
     raise typer.Exit(run_bench(options))

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from ...engine_adapter.compiled import compiled
-from ...engine_adapter.protocol import MAX_REQUESTS, ActionSet, Mode, StepRecord
+from ...engine_adapter.protocol import MAX_REQUESTS, ActionSet, MatchRule, Mode, StepRecord
 from ...env.estimate.engine_state import EngineState, look
 from ...env.spaces import Action, Capabilities, Lengths, clamp, fit_rows, is_other
 from ...models.policies.policy import Policy
@@ -124,9 +124,21 @@ def _within_limits(action: Action, state: EngineState) -> Action:
     lengths, most = action.lengths, state.requests.column("most")
     if not _are_allowed(lengths, most):
         lengths = np.minimum(lengths, most)
-    if state.capabilities.max_batched_tokens:
-        lengths = fit_rows(lengths, state.capabilities.max_batched_tokens, state.in_batch())
-    return action if lengths is action.lengths else msgspec.structs.replace(action, lengths=lengths)
+    match, max_rows = action.match, state.capabilities.max_batched_tokens
+    if max_rows:
+        in_batch = state.in_batch()
+        lengths = fit_rows(lengths, max_rows, in_batch)
+        match = _fitting(match, max_rows, int(np.count_nonzero(in_batch)))
+    if lengths is action.lengths and match is action.match:
+        return action
+    return msgspec.structs.replace(action, lengths=lengths, match=match)
+
+
+def _fitting(match: MatchRule | None, max_rows: int, requests: int) -> MatchRule | None:
+    """Return the rule with copies no longer than everybody can have in one batch."""
+    if match is None or requests * (1 + match.most) <= max_rows:
+        return match
+    return msgspec.structs.replace(match, most=max(max_rows // max(requests, 1) - 1, 0))
 
 
 def pack(state: EngineState, action: Action) -> tuple[list[int], list[int]]:

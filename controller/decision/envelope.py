@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from ...engine_adapter.protocol import StepRecord
-from ...env.estimate.cost_table import CostTable
+from ...env.cost.cost_table import CostTable
 from ...env.estimate.step_rows import StepRows
 
 SAMPLED: Final = 4  # one record in so many is looked at

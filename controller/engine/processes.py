@@ -69,6 +69,10 @@ class ProcessTree:
         """Return the CPU time that the tree's living processes have used."""
         return sum(cpu_s(pid) for pid in descendants(self.pid))
 
+    def thread_cpu_s(self) -> dict[int, float]:
+        """Return the CPU time that each thread of the tree's living processes has used, by thread id."""
+        return {thread: spent for pid in descendants(self.pid) for thread, spent in thread_cpu_s(pid).items()}
+
     def _signal(self, number: int) -> None:
         for pid in descendants(self.pid):  # not the reaper itself, which must stay able to end the tree
             with contextlib.suppress(ProcessLookupError):
@@ -145,7 +149,29 @@ def ignored_interrupts() -> Iterator[None]:
 def cpu_s(pid: int) -> float:
     """Return the CPU time that a process has used, all its threads together; 0 if it is gone."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return _ticks_s(Path(f"/proc/{pid}"))
     except OSError:
         return 0.0
+
+
+def thread_cpu_s(pid: int) -> dict[int, float]:
+    """Return the CPU time that each thread of a process has used, by thread id; nothing if the process is gone."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for folder in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found[int(folder.name)] = _nanoseconds_s(folder)
+    return found
+
+
+def _nanoseconds_s(folder: Path) -> float:
+    """Return a thread's CPU time by the scheduler's own account; by ticks where the kernel keeps none."""
+    try:
+        return int((folder / "schedstat").read_text().split()[0]) / 1e9
+    except FileNotFoundError:
+        return _ticks_s(folder)
+
+
+def _ticks_s(folder: Path) -> float:
+    fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

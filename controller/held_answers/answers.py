@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
@@ -54,33 +54,35 @@ class Answers:
     max_tokens: int  # of each answer
     path: Path
     tell: Callable[[str], None]
+    temperature: float = 0.0  # at which they are sampled
     is_recorded: bool = field(default=False, init=False)
 
     async def hold(self, server: HeldServer) -> None:
         """Hold a server to the answers; the first one has to give them."""
         if not self.is_recorded:
             self.tell(f"{server.name} answers {len(self.prompts)} prompts, to which all are then held")
-            answers = await record(server, self.prompts, self.max_tokens)
+            answers = await record(server, self.prompts, self.max_tokens, self.temperature)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_text(json.dumps(answers))
             self.is_recorded = True
         await server.hold(self.path)
 
 
-async def record(server: HeldServer, prompts: Sequence[str], max_tokens: int) -> list[Answer]:
-    """Return a server's own greedy answers to prompts, all of the same length; raise EngineError if it gives none."""
+async def record(server: HeldServer, prompts: Sequence[str], max_tokens: int, temperature: float = 0.0) -> list[Answer]:
+    """Return a server's own answers to prompts, all of the same length; raise EngineError if it gives none."""
+    body = {
+        "model": TARGET_NAME, "max_tokens": max_tokens, "temperature": temperature, "ignore_eos": True,
+        "return_token_ids": True,
+    }  # fmt: skip
     slots, timeout = asyncio.Semaphore(AT_ONCE), aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(server.url, timeout=timeout) as session:
-        return list(await asyncio.gather(*(_answer(session, slots, server.name, text, max_tokens) for text in prompts)))
+        bodies = [body | {"messages": [{"role": "user", "content": text}]} for text in prompts]
+        return list(await asyncio.gather(*(_answer(session, slots, server.name, each) for each in bodies)))
 
 
 async def _answer(
-    session: aiohttp.ClientSession, slots: asyncio.Semaphore, name: str, prompt: str, max_tokens: int
+    session: aiohttp.ClientSession, slots: asyncio.Semaphore, name: str, body: Mapping[str, object]
 ) -> Answer:
-    body = {
-        "model": TARGET_NAME, "messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens,
-        "temperature": 0.0, "ignore_eos": True, "return_token_ids": True,
-    }  # fmt: skip
     async with slots, asyncio.timeout(ANSWER_S), session.post("/v1/chat/completions", json=body) as response:
         if response.status != 200:
             raise EngineError(f"{name} answered {response.status} to a prompt to record", "200")

@@ -4,7 +4,8 @@ vLLM loads HeldWorker into the servers of `faser bench --held`, and benchmarks/e
 else does. Greedy answers in bfloat16 part ways between engines that verify in batches of other shapes, and some texts
 are easier to draft for than others: with few requests that luck is most of what two arms of a benchmark differ by. Held
 to one text, all arms draft for the same tokens. One logit of each row is raised before vLLM's sampler looks (0.32, V1
-runner, greedy, synchronous scheduling); everything else is done as always, and costs what it costs.
+runner, synchronous scheduling), so far that it is sampled at any temperature; everything else is done as always, and
+costs what it costs.
 """
 
 from __future__ import annotations
@@ -111,6 +112,12 @@ class HeldWorker:
 
     model_runner: Any
     vllm_config: Any
+
+    def mend_sampling(self) -> bool:
+        """Give speculating requests their temperature, which vLLM 0.32 loses on a CPU; return whether it did."""
+        from ...engine_adapter.patches.v1 import mend_expand
+
+        return mend_expand()
 
     def hold_answers(self, path: str) -> None:
         """Hold this engine from now on to the answers of a file; raise RuntimeError where it could not be."""

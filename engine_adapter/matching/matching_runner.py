@@ -13,6 +13,7 @@ from ..operator_log import operator_log
 from ..overlap.frontier_runner import joined_drafts
 from ..patches.v1 import put_certain_drafts
 from ..settings import load_settings
+from ..steering.stop_rule import fitted_to
 from .choice import match_refusal
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from ..protocol import MatchRule
     from ..steering.orders import StepOrder, StepReport
     from .text_kernel import Tokens
-    from .texts import Drafts, Texts
+    from .texts import CopiedDrafts, Texts
 
 logger = operator_log(__name__)
 
@@ -33,7 +34,7 @@ class MatchingRunner:
     """Mixin in front of vLLM's V1 runners; `texts` is None where nothing is copied."""
 
     texts: Texts | None = None
-    matches: Matches | None = None  # of the drafting in this step
+    matches: ChosenCopies | None = None  # of the drafting in this step
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Let vLLM set up its KV cache; then compile what looks texts up."""
@@ -80,7 +81,7 @@ class MatchingRunner:
 
     def _matches(
         self, texts: Texts, order: StepOrder, rule: MatchRule, sampled: Tensor | list[list[int]], lengths: list[int]
-    ) -> Matches:
+    ) -> ChosenCopies:
         import numpy as np
 
         batch = self.input_batch  # type: ignore[attr-defined]
@@ -90,7 +91,7 @@ class MatchingRunner:
         ends = batch.num_tokens_no_spec[: len(names)].tolist()
         fresh, booked = fresh_tokens(sampled)
         known = [tokens[row, : end - count] for row, (end, count) in enumerate(zip(ends, booked, strict=True))]
-        return Matches(texts.find(names, known, fresh, np.where(inside, 0, asked)), rule, lengths)
+        return ChosenCopies(texts.find(names, known, fresh, np.where(inside, 0, asked)), rule, lengths)
 
     def with_copies(self, drafts: Tensor | list[list[int]], drafted: list[int]) -> Tensor | list[list[int]]:
         """Return the drafter's drafts with the copied ones among them.
@@ -114,16 +115,18 @@ class MatchingRunner:
             report.confidences[row] = self.matches.confidences(row)
 
 
-class Matches:
+class ChosenCopies:
     """What was found for one batch, and whose draft it is."""
 
-    def __init__(self, drafts: Drafts, rule: MatchRule, lengths: list[int]) -> None:
+    def __init__(self, drafts: CopiedDrafts, rule: MatchRule, lengths: list[int]) -> None:
         import numpy as np
 
         from .texts import kept_of
 
         self._drafts = drafts
-        kept, net = kept_of(drafts, *map(np.array, (rule.slopes, rule.intercepts, rule.keep)))
+        longest = drafts.tokens.shape[1]
+        slopes, intercepts, keep = (np.array(fitted_to(v, longest)) for v in (rule.slopes, rule.intercepts, rule.keep))
+        kept, net = kept_of(drafts, slopes, intercepts, keep)
         asked = np.array(lengths) > 0
         is_used = (kept > 0) & ((net > rule.worth) | ~asked)
         self.tokens: dict[int, tuple[int, ...]] = {  # by batch row

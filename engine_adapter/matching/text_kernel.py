@@ -30,22 +30,27 @@ BASE, BY_LENGTH, BY_AGREED, BY_OTHERS = -0.42, 0.98, 1.65, -1.71
 
 
 @compiled
-def _key(tokens: Tokens, begin: int, order: int) -> int:
-    """Return the key of an n-gram: FNV-1a over its tokens, never 0."""
+def _hash(tokens: Tokens, begin: int, order: int) -> int:
+    """Return 63 bits of an n-gram: FNV-1a over its tokens."""
     value = np.uint64(14695981039346656037) ^ np.uint64(order)
     for place in range(begin, begin + order):
         value = (value ^ np.uint64(tokens[place])) * np.uint64(1099511628211)
-    value ^= value >> np.uint64(29)
-    return int(np.int32(value & np.uint64(0x7FFFFFFF))) | 1
+    return int((value ^ (value >> np.uint64(29))) & np.uint64(0x7FFFFFFFFFFFFFFF))
 
 
 @compiled
-def _find(table: Tokens, first: int, size: int, key: int) -> int:
-    """Return the entry of a key among the `size` (a power of two) from `first` on, or the empty one for it."""
-    place = (key * 2654435761 >> 7) & (size - 1)
-    while table[first + place, KEY] not in (0, key):
+def _find(table: Tokens, first: int, size: int, value: int) -> int:
+    """Return the entry of an n-gram by its hash, or the empty one for it; `size` is a power of two."""
+    place = (value >> 31) & (size - 1)
+    while table[first + place, KEY] != 0 and table[first + place, KEY] != _key(value):
         place = (place + 1) & (size - 1)
     return first + place
+
+
+@compiled
+def _key(value: int) -> int:
+    """Return what an entry keeps of a hash; 0 is an empty entry's."""
+    return (value & 0x7FFFFFFF) | 1
 
 
 @compiled
@@ -55,11 +60,11 @@ def _read(tokens: Tokens, table: Tokens, begin: int, first: int, size: int, star
         for order in ORDERS:
             if at < order:
                 continue
-            key = _key(tokens, begin + at - order, order)
-            entry = _find(table, first, size, key)
+            value = _hash(tokens, begin + at - order, order)
+            entry = _find(table, first, size, value)
             last = table[entry, LAST]
             if table[entry, KEY] == 0:
-                table[entry, KEY], table[entry, AGREED], table[entry, OTHERS] = key, 1, 0
+                table[entry, KEY], table[entry, AGREED], table[entry, OTHERS] = _key(value), 1, 0
             elif tokens[begin + last] == tokens[begin + at]:
                 table[entry, AGREED] = min(table[entry, AGREED] + 1, MANY)
             else:
@@ -77,13 +82,13 @@ def _look_up(tokens: Tokens, table: Tokens, begin: int, first: int, size: int, e
     for order in ORDERS:
         if end <= order:
             continue
-        entry = _find(table, first, size, _key(tokens, begin + end - order, order))
+        entry = _find(table, first, size, _hash(tokens, begin + end - order, order))
         if table[entry, KEY] == 0:
             continue
         at, length = int(table[entry, LAST]), 0
         while length < min(LONGEST, at) and tokens[begin + at - 1 - length] == tokens[begin + end - 1 - length]:
             length += 1
-        if length >= order:  # else another n-gram has the same key
+        if length >= order:  # else another n-gram has the same hash
             return at, length, int(table[entry, AGREED]), int(table[entry, OTHERS])
     return 0, 0, 0, 0
 
@@ -96,7 +101,7 @@ def _agreement(
     for order in ORDERS:
         if order > length or order > at:
             continue
-        entry = _find(table, first, size, _key(tokens, begin + at - order, order))
+        entry = _find(table, first, size, _hash(tokens, begin + at - order, order))
         if table[entry, KEY] == 0:
             continue
         if tokens[begin + table[entry, LAST]] == tokens[begin + at]:

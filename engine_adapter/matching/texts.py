@@ -29,7 +29,7 @@ class Text:
     was_read: int = 0  # of those, how many its table knows
 
 
-class Drafts:
+class CopiedDrafts:
     """Copied drafts of n requests."""
 
     def __init__(self, requests: int, longest: int) -> None:
@@ -55,7 +55,7 @@ class Texts:
             if (text := self._texts.pop(name, None)) is not None:
                 self._room.give_back(text.begin, text.capacity)
 
-    def find(self, names: Sequence[str], known: Sequence[Tokens], fresh: Tokens, most: Ints) -> Drafts:
+    def find(self, names: Sequence[str], known: Sequence[Tokens], fresh: Tokens, most: Ints) -> CopiedDrafts:
         """Take in what was just sampled, and return what followed the same words before.
 
         :param known: of each request, its tokens without the fresh ones; read where they were not seen before
@@ -67,7 +67,7 @@ class Texts:
         rows = np.array([[0, 1, 0, 0] if text is None else [text.begin, text.capacity, text.size, text.was_read]
                          for text in texts], np.int64).T.copy()  # fmt: skip
         is_read = np.array([text is not None for text in texts])
-        drafts = Drafts(len(names), int(most.max(initial=0)))
+        drafts = CopiedDrafts(len(names), int(most.max(initial=0)))
         if not len(names):
             return drafts
         begins, capacities, sizes, was_read = rows
@@ -84,7 +84,7 @@ class Texts:
     def _text(self, name: str, known: Tokens, more: int) -> Text | None:
         """Return the text of a request as long as is known, with room for `more`; None where there is no memory."""
         text = self._texts.get(name)
-        if text is None or text.size + more > text.capacity or text.size > len(known):
+        if text is None or len(known) + more > text.capacity or text.size > len(known):
             self.forget([name])
             text = self._begin(name, len(known) + more)
         if text is not None and text.size < len(known):
@@ -138,8 +138,12 @@ class Regions:
         self._free.setdefault(size, set()).add(begin)
 
 
-def kept_of(drafts: Drafts, slopes: Floats, intercepts: Floats, keep: Floats) -> tuple[Ints, Floats]:
-    """Return (n,) tokens of each draft that are worth their rows, and (n,) what they bring beyond these, in tokens."""
+def kept_of(drafts: CopiedDrafts, slopes: Floats, intercepts: Floats, keep: Floats) -> tuple[Ints, Floats]:
+    """Return (n,) tokens of each draft that are worth their rows, and (n,) what they bring beyond these, in tokens.
+
+    The rule's curves and prices have one entry per position.
+    """
+    assert min(map(len, (slopes, intercepts, keep))) >= drafts.tokens.shape[1]  # compiled loops do not look
     kept, net = np.zeros(len(drafts.lengths), np.int64), np.zeros(len(drafts.lengths))
     kernel.cut_all(drafts.logits, drafts.lengths, slopes, intercepts, keep, kept, net)
     return kept, net

@@ -16,16 +16,16 @@ import numpy as np
 
 from ...engine_adapter.arrays import Bools, Floats, Ints
 from ...engine_adapter.protocol import MAX_DRAFT_LENGTH, MAX_REQUESTS, StepRecord, StopRule
+from ..cost.cost_curve import StepOctaves
+from ..cost.cost_table import MAX_ROWS, CostTable, StepCost
+from ..cost.split_cost import SplitCost
 from ..estimate import acceptance
 from ..spaces import Capabilities
 from .acceptance import Population
 from .confidence import Confidence, DraftRows
-from .cost_curve import StepOctaves
-from .cost_table import MAX_ROWS, CostTable, StepCost
 from .matches import Matches, copies_of, drafters_rows
 from .planning_view import PlanningView
 from .requests import RequestTable
-from .split_cost import SplitCost
 from .step_rows import StepRows, StepSums
 
 ARRIVAL_WINDOW_S = 10.0  # memory of the arrival rate: some requests at a load worth steering

@@ -6,12 +6,16 @@ source.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...engine_adapter.arrays import Bools, Floats
+from ...engine_adapter.arrays import Bools, Floats, Ints
+from ...engine_adapter.compiled import compiled
 from ...engine_adapter.protocol import StepRecord
+from ..estimate import requests_kernel as kernel
 from .acceptance import count_trials
 from .confidence import Confidence, DraftRows
 from .step_rows import StepRows
@@ -56,11 +60,11 @@ class Matches:
         :param is_copy: (n,) whose verified draft is a match's
         :param record: its number
         """
-        decoding = int(np.count_nonzero(~rows.is_prefill))
-        keep = float(np.exp(-decoding / MEMORY_STEPS))
-        verified, accepted = (int(column[is_copy].sum()) for column in (rows.verified, rows.accepted))
-        self.steps = self.steps * keep + decoding
-        self._copies = self._copies * keep + int(np.count_nonzero(is_copy))
+        decoding, copies, verified, accepted = _add_up(
+            rows.told, is_copy, kernel.ROW_IS_PREFILL, kernel.ROW_VERIFIED, kernel.ROW_ACCEPTED
+        )
+        keep = math.exp(-decoding / MEMORY_STEPS)
+        self.steps, self._copies = self.steps * keep + decoding, self._copies * keep + copies
         self._verified, self._accepted = self._verified * keep + verified, self._accepted * keep + accepted
         if verified:
             trials, successes = count_trials(rows.verified * is_copy, rows.pruned, rows.accepted, self.k_max)
@@ -75,7 +79,7 @@ class Matches:
 def copies_of(record: StepRecord, rows: StepRows) -> tuple[Bools, Bools]:
     """Return (n,) whose next draft is a copy, and (n,) whose verified one was."""
     handles = rows.handle
-    return np.isin(handles, record.copied), np.isin(handles, record.verified_copies)
+    return _marked(handles, record.copied), _marked(handles, record.verified_copies)
 
 
 def drafters_rows(rows: StepRows, copied: Bools, verified_copies: Bools) -> StepRows:
@@ -83,3 +87,39 @@ def drafters_rows(rows: StepRows, copied: Bools, verified_copies: Bools) -> Step
     if not (copied.any() or verified_copies.any()):
         return rows
     return rows.without(copied, verified_copies)
+
+
+def _marked(handles: Ints, named: Sequence[int]) -> Bools:
+    marked = np.zeros(len(handles), np.bool_)
+    if len(named):
+        _mark(handles, np.array(named, np.int64), marked)
+    return marked
+
+
+@compiled
+def _mark(handles: Ints, named: Ints, marked: Bools) -> None:
+    """Mark those that are named; an engine names them in the order of its rows."""
+    place, n = 0, len(handles)
+    for name in named:
+        for _ in range(n):
+            is_found = handles[place] == name
+            marked[place] |= is_found
+            place = place + 1 if place + 1 < n else 0
+            if is_found:
+                break
+
+
+@compiled
+def _add_up(told: Ints, is_copy: Bools, prefill: int, verified: int, accepted: int) -> tuple[int, int, int, int]:
+    """Return how many requests decode, and of those with copies how many, their verified and accepted tokens.
+
+    :param prefill: row of `told` that says who reads a prompt; `verified` and `accepted`: of these tokens
+    """
+    decoding = copies = rows = hits = 0
+    for i in range(told.shape[1]):
+        decoding += told[prefill, i] == 0
+        if is_copy[i]:
+            copies += 1
+            rows += told[verified, i]
+            hits += min(told[accepted, i], told[verified, i])
+    return decoding, copies, rows, hits

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from ..cost.cost_table import NO_PROMPTS, CostTable, Prompts
 from ..estimate import acceptance
-from .cost_table import NO_PROMPTS, CostTable, Prompts
 
 if TYPE_CHECKING:
     from ...engine_adapter.arrays import Bools, Floats
+    from ..cost.split_cost import SplitCost
     from ..spaces import Capabilities
     from .acceptance import Population
     from .confidence import Confidence, Forecast
     from .engine_state import Load
     from .matches import Matches
     from .requests import RequestTable
-    from .split_cost import SplitCost
 
 LEAST_PROMPT_SHARE: Final = 1e-3  # of the steps; what is less has faded
 

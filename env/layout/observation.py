@@ -15,7 +15,7 @@ import numpy as np
 
 from ...engine_adapter.arrays import Bools, Floats, Ints, Singles
 from ...engine_adapter.compiled import compiled
-from ..estimate.cost_curve import OCTAVES
+from ..cost.cost_curve import OCTAVES
 from ..estimate.engine_state import EngineState
 
 OBSERVATION_VERSION: Final = 1

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from ...engine_adapter.arrays import Floats, Singles
+from ..cost.cost_curve import LEAST_GAIN, OCTAVES, STEPS
+from ..cost.cost_table import MAX_STEP_S, MIN_STEP_S
 from ..estimate.acceptance import (
     FIRST_GUESS,
     GUESS_TRIALS,
@@ -22,8 +24,6 @@ from ..estimate.acceptance import (
     REQUEST_MEMORY_STEPS,
     UNTRIED_RECORDS,
 )
-from ..estimate.cost_curve import LEAST_GAIN, OCTAVES, STEPS
-from ..estimate.cost_table import MAX_STEP_S, MIN_STEP_S
 from ..estimate.engine_state import ARRIVAL_WINDOW_S, LOAD_STEPS
 from ..layout.observation import POSITIONS
 from ..vectorised import apart

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...engine_adapter.arrays import Floats, Ints, Singles
-from ..estimate.cost_curve import OCTAVES
+from ..cost.cost_curve import OCTAVES
 from ..layout.action_vector import ACTION
 from ..layout.observation import GLOBAL_FEATURES, REQUEST_FEATURES
 

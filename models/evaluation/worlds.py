@@ -151,7 +151,7 @@ def side_by_side() -> tuple[WorldSpec, ...]:
 
     No device was measured under a split. Verifying on three quarters of it takes a tenth longer, as reading weights
     does, drafting on the rest too, and 95 % of the shorter phase is hidden; the rest is arithmetic
-    (env/estimate/overlap_bound.py).
+    (env/cost/overlap_bound.py).
     """
     splits = (Split("unsplit"), Split("1:3", 1.1, 1.1, 0.95), Split("1:1", 1.6, 1.05, 0.95))
     heavy = _profile(

@@ -101,7 +101,8 @@ class PacedPolicy:
         whole[decoding] = kept
         reason = f"{action.reason}; drafts cut for the pace of priority {who}"
         default = min(action.default_length, int(kept.max(initial=0)))
-        return msgspec.structs.replace(action, lengths=whole, default_length=default, reason=reason)
+        # Copies are of any length and anybody's: their rows would make late what the cut makes less late.
+        return msgspec.structs.replace(action, lengths=whole, default_length=default, match=None, reason=reason)
 
 
 def _within(forecast: ClassForecast, lengths: Ints) -> tuple[Ints, int | None]:

@@ -18,10 +18,10 @@ import numpy as np
 from ...engine_adapter.arrays import Bools, Floats, Ints
 from ...engine_adapter.compiled import compiled
 from ...engine_adapter.protocol import MatchRule, StopRule
+from ...env.cost.split_cost import IdealSplit
 from ...env.estimate.confidence import Forecast
 from ...env.estimate.engine_state import EngineState
 from ...env.estimate.planning_view import PlanningView
-from ...env.estimate.split_cost import IdealSplit
 from ...env.spaces import Action, Capabilities
 from .admission import admission
 from .advice import NEUTRAL, Advice

@@ -15,7 +15,7 @@ import msgspec
 
 GAIN: Final = 0.03  # another split must promise so much more
 TRIAL_RECORDS: Final = (
-    20  # shown under a split until it is judged; the first ones teach nothing (env/estimate/split_cost.py)
+    20  # shown under a split until it is judged; the first ones teach nothing (env/cost/split_cost.py)
 )
 LEAST_RECORDS: Final = 7  # ... before it can be hopeless
 HOPELESS: Final = 0.1  # a split that promises so much less is left at once ...

@@ -14,7 +14,7 @@ import pytest
 from faser.engine_adapter import compiled
 from faser.env import speculative_serving
 from faser.env import vectorised as kernel
-from faser.env.estimate import cost_table_kernel
+from faser.env.cost import cost_table_kernel
 from faser.env.layout.action_vector import ACTION, meant
 from faser.env.simulator import simulator
 from faser.env.simulator import step as simulator_step

@@ -73,11 +73,32 @@ def test_loads_have_every_rival_beside_the_best_of_them_and_what_each_cost() -> 
     assert "huge pages" not in told
 
 
+def test_loads_are_told_by_cpu_time_too_where_it_was_looked_at() -> None:
+    costs_s = {"none": 42.0, "k2": 21.0, "faser": 20.0}
+    rounds = [turn(1, at, arm, 9.0 + at, 9.0 + at, None) for at in range(3) for arm in costs_s]
+    looked = [msgspec.structs.replace(each, compute_s=costs_s[each.arm], kinds="code") for each in rounds]
+    told = page(results([*rounds, *looked]))
+    by_clock, by_cpu = (told.split("CPU time of the threads that compute")[0].split("\n\n")[at] for at in (1, 3))
+    assert "| 1, code | 1.000 (" in by_clock
+    assert rows_of(by_cpu)[1:] == [
+        "| --- | --- | --- | --- | --- |",
+        "| 1, code | 2.100 (2.100 to 2.100) | 1.050 (1.050 to 1.050) | 1.050 (1.050 to 1.050) | k = 2 |",
+    ], "a point that nobody looked at has no row"
+    assert "| 1, code | FASER | 10.0 | 0.00 |  | 0.00 | 2.4 | 4.8 |" in told
+    assert "| 1 | FASER | 10.0 | 0.00 |  | 0.00 | 2.4 |  |" in told
+
+
 def test_how_it_was_measured_is_said() -> None:
-    settings = msgspec.structs.replace(SETTINGS, held=160, has_huge_pages=True)
+    settings = msgspec.structs.replace(SETTINGS, held=160, has_huge_pages=True, temperature=0.7)
     told = msgspec.structs.replace(results([turn(1, 0, "none", 9.0, 9.0, None)]), settings=settings)
     told.failed["suffix"] = "not available"
-    for said in ("same 160 recorded answers", "in huge pages", "Left out: suffix: not available.", "1-64=3"):
+    for said in (
+        "same 160 recorded answers",
+        "at temperature 0.7.",
+        "in huge pages",
+        "Left out: suffix: not available.",
+        "1-64=3",
+    ):
         assert said in page(told)
 
 

@@ -166,11 +166,21 @@ def test_a_quick_run_is_what_it_promises() -> None:
         ({"warp": 0.5, "traces": ("mooncake",)}, "--warp 0.5"),
         ({"peak_rps": 0.0, "traces": ("mooncake",)}, "--peak-rps 0"),
         ({"max_tokens": 1}, "--max-tokens 1"),
+        ({"temperature": 2.1}, "--temperature 2.1"),
+        ({"temperature": math.nan}, "--temperature nan"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_starts(options: dict[str, object], seen: str) -> None:
     with pytest.raises(UsageError, match=seen):
         BenchOptions(**options).plan()  # type: ignore[arg-type]
+
+
+def test_one_table_is_tuned_for_all_kinds_that_are_measured() -> None:
+    named = {
+        kinds: BenchOptions(kinds=kinds).plan().sweep_mix for kinds in ("tools+chat", "tools,chat", ",".join(KINDS))
+    }
+    assert [mix.name for mix in named.values()] == ["tools+chat", "chat+tools", "all"]
+    assert named["tools,chat"].kinds == ("chat", "tools")
 
 
 def test_rivals_may_be_written_as_people_do() -> None:

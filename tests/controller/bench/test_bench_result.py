@@ -78,6 +78,16 @@ def test_the_json_line_has_the_promised_shape() -> None:
     assert told["table"] == "1-2=3,3-64=0"
 
 
+def test_the_json_line_has_each_arms_cpu_time_per_token_where_it_was_looked_at() -> None:
+    measured = results(TWO_LOADS)
+    measured.turns = [
+        msgspec.structs.replace(each, compute_s=0.8) if each.arm == "k3" and each.load == 1 else each
+        for each in measured.turns
+    ]
+    told = [point.get("compute_ms_per_token") for point in summary(measured)["points"]]
+    assert told == [{"k3": 2.0}, None]
+
+
 def test_a_rival_that_failed_is_reported_and_never_counted_as_a_loss() -> None:
     measured = results(TWO_LOADS)
     measured.failed["ngram"] = "vLLM ended with code 1"
@@ -148,6 +158,9 @@ def test_cost_says_what_drafts_earned() -> None:
     assert cost.draft_waste == pytest.approx(100 / 400)
     assert cost.cpu_ms_per_token == pytest.approx(5.0)
     assert cost_of([]).cpu_ms_per_token is None
+    assert cost.compute_ms_per_token is None
+    looked = [msgspec.structs.replace(turn(1, 0, "k3", 50.0), compute_s=seconds) for seconds in (1.0, 1.4, None)]
+    assert cost_of(looked).compute_ms_per_token == pytest.approx(3.0)
 
 
 def test_table_and_picture_come_from_the_file_alone(tmp_path: Path) -> None:
@@ -220,6 +233,7 @@ def test_a_run_goes_on_in_its_own_file_where_all_is_as_it_was() -> None:
         ({"settings": msgspec.structs.replace(SETTINGS, threads=3)}, "threads is 1, now 3"),
         ({"machine": Machine("another", 2, 23.5, "Linux")}, "machine is cpu, now another"),
         ({"versions": {"vllm": "0.33"}}, "versions is"),
+        ({"settings": msgspec.structs.replace(SETTINGS, temperature=0.7)}, "temperature is 0.0, now 0.7"),
     ],
 )
 def test_a_run_that_cannot_be_compared_is_named(change: dict[str, Any], hint: str, tmp_path: Path) -> None:

@@ -36,13 +36,13 @@ from faser.controller.bench.bench import BenchOptions, run_bench
 from faser.controller.bench.best_table import Table
 from faser.controller.bench.clients import LEAST_TOKENS, Clients, Stopwatch, Times
 from faser.controller.bench.course import Bench
-from faser.controller.bench.plan import POLICIES, VARIANTS, BenchPlan
+from faser.controller.bench.plan import MATCHERS, POLICIES, VARIANTS, BenchPlan
 from faser.controller.bench.ratio import Objective
 from faser.controller.bench.result import BenchSettings, Latency, Results, Spans, read_results, summary
 from faser.controller.bench.turn import LEAST_STEPS
 from faser.controller.bench.workload import Mix, Replay, closed_stream
 from faser.controller.engine.machine import Machine, Noise
-from faser.controller.errors import EndpointError, EngineError, StoreError, UsageError
+from faser.controller.errors import EndpointError, EngineError, ModelError, StoreError, UsageError
 from faser.controller.held_answers.answers import Answer, record
 from faser.controller.held_answers.engine import HeldWorker
 from faser.controller.link.endpoint import socket_folder
@@ -65,8 +65,10 @@ class FakeArm:
         self.engine: Any = self
         self.freezes, self.emitted, self.ended = 0, 0, False
         self.is_halted = False
+        self.mended = 0
         self.held: list[Path] = []
         self.recorded = 0  # answers
+        self.frozen_s = 0.0  # of CPU time that the only thread used while frozen
         self._running = asyncio.Event()
         self._server: TestServer | None = None
 
@@ -112,6 +114,10 @@ class FakeArm:
         self.is_halted = False
         self._running.set()
 
+    async def mend_sampling(self) -> None:
+        assert not self.is_halted
+        self.mended += 1
+
     async def hold(self, path: Path) -> None:
         assert not self.is_halted
         self.held.append(path)
@@ -131,6 +137,9 @@ class FakeArm:
 
     def cpu_s(self) -> float:
         return 0.0
+
+    def thread_cpu_s(self) -> dict[int, float]:
+        return {7: self.emitted / 1000 + self.frozen_s}
 
     async def drafting(self) -> Drafting:
         assert not self.is_halted  # a stopped server never answers
@@ -155,11 +164,13 @@ def test_time_in_which_a_server_is_frozen_is_in_no_figure_and_no_token_is_lost()
         served = []
         for _ in range(3):
             served.append(await clients.serve(clients.tokens + 30))
+            arm.frozen_s += 9.0
             await asyncio.sleep(0.3)
         wall_s = time.perf_counter() - began_s
         assert [each.tokens > 0 for each in served] == [True] * 3
         assert sum(each.tokens for each in served) == clients.tokens == arm.emitted
         assert sum(each.prompt_tokens for each in served) == clients.prompt_tokens >= 3 * clients.finished > 0
+        assert all(each.thread_s == {7: pytest.approx(each.tokens / 1000, abs=0.02)} for each in served)
         measured_s = sum(each.seconds for each in served)
         assert measured_s < wall_s - 0.8
         times = clients.times()
@@ -255,7 +266,7 @@ def measure(
         return arms.setdefault(name, FakeArm(name))
 
     monkeypatch.setattr(Arm, "start", start)
-    bed = Bed(EmbeddedPair(tmp_path, tmp_path), tmp_path, tmp_path, "off", 1)
+    bed = Bed(EmbeddedPair(tmp_path, tmp_path), tmp_path, tmp_path, "off", 1, is_sampled=plan.temperature > 0)
     bench = Bench(plan, results, tmp_path / "result.json", bed, lambda text: None, lambda what, share: None)
 
     async def run() -> None:
@@ -290,6 +301,7 @@ def test_arms_take_turns_of_the_same_work_and_the_faster_wins(tmp_path: Path, mo
     assert [turn.arm for turn in results.turns] == ["none", "k1", "faser"] * 2
     point = summary(results)["points"][0]
     assert point["envelope_ratio"] > 1.5
+    assert all(turn.compute_s == pytest.approx(turn.tokens / 1000, rel=0.4) for turn in results.turns)
     totals = {name: sum(turn.tokens for turn in results.turns if turn.arm == name) for name in arms}
     assert totals["faser"] == pytest.approx(totals["k1"], rel=0.4)  # bursts in flight at the end count too
     assert {latency.arm for latency in results.latencies} == {"none", "k1", "faser"}
@@ -357,6 +369,27 @@ def test_every_server_is_held_to_the_answers_that_the_first_one_gave(
     assert {name: len(arm.held) for name, arm in arms.items()} == {"none": 3, "k1": 1, "table": 2, "faser": 2}
     assert len(json.loads((tmp_path / "answers.json").read_text())) == 7
     assert len(asked) == 7, "no prompt is sent whose answer is not known"
+
+
+@pytest.mark.parametrize("point", [2, Replay("azure-conv", 1.0, 5.0, warp=20.0)])
+def test_every_answer_is_sampled_at_the_temperature_that_was_asked_for_the_recorded_ones_too(
+    point: int | Replay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    answer = FakeArm._answer
+
+    async def seen(self: FakeArm, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        asked.append((body["temperature"], "return_token_ids" in body))
+        return await answer(self, request)
+
+    monkeypatch.setattr(FakeArm, "_answer", seen)
+    monkeypatch.setattr(bench_run, "UNLOADED_REQUESTS", 2)
+    load: dict[str, Any] = {"loads": (point,)} if isinstance(point, int) else {"loads": (), "replays": (point,)}
+    arms = {name: FakeArm(name) for name in ("none", "faser")}
+    measure(plan(rivals=("none",), pairs=1, held=5, temperature=0.7, **load), tmp_path, monkeypatch, arms)
+    assert set(asked) == {(0.7, False), (0.7, True)}
+    assert {name: arm.mended for name, arm in arms.items()} == {"none": 1, "faser": 1}
 
 
 def test_a_server_that_cannot_be_held_is_no_rival(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,6 +463,18 @@ def test_the_table_is_swept_before_and_its_server_started_with_it(
     assert {turn.arm for turn in results.turns if turn.phase == "main"} == {"none", "table", "faser"}
 
 
+def test_the_table_is_swept_with_all_kinds_that_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixes = tuple(map(Mix.parse, ("code", "chat")))
+    wanted = plan(rivals=("none", "table"), pairs=1, sweep_rounds=1, mixes=mixes, held=5)
+    arms = {"k1": FakeArm("k1", burst=8)}
+    results = measure(wanted, tmp_path, monkeypatch, arms)
+    assert {turn.kinds for turn in results.turns if turn.phase == "sweep"} == {"chat+code"}
+    assert {turn.kinds for turn in results.turns if turn.phase == "main"} == {"code", "chat"}
+    assert results.table == ((1, 64, 1),)
+    asked = {prompt.text for mix in (*mixes, Mix.parse("chat+code")) for prompt in bench_work.prompt_pool(mix, 300, 5)}
+    assert sum(arm.recorded for arm in arms.values()) == len(asked)
+
+
 def test_a_run_that_goes_on_keeps_its_table_and_the_larger_samples_of_latencies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -467,6 +512,7 @@ def test_a_replay_is_told_by_goodput_against_the_unloaded_server(
         (arm, 0, results.turns[0].requests, results.turns[0].tokens) for arm in ("none", "faser")
     }
     assert all(turn.good_share is not None and turn.mean_tpot_ms for turn in results.turns)
+    assert all(turn.compute_s == pytest.approx(turn.tokens / 1000) for turn in results.turns)
     assert point["tpot_ratio"] > 0
 
 
@@ -542,10 +588,11 @@ def test_a_policys_arm_has_the_plugin_and_a_sidecar_of_its_own(name: str, tmp_pa
 @pytest.mark.parametrize("name", ["none", "k3", "ngram", "table", "adaspec", "faser", "faser+both"])
 def test_every_server_asks_for_huge_pages_and_can_be_held_where_answers_are_recorded(name: str, tmp_path: Path) -> None:
     pair = EmbeddedPair(tmp_path, tmp_path)
-    for is_held in (False, True):
-        launch = Bed(pair, tmp_path, tmp_path, "price", 1, is_held=is_held).launch(name, ((1, 64, 2),))
+    for is_held, is_sampled in ((False, False), (False, True), (True, False)):
+        bed = Bed(pair, tmp_path, tmp_path, "price", 1, is_held=is_held, is_sampled=is_sampled)
+        launch = bed.launch(name, ((1, 64, 2),))
         assert launch.environment()["GLIBC_TUNABLES"] == bench_server.HUGE_PAGES
-        assert ("--worker-extension-cls" in launch.arguments) == is_held
+        assert ("--worker-extension-cls" in launch.arguments) == (is_held or is_sampled)
     assert launch.arguments[-1] == f"{HeldWorker.__module__}.{HeldWorker.__name__}"
 
 
@@ -626,6 +673,32 @@ def test_suffix_decoding_that_is_not_installed_is_not_available_and_no_loss(
     assert bed.launch("suffix").speculative == {"method": "suffix"}
 
 
+def test_a_rival_that_is_not_installed_is_refused_by_name_and_otherwise_left_out_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def made() -> EmbeddedPair:
+        raise ModelError("a model was made")
+
+    monkeypatch.setattr(bench_server, "find_spec", lambda name: None)
+    monkeypatch.setattr("faser.controller.bench.bench.ensure_embedded_pair", made)
+    with pytest.raises(EngineError, match=r"suffix:own is not available: .* expected .* 0\.1\.1; run `make suffix`"):
+        run_bench(BenchOptions(rivals="none,suffix:own", out=tmp_path / "r.json"))
+    with pytest.raises(ModelError):
+        run_bench(BenchOptions(out=tmp_path / "r.json"))
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(" is not ")[0] for line in told] == ["faser: left out: suffix", "faser: left out: suffix:own"]
+
+
+def test_n_grams_and_suffixes_each_run_in_two_settings_without_a_model(tmp_path: Path) -> None:
+    bed = Bed(EmbeddedPair(tmp_path, tmp_path), tmp_path, tmp_path, "price", 1)
+    settings = {name: bed.launch(name).speculative or {} for name in MATCHERS}
+    assert not any("model" in each for each in settings.values())
+    ranges = [(settings[name]["prompt_lookup_min"], settings[name]["prompt_lookup_max"]) for name in MATCHERS[:2]]
+    assert ranges == [(2, 4), (3, 8)]
+    assert [settings[name]["num_speculative_tokens"] for name in MATCHERS[:2]] == [4, 8]
+    assert settings["suffix:own"] == {**settings["suffix"], "suffix_decoding_max_cached_requests": 0}
+
+
 @pytest.mark.engine
 @pytest.mark.slow  # `make proof`; test_demo.py starts a real server of the same kind
 def test_real_servers_take_turns(tmp_path: Path) -> None:
@@ -640,7 +713,7 @@ def test_real_servers_take_turns(tmp_path: Path) -> None:
     assert point["faser"] > 0
     turns = read_results(tmp_path / "result.json").turns
     assert [turn.arm for turn in turns[:2]] == ["none", "faser"]
-    assert all(turn.tokens >= 10 and turn.cpu_s > 0 for turn in turns)
+    assert all(turn.tokens >= 10 and turn.cpu_s > (turn.compute_s or 0) > 0 for turn in turns)
     assert any(turn.draft_tokens for turn in turns if turn.arm == "faser")
     assert {turn.start for turn in turns} == {0, 1}
     assert point["starts"] == 2
@@ -649,16 +722,18 @@ def test_real_servers_take_turns(tmp_path: Path) -> None:
 
 @pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["none", "faser"])
-def test_a_real_server_says_what_it_is_held_to(name: str, tmp_path: Path) -> None:
-    prompts, words = ["Say hello.", "What is two plus two?"], list(range(1000, 1024))
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("name", ["none", "ngram", "k3", "faser"])
+def test_a_real_server_says_what_it_is_held_to(name: str, temperature: float, tmp_path: Path) -> None:
+    prompts, words = ["Say hello.", "What is two plus two?"], [1000, 1001, 1002, 1003] * 6
 
     async def run(arm: Arm) -> tuple[list[Answer], list[Answer]]:
-        own = await record(arm, prompts, len(words))
+        await arm.mend_sampling()
+        own = await record(arm, prompts, len(words), temperature)
         path = tmp_path / "answers.json"
         path.write_text(json.dumps([(own[0][0], words)]))
         await arm.hold(path)
-        held = await record(arm, prompts, len(words))
+        held = await record(arm, prompts, len(words), temperature)
         await arm.close()
         return own, held
 
@@ -671,4 +746,5 @@ def test_a_real_server_says_what_it_is_held_to(name: str, tmp_path: Path) -> Non
         finally:
             arm.end()
     assert held[0] == (own[0][0], words)
-    assert held[1] == own[1], "a prompt without a recorded answer is answered as always"
+    if not temperature:
+        assert held[1] == own[1], "a prompt without a recorded answer is answered as always"

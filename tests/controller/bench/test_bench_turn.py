@@ -7,7 +7,7 @@ import pytest
 from faser.controller.bench.arm import Drafting
 from faser.controller.bench.clients import Served
 from faser.controller.bench.ratio import Goodput
-from faser.controller.bench.turn import Look, Slice, as_turn, slice_ends, slice_tokens
+from faser.controller.bench.turn import Look, Slice, as_turn, compute_s, slice_ends, slice_tokens
 from faser.controller.engine.machine import Processor
 
 PLACE = ("main", 4, "all", 3)
@@ -30,6 +30,13 @@ def test_a_turn_sums_its_slices_and_nothing_of_the_time_between() -> None:
     assert turn.prompt_tokens == 205
     assert (turn.phase, turn.load, turn.kinds, turn.round, turn.arm) == (*PLACE, "k2")
     assert (turn.other_cpu, turn.disturbed) == (0.0, "")
+
+
+def test_the_threads_that_compute_are_the_busiest_of_the_whole_turn() -> None:
+    server = [Served(30, 1.0, thread_s={1: 0.9, 2: 0.1, 3: 0.3}), Served(30, 1.0, thread_s={1: 0.8, 2: 0.6, 4: 0.2})]
+    assert compute_s(server, threads=1) == pytest.approx(1.7)
+    assert compute_s(server, threads=2) == pytest.approx(1.7 + 0.7)
+    assert compute_s([Served(30, 1.0)], threads=1) is None
 
 
 def test_work_of_others_in_one_slice_disturbs_the_turn() -> None:

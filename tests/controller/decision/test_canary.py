@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from faser.controller.decision.canary import Canary, Draws, chance, default_length
-from faser.engine_adapter.protocol import RequestEvent, RequestRow, StepRecord
+from faser.engine_adapter.protocol import MatchRule, RequestEvent, RequestRow, StepRecord
 from faser.env.estimate.engine_state import EngineState, observe
 from faser.env.spaces import Action, Capabilities
 
@@ -99,9 +99,9 @@ def test_what_a_client_allows_at_most_is_the_longest_that_is_drawn() -> None:
 
 
 def test_a_canary_asks_for_nothing_that_the_whole_batch_would_feel() -> None:
-    whole = Action(np.full(4, 3, np.int64), 3, split=1, frontier=2)
+    whole = Action(np.full(4, 3, np.int64), 3, split=1, frontier=2, match=MatchRule([1.0], [0.0], [0.1], 3))
     action, _ = canary_of(4).draw(whole, state_of(4))
-    assert (action.split, action.frontier, action.stop, action.prune) == (None, None, None, None)
+    assert (action.split, action.frontier, action.stop, action.prune, action.match) == (None,) * 5
 
 
 def test_who_left_is_forgotten() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from faser.controller.decision.decide import LeaseTerms, decide
 from faser.engine_adapter.protocol import (
     ActionSet,
+    MatchRule,
     Prune,
     RequestEvent,
     RequestRow,
@@ -128,6 +129,22 @@ def test_the_lease_counts_from_the_record_and_is_cut_to_what_the_engine_grants()
     actions = decision.action_set
     assert (actions.valid_until_step, actions.valid_until_s) == (1008, pytest.approx(5.4))
     assert (actions.boot_id, actions.epoch, actions.sequence, actions.mode) == ("boot", 2, 9, "active")
+
+
+@pytest.mark.parametrize(("max_rows", "most"), [(0, 5), (18, 5), (17, 4), (6, 1), (2, 0)])
+def test_copies_are_no_longer_than_everybody_can_have_in_one_batch(max_rows: int, most: int) -> None:
+    capabilities = Capabilities(k_max=5, has_matches=True, max_batched_tokens=max_rows)
+
+    class Copying:
+        name = "copying"
+
+        def act(self, state: EngineState) -> Action:
+            return Action(np.zeros(state.requests.size, np.int64), 0, match=MatchRule([1.0], [0.0], [0.1], 5))
+
+    rows = [row(h) for h in (1, 2, 3)]
+    actions = decide(EngineState(capabilities), make_record(0, rows), Copying(), LeaseTerms(), 1, 0).action_set
+    assert actions.match is not None
+    assert actions.match.most == most
 
 
 def test_only_requests_that_differ_from_the_default_are_named() -> None:

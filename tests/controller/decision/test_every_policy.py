@@ -14,7 +14,8 @@ from faser.env.spaces import Capabilities
 from faser.models.registry import POLICIES, make_policy
 
 K_MAX, RECORDS = 5, 12
-EXAMPLES = {"fixed:K": "fixed:3", "table:ROWS": "table:1-4=3,5-=1", "price:pace=LIMITS": "price:pace=0:40"}
+EXAMPLES = {"fixed:K": "fixed:3", "table:ROWS": "table:1-4=3,5-=1", "price:pace=LIMITS": "price:pace=0:40",
+            "hybrid:K": "hybrid:3", "arctic:K": "arctic:3"}  # fmt: skip
 SURE = (0.9, 0.5, 0.25, 0.125)
 
 
@@ -26,7 +27,8 @@ def record_of(counter: int, requests: int, sure: tuple[float, ...] = SURE, step_
     ]
     return StepRecord(
         "boot", counter, counter, 0.02 * counter, step_s, 0.0, 0.8 * step_s, 0.0, 0.2 * step_s, 0.0, 0.0, requests, 0,
-        0, requests, 3 * requests, 0.0 * step_s, None, None, 1, counter, 0, 0, [], rows,
+        0, requests, 3 * requests, 0.0 * step_s, None, None, 1, counter, 0, 0, [], rows, copied=(1, 2),
+        verified_copies=(1, 2),
     )  # fmt: skip
 
 
@@ -51,7 +53,7 @@ def test_every_policy_gives_an_action_that_can_be_had(name: str, make_record: Ca
     """And none that has to be clamped for it; the records before are of a sound batch, so that there is an estimate."""
     if name == "gplcb":
         pytest.importorskip("sklearn")
-    capabilities = Capabilities(k_max=K_MAX)
+    capabilities = Capabilities(k_max=K_MAX, has_matches=True)
     state, policy = EngineState(capabilities), make_policy(EXAMPLES.get(name, name), capabilities)
     for counter in range(1, 2 * RECORDS + 1):
         record = record_of(counter, 6) if counter <= RECORDS else make_record(counter)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from faser.controller.engine.processes import ProcessTree, deferred_interrupts
+from faser.controller.engine.processes import ProcessTree, _ticks_s, deferred_interrupts, thread_cpu_s
 from faser.controller.engine.reaper import descendants
 
 pytestmark = pytest.mark.alone
@@ -157,6 +157,21 @@ def test_a_paused_tree_uses_no_time_and_goes_on_or_ends_when_told(tmp_path: Path
     assert time.monotonic() - begin < 4.0, "a paused tree ended only by force"
     assert pids
     assert not any(lives(pid) for pid in pids)
+
+
+def test_the_cpu_time_of_every_thread_of_a_tree_is_told_apart(tmp_path: Path) -> None:
+    idle = (
+        "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\nwhile True: pass"
+    )
+    with ProcessTree([sys.executable, "-S", "-c", idle], dict(os.environ), tmp_path / "log", grace_s=5.0) as tree:
+        eventually(lambda: tree.cpu_s() > 0.2 and len(tree.thread_cpu_s()) == 2, "one thread spins, one sleeps")
+        least_s, spent_s = sorted(tree.thread_cpu_s().values())
+        assert least_s < 0.05
+        assert spent_s == pytest.approx(tree.cpu_s(), abs=0.1)
+        (pid,) = descendants(tree.pid)
+        by_ticks_s = _ticks_s(Path(f"/proc/{pid}/task/{pid}"))
+        assert by_ticks_s == pytest.approx(thread_cpu_s(pid)[pid], abs=0.1), "where the scheduler keeps no account"
+    assert thread_cpu_s(pid) == {}
 
 
 @pytest.mark.parametrize(("hold", "expected"), [(deferred_interrupts, ["owned"]), (nullcontext, [])])

@@ -789,3 +789,72 @@ def test_a_limit_that_is_none_is_ignored_and_counted(asked: object) -> None:
     adapter.arrive("a", LimitedRequest(sampling_params=Sampling({CLIENT_LIMIT: asked})))
     assert adapter.order({"a": 1}, 0.0).lengths == {"a": 3}
     assert link.refused == {"extra_args": 1}
+
+
+COPY = wire.MatchRule([1.0], [0.0], [0.1], 5)
+
+
+def copying() -> tuple[Steering, MemoryLink]:
+    adapter, link = steering()
+    adapter.hello = msgspec.structs.replace(adapter.hello, has_matches=True)
+    return adapter, link
+
+
+def test_copies_may_be_as_long_as_their_rule_a_client_and_what_remains_allow() -> None:
+    adapter, link = copying()
+    adapter.arrive("a", Request())
+    adapter.arrive("b", Request(num_output_tokens=7, max_tokens=12))
+    adapter.entries["a"].most = 4
+    link.arrived = [asked := act({1: 2, 2: 6})]
+    asked.match = COPY
+    order = adapter.order({"a": 1, "b": 1, "prompt": 9}, time.monotonic())
+    assert order.lengths == {"a": 2, "b": 3, "prompt": 0}
+    assert order.match_lengths == {"a": 4, "b": 3, "prompt": 5}  # a runner copies for nobody inside a prompt
+    assert order.longest() == {"a": 4, "b": 3, "prompt": 5}
+    assert order.match is not None
+    assert order.match.keep == [0.1] * 6
+
+
+def test_an_engine_that_copies_nothing_is_not_asked_to() -> None:
+    adapter, link = steering()
+    adapter.arrive("a", Request())
+    link.arrived = [asked := act({1: 2})]
+    asked.match = COPY
+    order = adapter.order({"a": 1}, time.monotonic())
+    assert order.match is None
+    assert order.longest() is order.lengths
+
+
+def test_a_record_says_whose_draft_is_copied_and_a_step_later_whose_was() -> None:
+    adapter, link = copying()
+    names = ("a", "b", "c")
+    for name in names:
+        adapter.arrive(name, Request(num_output_tokens=3))
+    steps = [
+        ({}, [0, 2]),
+        ({"a": [1, 2], "b": [3], "c": [4]}, [1]),
+        ({"a": [1], "b": [3]}, []),
+    ]
+    records = []
+    for drafts, copied in steps:
+        order = adapter.order({name: 1 + len(drafts.get(name, ())) for name in names}, time.monotonic())
+        done = outcome(dict.fromkeys(names, 1), drafts, [[1]] * 3)
+        done.report = StepReport(drafted=[2] * 3, copied=copied)
+        adapter.record(order, done)
+        records.append(link.sent[-1])
+    told = [(record.copied, record.verified_copies) for record in records if isinstance(record, wire.StepRecord)]
+    assert told == [((1, 3), ()), ((2,), (1, 3)), ((), (2,))]
+
+
+def test_a_copy_of_a_request_that_was_preempted_is_forgotten() -> None:
+    adapter, link = copying()
+    adapter.arrive("a", Request(num_output_tokens=3))
+    for copied in ([0], []):
+        order = adapter.order({"a": 1}, time.monotonic())
+        done = outcome({"a": 1}, {"a": [1]} if not copied else {}, [[1]])
+        done.report = StepReport(drafted=[1], copied=copied)
+        adapter.record(order, done)
+        adapter.preempt("a")
+    record = link.sent[-1]
+    assert isinstance(record, wire.StepRecord)
+    assert record.verified_copies == ()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from faser.engine_adapter.arrays import Bools, Ints
-from faser.engine_adapter.protocol import RequestEvent, RequestRow, StepRecord, StopRule
+from faser.engine_adapter.protocol import MatchRule, RequestEvent, RequestRow, StepRecord, StopRule
 from faser.env.estimate.engine_state import EngineState, observe
 from faser.env.spaces import Action, Capabilities
 from faser.models.policies.pace import Pace, PacedPolicy, _stripped
@@ -135,10 +135,13 @@ def kept(action: Action, plan: Plan, split_factor: float = 1.0) -> list[int]:
         observe(state, record)
     state.split_cost(1).verify_factor = split_factor
     policy = PacedPolicy(Fixed(action, plan), Pace.parse("0:11"), "0:11")  # type: ignore[arg-type]
-    return policy.act(state).lengths.tolist()
+    paced = policy.act(state)
+    assert (paced.match is action.match) is bool(np.array_equal(paced.lengths, action.lengths))
+    return paced.lengths.tolist()
 
 
-LONGEST = Action(np.full(REQUESTS, 4), 4)  # 54 ms for some 4 tokens of each, unsplit
+COPY = MatchRule([1.0], [0.0], [0.1], 4)
+LONGEST = Action(np.full(REQUESTS, 4), 4, match=COPY)  # 54 ms for some 4 tokens of each, unsplit
 
 
 def test_under_a_split_the_splits_own_costs_tell_who_is_late() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from faser.engine_adapter.protocol import Prune, RequestEvent, RequestRow, StepRecord
-from faser.env.estimate.cost_table import StepCost
+from faser.env.cost.cost_table import StepCost
 from faser.env.estimate.engine_state import EngineState, observe
 from faser.env.spaces import Action, Capabilities
 from faser.models.policies.baselines import LengthTable

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from faser.engine_adapter.protocol import RequestRow, StepRecord
-from faser.env.estimate.cost_table import CostTable, StepCost
+from faser.env.cost.cost_table import CostTable, StepCost
+from faser.env.cost.split_cost import HIDDEN_GUESS, LEARNING_STEPS, SETTLE_STEPS, IdealSplit, SplitCost
 from faser.env.estimate.engine_state import EngineState, observe
-from faser.env.estimate.split_cost import HIDDEN_GUESS, LEARNING_STEPS, SETTLE_STEPS, IdealSplit, SplitCost
 from faser.env.spaces import Capabilities
 from faser.models.policies.split_choice import (
     FIRST_INTERVAL,

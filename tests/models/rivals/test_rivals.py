@@ -11,8 +11,8 @@ import pytest
 
 from faser.engine_adapter.arrays import Floats
 from faser.engine_adapter.protocol import RequestEvent, RequestRow, StepRecord
+from faser.env.cost.cost_table import StepCost
 from faser.env.estimate.confidence import EDGES, Forecast
-from faser.env.estimate.cost_table import StepCost
 from faser.env.estimate.engine_state import EngineState, learn, look
 from faser.env.spaces import Capabilities
 from faser.models.evaluation.best_table import best_table

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from faser.env.estimate.cost_table import NO_PROMPTS, CostTable, Prompts, StepCost
-from faser.env.estimate.cost_table_kernel import rising
+from faser.env.cost.cost_table import NO_PROMPTS, CostTable, Prompts, StepCost
+from faser.env.cost.cost_table_kernel import rising
 
 BATCHES = (1, 4, 16, 64)
 

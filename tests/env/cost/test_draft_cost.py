@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from faser.env.estimate.cost_table import CostTable, StepCost
-from faser.env.estimate.draft_cost import DraftCost, _non_negative, features
+from faser.env.cost.cost_table import CostTable, StepCost
+from faser.env.cost.draft_cost import DraftCost, _non_negative, features
 
 EMPTY_S, ROUND_S = 0.026, 0.0035  # a small model with an EAGLE-3 head on one core
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from faser.env.estimate.overlap_bound import (
+from faser.env.cost.overlap_bound import (
     PhaseTimes,
     draft_ahead_bound,
     hidden_share,

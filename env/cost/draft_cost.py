@@ -1,6 +1,6 @@
 """What drafting costs, learned online: rounds, rows and tokens to seconds, in units of an empty step.
 
-Called by env/estimate/cost_table.py. The first run of anything is slow (lazy allocation, cold caches), by ten times
+Called by env/cost/cost_table.py. The first run of anything is slow (lazy allocation, cold caches), by ten times
 at worst, and deep drafts are tried so rarely that a mean would never forget it. So evidence is kept in cells by
 rounds and batch size, each the median of its last few steps (of those with few rows, and of those with many), and the
 coefficients are fitted to the cells.

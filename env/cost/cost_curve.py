@@ -1,7 +1,7 @@
 """What a step costs by its rows, as a handful of running means: the cost curve that a learned policy sees.
 
 Called by env/estimate/engine_state.py (learning) and env/layout/observation.py (asking); the simulator keeps the same
-means in its kernel. Coarser than env/estimate/cost_table.py and cheap enough for half a million steps per second.
+means in its kernel. Coarser than env/cost/cost_table.py and cheap enough for half a million steps per second.
 Reads no clock.
 """
 

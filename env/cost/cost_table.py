@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...engine_adapter.arrays import Floats
-from ..estimate import cost_table_kernel as kernel
+from ..cost import cost_table_kernel as kernel
 from .cost_table_kernel import CONFIDENT_STEPS, LOG_NODE, NODE, PRIOR, SPREAD, TABLE_ROWS, VISITS
 from .draft_cost import DraftCost
 

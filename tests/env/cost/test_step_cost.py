@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from faser.engine_adapter.protocol import MAX_DRAFT_LENGTH, RequestRow, StepRecord, StopRule
-from faser.env.estimate.cost_table import NO_PROMPTS, CostTable, StepCost
+from faser.env.cost.cost_table import NO_PROMPTS, CostTable, StepCost
 from faser.env.estimate.engine_state import EngineState, observe
 from faser.env.spaces import Capabilities
 

@@ -1,4 +1,4 @@
-"""The arithmetic of env/estimate/cost_table.py, compiled: one table, a column per node, changed in place.
+"""The arithmetic of env/cost/cost_table.py, compiled: one table, a column per node, changed in place.
 
 Called by that file alone. Rows and times are plain numbers; nothing here checks them.
 """

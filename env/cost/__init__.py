@@ -1,0 +1,1 @@
+"""What steps of one engine cost: verification by rows, drafting by rounds and rows, splits."""
