@@ -162,7 +162,8 @@ def _draw_acceptance(steps: StepTable, timeline: _Timeline) -> Picture:
         axes.plot(timeline.middle_s[has_drafts], acceptance[has_drafts], color="#1e7d4f", marker=".", markersize=4)
         axes.plot(timeline.middle_s[has_steps], lease[has_steps], color="#7a8794", linewidth=0.9, linestyle="--")
         for name, colour, share in sources:
-            axes.plot(timeline.middle_s, share, color=colour, linewidth=1.0, label=name)
+            known = np.isfinite(share)
+            axes.plot(timeline.middle_s[known], share[known], color=colour, linewidth=1.0, label=name)
         axes.set_ylim(0, 1.03)
         axes.set_ylabel("share")
         if sources:

@@ -94,13 +94,13 @@ def _decisions(report: Report) -> Part:
 
 def _decision_rows(report: Report) -> list[tuple[str, str]]:
     """Return what was compared and how it came out, and what the records say of drafts."""
-    names = {"drafter": "the drafter", "copies": "copies"}
+    names = {"drafter": "the drafter's drafts", "copies": "copied drafts"}
     return [
         ("sessions", f"{report.sessions}, {report.partial_sessions} without their beginning"),
         ("records", f"{report.records}, decided on {report.decisions}"),
         ("the same bytes again", f"{report.identical} of {report.decisions - report.unrecorded - report.partial}"),
         ("not comparable", f"{report.unrecorded} without a digest, {report.partial} in partial sessions"),
-        *((f"drafts of {names[name]}", _accepted(counts)) for name, counts in report.sources.items()),
+        *((names[name], _accepted(counts)) for name, counts in report.sources.items()),
         *(("differs", text) for text in report.differing),
     ]
 
