@@ -19,6 +19,8 @@ QUESTION: Final = b"status"
 # busy: stepping; idle: nothing to do; silent: busy when last heard, too long ago; stopped: said goodbye; gone: died
 Presence = Literal["busy", "idle", "silent", "stopped", "gone"]
 Stance = Literal["steer", "hold", "fallback"]
+# of a draft: the model that drafts, or the request's own text, where the same words were followed by something before
+Source = Literal["drafter", "copies"]
 
 
 class SteeringStatus(msgspec.Struct, frozen=True):
@@ -43,6 +45,18 @@ class PruningStatus(msgspec.Struct, frozen=True):
     spent_s: float = 0.0  # deciding and cutting
 
 
+class SourceStatus(msgspec.Struct, frozen=True):
+    """What became of the drafts of one source: over the last seconds, and in tokens, unless said otherwise."""
+
+    share: float = 0.0  # 0..1 of the decoding requests' steps: those that verified such a draft
+    verified: int = 0
+    accepted: int = 0
+    acceptance_rate: float | None = None
+    waste: float | None = None  # rejected, or drawn and never verified, per token that the engine emitted
+    verified_total: int = 0  # since the sidecar met the engine
+    accepted_total: int = 0
+
+
 class LastStep(msgspec.Struct, frozen=True):
     """The newest record: times in ms, and one entry per request in batch order, at most MAX_SHOWN."""
 
@@ -59,7 +73,11 @@ class LastStep(msgspec.Struct, frozen=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
-    """One engine: totals since the sidecar met it, rates over the last seconds of its own clock."""
+    """One engine: totals since the sidecar met it, rates over the last seconds of its own clock.
+
+    `acceptance_rate`, `acceptance_by_position`, `mean_draft_length` and `length_histogram` are those of all drafts,
+    whoever made them, as in telemetry and in vLLM's own counters; `sources` tells the drafter's from copied ones.
+    """
 
     boot_id: str
     pid: int
@@ -105,6 +123,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     handed_over: int = 0  # observations that a learned policy left to price
     unverified_tokens: int = 0  # drawn, and by a stop rule not handed over for verification
     sat_out: int = 0  # requests of the last step whose drafter sits out: a sequence is longer than its context
+    sources: dict[Source, SourceStatus] = {}  # copies: only of an engine that can copy
     miscounted: int = 0  # tokens since its boot by which the engine's records differ from vLLM's own counters
 
 

@@ -103,24 +103,29 @@ def compare(measured: Measured, profile: EngineProfile, options: FidelityOptions
     result["requests"] = len(found)
     result["steps"] = len(measured.steps)
     result["runs"] = options.runs
+    result["copied_tokens"] = measured.copied_tokens
     return result
 
 
 def recorded_requests(measured: Measured, waiting: Waiting) -> list[tuple[Life, RecordedRequest]]:
-    """Return every whole request with what is replayed of it, by the clock that leaves noted waiting out."""
+    """Return every whole request with what is replayed of it, by the clock that leaves noted waiting out.
+
+    Copied drafts are left out: the simulator knows none.
+    """
     drafts: dict[tuple[int, int], list[RecordedDraft]] = {}
     emitted: dict[tuple[int, int], int] = {}
     for index, rows in enumerate(measured.rows):
-        engine = int(measured.steps.engine[index])
+        engine, copies = int(measured.steps.engine[index]), measured.copies[index]
         for row in rows:
             key = (engine, row.handle)
             own = drafts.setdefault(key, [])
-            if row.verified and own and own[-1].emitted == emitted[key]:  # of the drafts that were decided there
+            is_drafters = row.verified > 0 and row.handle not in copies.verified
+            if is_drafters and own and own[-1].emitted == emitted[key]:  # of the drafts that were decided there
                 is_looked_at = not np.isnan(measured.steps.prune_layer[index])
                 own[-1] = own[-1]._replace(is_looked_at=is_looked_at, confidences=tuple(row.confidences))
             emitted[key] = emitted.get(key, 0) + row.emitted
             if row.emitted:
-                own.append(RecordedDraft(emitted[key], row.drafted))
+                own.append(RecordedDraft(emitted[key], 0 if row.handle in copies.drafted else row.drafted))
     found = []
     for life in _undisturbed(lives(measured.path), of_engine(waiting, measured.steps)):
         if life.output_tokens < 1 or life.prompt_tokens < 1:
@@ -262,7 +267,8 @@ def _matched(mine: list[tuple[int, int]], theirs: list[tuple[int, int]]) -> list
 
 
 def _table(result: dict[str, object]) -> Table:
-    table = Table(title=f"simulator against engine: {result['requests']} requests, {result['steps']} steps")
+    copied = f"; {tokens} copied tokens are replayed one by one" if (tokens := result["copied_tokens"]) else ""
+    table = Table(title=f"simulator against engine: {result['requests']} requests, {result['steps']} steps{copied}")
     for name in ("what", "median error", "p90", "engine's own spread"):
         table.add_column(name, justify="left" if name == "what" else "right")
     spread = result["repeat_spread"]

@@ -21,6 +21,7 @@ from ...env.calibration.ahead_fit import AheadSteps, Chains
 from ...env.calibration.exit_fit import PruneObservation
 from ...env.calibration.step_samples import StepSamples
 from ..errors import StoreError
+from ..telemetry.packing import StepCopies
 from ..telemetry.tables import StepTable
 from ..telemetry.telemetry_file import TelemetryFile
 
@@ -35,7 +36,13 @@ class Measured:
     engines: list[Hello]
     steps: StepTable
     rows: list[list[RequestRow]]
+    copies: list[StepCopies]  # whose drafts are none of the drafter's
     samples: StepSamples
+
+    @property
+    def copied_tokens(self) -> int:
+        """Return how many tokens were accepted of copied drafts."""
+        return int(self.steps.accepted_copies.sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +68,14 @@ def read_measured(path: Path) -> Measured:
             _require_times(path, steps)
             rows = list(file.request_rows())
             _require_requests(path, steps, rows)
+            copies = list(file.copies())
             arrivals = _arrivals(file, steps)
     except StoreError as error:
         raise StoreError(error.seen if str(path) in error.seen else f"{path}: {error.seen}", error.expected,
                          error.remedy) from None  # fmt: skip
     except (TypeError, ValueError) as error:
         raise StoreError(f"{path} cannot be read: {error}", "a whole telemetry file", "the file may be cut") from None
-    return Measured(path, engines, steps, rows, _samples(steps, rows, arrivals))
+    return Measured(path, engines, steps, rows, copies, _samples(steps, rows, copies, arrivals))
 
 
 def _row(steps: StepTable, index: int) -> str:
@@ -107,10 +115,11 @@ def _arrivals(file: TelemetryFile, steps: StepTable) -> Floats:
     return np.array([found.get(key, 0) for key in keys], np.float64)
 
 
-def _samples(steps: StepTable, rows: list[list[RequestRow]], arrivals: Floats) -> StepSamples:
+def _samples(steps: StepTable, rows: list[list[RequestRow]], copies: list[StepCopies], arrivals: Floats) -> StepSamples:
     names = [item.name for item in fields(StepSamples)]
     drawn = steps.drawn_tokens
-    table = np.array([_work(cells, steps, index, drawn[index]) for index, cells in enumerate(rows)], np.float64)
+    work = [_work(cells, copies[index], steps, index, drawn[index]) for index, cells in enumerate(rows)]
+    table = np.array(work, np.float64)
     host_s = np.full(len(steps), np.nan)
     pause_s = steps.time_s[1:] - steps.step_s[1:] - steps.time_s[:-1]
     follows = (np.diff(steps.engine) == 0) & (np.diff(steps.counter) == 1) & (steps.running[:-1] > 0) & (pause_s > 0)
@@ -123,12 +132,15 @@ def _samples(steps: StepTable, rows: list[list[RequestRow]], arrivals: Floats) -
     return StepSamples(**dict(zip(names, columns, strict=True)))
 
 
-def _work(cells: list[RequestRow], steps: StepTable, index: int, drawn: float) -> tuple[float, ...]:
-    """Return the fields of engine_profile.Work up to `draft_attended_tokens`; `drawn` NaN: as many as handed over."""
+def _work(cells: list[RequestRow], copies: StepCopies, steps: StepTable, index: int, drawn: float) -> tuple[float, ...]:
+    """Return the fields of engine_profile.Work up to `draft_attended_tokens`; `drawn` NaN: as many as handed over.
+
+    A copied draft is verified like any other and took nobody's time to make.
+    """
     decode = drafts = prompts = prompt_tokens = sampled = kv = attended = drafting = handed = first = 0
     prompt_attended, draft_attended = 0.0, 0
     is_told = not np.isnan(drawn)
-    total = sum([row.drafted for row in cells])
+    total = sum([row.drafted for row in cells if row.handle not in copies.drafted])
     has_dropped = is_told and drawn > total  # under a stop rule even a request that hands nothing over has drafted
     for row in cells:
         kv += row.context
@@ -142,6 +154,8 @@ def _work(cells: list[RequestRow], steps: StepTable, index: int, drawn: float) -
             drafts += row.verified
             sampled += row.scheduled
             attended += row.scheduled * row.context
+        if row.handle in copies.drafted:
+            continue
         if row.drafted or (has_dropped and row.draft_limit and row.emitted):
             drafting += 1
             first += row.scheduled - (row.verified - row.accepted)
@@ -165,7 +179,7 @@ def ahead_steps(measured: Measured, samples: StepSamples) -> AheadSteps:
     """
     steps = measured.steps
     is_busy = (steps.overlap_s > 0.0) & (steps.frontier > 0.0)
-    in_turn = [_work(cells, steps, index, np.nan) for index, cells in enumerate(measured.rows)]
+    in_turn = [_work(cells, measured.copies[index], steps, index, np.nan) for index, cells in enumerate(measured.rows)]
     names = [item.name for item in fields(StepSamples)]
     as_handed = dict(zip(names, np.array(in_turn, np.float64).T, strict=False))
     # All drafts count, the wasted ones too, in what the record says was drawn: here only those that were handed over.
@@ -178,9 +192,13 @@ def _chains(measured: Measured) -> Chains:
     for index, cells in enumerate(measured.rows):
         for row in cells:
             key = int(measured.steps.engine[index]), row.handle
+            if row.handle in measured.copies[index].verified:
+                newest.pop(key, None)
+                continue
             if (place := newest.pop(key, None)) is not None and row.verified:
                 found[place] = float(row.accepted > 0)
-            if row.verified and row.accepted == row.verified and row.drafted:
+            is_copied = row.handle in measured.copies[index].drafted
+            if row.verified and row.accepted == row.verified and row.drafted and not is_copied:
                 newest[key] = len(found)
                 where.append(index)
                 found.append(np.nan)
@@ -198,11 +216,11 @@ def looks(measured: Measured) -> Iterator[PruneObservation]:
 
 
 def trials(measured: Measured) -> Iterator[DraftTrial]:
-    """Yield every verified draft of a file, in the engine's order."""
+    """Yield every verified draft of the drafter's in a file, in the engine's order."""
     for index, cells in enumerate(measured.rows):
-        engine = int(measured.steps.engine[index])
+        engine, copied = int(measured.steps.engine[index]), measured.copies[index].verified
         for row in cells:
-            if row.verified and not row.is_prefill:
+            if row.verified and not row.is_prefill and row.handle not in copied:
                 tested = row.verified - max(row.pruned - 1, 0)
                 yield DraftTrial((engine, row.handle), row.verified, tested, row.accepted, row.confidences)
 

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ...engine_adapter.protocol import Mode
-from ..snapshot import EngineStatus, Presence, Snapshot, Stance
+from ..snapshot import EngineStatus, Presence, Snapshot, SourceStatus, Stance
 
 Labels = tuple[str, ...]
 Sample = tuple[Labels, float]
@@ -72,6 +72,16 @@ def _positions(snapshot: Snapshot) -> Iterator[Sample]:
         for position, share in enumerate(engine.acceptance_by_position, 1):
             if share is not None:
                 yield (engine.boot_id, str(position)), share
+
+
+def _by_source(read: Callable[[SourceStatus], float | None]) -> Callable[[Snapshot], Iterator[Sample]]:
+    def samples(snapshot: Snapshot) -> Iterator[Sample]:
+        for engine in snapshot.engines:
+            for name, source in engine.sources.items():
+                if (value := read(source)) is not None:
+                    yield (engine.boot_id, name), value
+
+    return samples
 
 
 def _lengths(snapshot: Snapshot) -> Iterator[Sample]:
@@ -132,6 +142,16 @@ METRICS: Final = (
     _each("faser_engine_adapter_seconds", "CPU time of the plugin in a step.", lambda e: e.adapter_us / 1e6),
     _each("faser_engine_acceptance_ratio", "Accepted / verified draft tokens, over 5 s.", lambda e: e.acceptance_rate),
     Series("faser_engine_position_acceptance_ratio", "The same by draft position.", ("engine", "position"), _positions),
+    Series("faser_engine_source_acceptance_ratio", "The same by source: drafter, copies.", ("engine", "source"),
+           _by_source(lambda s: s.acceptance_rate)),
+    Series("faser_engine_source_waste_ratio", "Its tokens rejected, or drawn in vain, per emitted one, over 5 s.",
+           ("engine", "source"), _by_source(lambda s: s.waste)),
+    Series("faser_engine_source_requests_ratio", "Share of the decoding requests that verified its drafts, over 5 s.",
+           ("engine", "source"), _by_source(lambda s: s.share)),
+    Series("faser_engine_source_verified_tokens_total", "Its tokens that were verified.", ("engine", "source"),
+           _by_source(lambda s: s.verified_total)),
+    Series("faser_engine_source_accepted_tokens_total", "Its tokens that were accepted.", ("engine", "source"),
+           _by_source(lambda s: s.accepted_total)),
     _each("faser_engine_draft_length_mean", "Drafted tokens per request and step, over 5 s.",
           lambda e: e.mean_draft_length),
     Series("faser_engine_draft_length_requests", "Request-steps by drafted tokens, over 5 s.", ("engine", "length"),

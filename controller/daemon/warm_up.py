@@ -52,7 +52,7 @@ def _decide_all(policy: str) -> None:
     for number in range(STEPS):
         decide(state, _record(number), chooser, LeaseTerms(), 1, number)
         if state.lesson is not None:
-            window.add(state.lesson.record, state.lesson.rows, is_under_lease=True)
+            window.add(state.lesson.record, state.lesson.told, is_under_lease=True, is_copy=state.lesson.is_copy)
             pack_rows(state.lesson.rows)
             pack_lengths([1], [2])
         learn(state)

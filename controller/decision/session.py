@@ -20,7 +20,7 @@ from ...env.spaces import Capabilities
 from ...models import registry
 from ...models.policies import policy as policies
 from ..config import LeaseConfig
-from ..snapshot import MAX_SHOWN, EngineStatus, LastStep, Presence
+from ..snapshot import MAX_SHOWN, EngineStatus, LastStep, Presence, Source, SourceStatus
 from .decide import Decision, LeaseTerms, decide
 from .governor import Governor
 from .window import PruningTotals, Window
@@ -124,9 +124,10 @@ class Session:
     def _learn(self) -> None:
         lesson = self.state.lesson
         if lesson is not None:
-            self.window.add(lesson.record, lesson.rows, lesson.record.lease_epoch == self.epoch)
-            if (drawn := lesson.record.drawn_tokens) is not None:
-                self.unverified_tokens += max(drawn - int(lesson.rows.drafted.sum()), 0)
+            drawn, is_ours = lesson.record.drawn_tokens, lesson.record.lease_epoch == self.epoch
+            unverified = max(drawn - int(lesson.rows.drafted.sum()), 0) if drawn is not None else 0
+            self.unverified_tokens += unverified
+            self.window.add(lesson.record, lesson.told, is_ours, lesson.is_copy, unverified)
         learn(self.state)
 
     def measure(self, record: StepRecord) -> None:
@@ -220,8 +221,15 @@ class Session:
             handed_over=self._handed_over + registry.handed_over(self.policy),
             unverified_tokens=self.unverified_tokens,
             sat_out=record.sat_out if record else 0,
+            sources=self._sources(),
             miscounted=record.miscounted if record else 0,
         )
+
+    def _sources(self) -> dict[Source, SourceStatus]:
+        drafter = self.window.drafter()
+        if not self.hello.has_matches:
+            return {"drafter": drafter}
+        return {"drafter": drafter, "copies": self.window.copies()}
 
     def _lease_age_s(self, now_s: float) -> float | None:
         """Return the age of the action set that the newest record ran under, None for the engine's default."""

@@ -25,6 +25,7 @@ from ..snapshot import (
     AuditStatus,
     EngineStatus,
     Snapshot,
+    SourceStatus,
     SteeringStatus,
     StoreStatus,
     decode_snapshot,
@@ -194,6 +195,7 @@ def engine_lines(engine: EngineStatus) -> list[tuple[str, str]]:
         ("goodput", _goodput_line(engine)),
         ("lengths", f"mean {engine.mean_draft_length:.2f} of {engine.k_max}"),
         ("acceptance", f"{rate}, by position {positions}"),
+        *((name, source_line(source)) for name, source in engine.sources.items()),
         ("lease", f"{lease}, {engine.lease_share:.1%} of the last steps"),
         (
             "link",
@@ -210,6 +212,13 @@ def engine_lines(engine: EngineStatus) -> list[tuple[str, str]]:
         ("reason", engine.reason or "-"),
         *_miscount_lines(engine),
     ]
+
+
+def source_line(source: SourceStatus) -> str:
+    """Return what became of one source's drafts."""
+    rate, waste = ("-" if share is None else f"{share:.2f}" for share in (source.acceptance_rate, source.waste))
+    accepted = f"{rate} of {source.verified} tokens accepted, {waste} wasted per token"
+    return f"{accepted}; for {source.share:.0%} of the requests"
 
 
 def _miscount_lines(engine: EngineStatus) -> list[tuple[str, str]]:

@@ -71,6 +71,7 @@ class Counterfactual:
     runs: int
     refusal: str = ""
     speeds: tuple[Speed, ...] = ()
+    copied_tokens: int = 0  # accepted in the recording, of copied drafts; the simulator has none
 
 
 def estimate_speed(path: Path, policy: str, profile: Path | None = None, runs: int = RUNS) -> Counterfactual:
@@ -101,7 +102,8 @@ def estimate_speed(path: Path, policy: str, profile: Path | None = None, runs: i
     other = [_under(policy, capabilities, model, (arrivals, prompts, answers), seed) for seed in range(runs)]
     speeds, refusal = _compared(run_of([life for life, _ in found]), same, other)
     named = profile.name if profile else "the shipped profile"
-    return Counterfactual(policy, named, len(found), _arrived(path) - len(found), runs, refusal, speeds)
+    left_out = _arrived(path) - len(found)
+    return Counterfactual(policy, named, len(found), left_out, runs, refusal, speeds, measured.copied_tokens)
 
 
 def _arrived(path: Path) -> int:

@@ -9,6 +9,7 @@ file. Opens no socket, never writes the file.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from ..config import GuardConfig, ModeConfig
 from ..decision.audit import digest
 from ..decision.decide import Decision, LeaseTerms, decide, guard
 from ..decision.governor import Governor
+from ..snapshot import Source
 from ..telemetry.schema import open_for_reading
 from ..telemetry.sessions import Recorded, RecordedSession, RunSettings, read_sessions
 from .counterfactual import Counterfactual
@@ -42,6 +44,20 @@ class Replayed:
 
 
 @dataclass(slots=True)
+class SourceCounts:
+    """What became of the recorded drafts of one source, in tokens."""
+
+    verified: int = 0
+    accepted: int = 0
+
+    def add(self, rows: Iterable[RequestRow]) -> None:
+        """Take in requests of one step."""
+        for row in rows:
+            self.verified += row.verified
+            self.accepted += row.accepted
+
+
+@dataclass(slots=True)
 class Report:
     """What a replay found. Lengths are request-decisions by length."""
 
@@ -55,6 +71,7 @@ class Report:
     differing: list[str] = field(default_factory=list)  # the first few
     policy: str = ""
     agreement: float | None = None  # share of request-decisions on which the other policy wants the same
+    sources: dict[Source, SourceCounts] = field(default_factory=dict)  # copies: only where there are some
     lengths: dict[int, int] = field(default_factory=dict)
     alternative_lengths: dict[int, int] = field(default_factory=dict)
     off_policy: OffPolicy | None = None
@@ -63,6 +80,13 @@ class Report:
     def is_exact(self) -> bool:
         """Return whether every decision that could be compared came out the same."""
         return self.identical + self.unrecorded + self.partial == self.decisions
+
+    def count_drafts(self, record: StepRecord) -> None:
+        """Take in what became of a step's drafts."""
+        copies = frozenset(record.verified_copies)
+        self.sources.setdefault("drafter", SourceCounts()).add(row for row in record.rows if row.handle not in copies)
+        if copies:
+            self.sources.setdefault("copies", SourceCounts()).add(row for row in record.rows if row.handle in copies)
 
 
 @dataclass(slots=True)
@@ -147,6 +171,7 @@ def replay(path: Path, policy: str | None = None, floor: float = FLOOR, trail: T
             replayer, outcomes = Replayer(session, policy), _Outcomes(session.epoch, number)
             for recorded in session.steps:
                 report.records += 1
+                report.count_drafts(recorded.record)
                 outcomes.see(recorded.record)
                 replayed = replayer.step(recorded)
                 if replayed is None:
@@ -214,7 +239,11 @@ class _Outcomes:
             del self._expected[next(iter(self._expected))]
 
     def see(self, record: StepRecord) -> None:
-        """Close the drafts that this record verified, and open those it made."""
+        """Close the drafts that this record verified, and open those it made.
+
+        A copy in a draft's place counts as what came of the drawn length: which drafts it takes, and how often, depends
+        on that.
+        """
         drawn = self._expected.get(record.lease_sequence, {}) if record.lease_epoch == self._epoch else {}
         for row in record.rows:
             if (opened := self._open.pop(row.handle, None)) is not None and not row.is_prefill:

@@ -156,15 +156,33 @@ def _draw_acceptance(steps: StepTable, timeline: _Timeline) -> Picture:
     acceptance = timeline.ratio(steps.accepted, steps.verified)
     lease = timeline.ratio((steps.lease_epoch > 0).astype(np.int64), np.ones(len(steps), np.int64))
     has_drafts, has_steps = np.isfinite(acceptance), np.isfinite(lease)
+    sources = _by_source(steps, timeline)
 
     def draw(axes: Axes) -> None:
         axes.plot(timeline.middle_s[has_drafts], acceptance[has_drafts], color="#1e7d4f", marker=".", markersize=4)
         axes.plot(timeline.middle_s[has_steps], lease[has_steps], color="#7a8794", linewidth=0.9, linestyle="--")
+        for name, colour, share in sources:
+            known = np.isfinite(share)
+            axes.plot(timeline.middle_s[known], share[known], color=colour, linewidth=1.0, label=name)
         axes.set_ylim(0, 1.03)
         axes.set_ylabel("share")
+        if sources:
+            axes.legend(loc="lower left", frameon=False)
 
+    beside = ", beside those of the drafter and of copied ones" if sources else ""
     caption = (
-        "Accepted share of the verified draft tokens (green), and share of the steps in which a decision of the "
-        "sidecar was in force (dashed)."
+        f"Accepted share of the verified draft tokens (green){beside}, and share of the steps in which a decision of "
+        "the sidecar was in force (dashed)."
     )
     return Picture("Acceptance", caption, _svg(timeline, draw))
+
+
+def _by_source(steps: StepTable, timeline: _Timeline) -> list[tuple[str, str, Floats]]:
+    """Return name, colour and accepted share of each source of drafts; nothing where all are the drafter's."""
+    if not steps.verified_copies.any():
+        return []
+    accepted, verified = steps.accepted - steps.accepted_copies, steps.verified - steps.verified_copies
+    return [
+        ("drafter", "#1f5fa8", timeline.ratio(accepted, verified)),
+        ("copies", "#c06014", timeline.ratio(steps.accepted_copies, steps.verified_copies)),
+    ]

@@ -13,7 +13,7 @@ from typing import Literal
 from ..replay.counterfactual import NAMES, Counterfactual
 from ..replay.forward_pass_replay import CANNOT, POLICY_NOTE, Passes
 from ..replay.offpolicy import OffPolicy
-from ..replay.replay import Report, mean_length
+from ..replay.replay import Report, SourceCounts, mean_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +93,21 @@ def _decisions(report: Report) -> Part:
 
 
 def _decision_rows(report: Report) -> list[tuple[str, str]]:
-    """Return what was compared and how it came out."""
+    """Return what was compared and how it came out, and what the records say of drafts."""
+    names = {"drafter": "the drafter's drafts", "copies": "copied drafts"}
     return [
         ("sessions", f"{report.sessions}, {report.partial_sessions} without their beginning"),
         ("records", f"{report.records}, decided on {report.decisions}"),
         ("the same bytes again", f"{report.identical} of {report.decisions - report.unrecorded - report.partial}"),
         ("not comparable", f"{report.unrecorded} without a digest, {report.partial} in partial sessions"),
+        *((names[name], _accepted(counts)) for name, counts in report.sources.items()),
         *(("differs", text) for text in report.differing),
     ]
+
+
+def _accepted(counts: SourceCounts) -> str:
+    rate = f"{counts.accepted / counts.verified:.1%}" if counts.verified else "-"
+    return f"{counts.accepted} of {counts.verified} verified tokens accepted, {rate}"
 
 
 def _recorded_lengths(report: Report) -> Part:
@@ -193,7 +200,8 @@ def _counterfactual(report: Report) -> Part:
 def _counterfactual_line(found: Counterfactual) -> str:
     """Return what was simulated."""
     left_out = f" ({found.left_out} more did not finish in the file and are left out)" if found.left_out else ""
-    return f"{found.requests} requests{left_out}, {found.runs} runs of the simulator, profile {found.profile}"
+    copied = f"; {found.copied_tokens} copied tokens are served one by one" if found.copied_tokens else ""
+    return f"{found.requests} requests{left_out}, {found.runs} runs of the simulator, profile {found.profile}{copied}"
 
 
 def counterfactual_rows(found: Counterfactual) -> list[tuple[str, ...]]:

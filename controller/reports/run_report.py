@@ -14,7 +14,7 @@ from typing import Final
 from ...engine_adapter.protocol import Hello
 from ..engine.load_summary import LoadSummary
 from ..quantiles import Quantiles
-from ..telemetry.tables import TelemetrySummary
+from ..telemetry.tables import SourceSummary, TelemetrySummary
 from ..telemetry.telemetry_file import WholeTelemetry
 from .figures import draw_figures
 from .page import write_page
@@ -89,6 +89,7 @@ def engine_rows(summary: TelemetrySummary) -> list[Row]:
             _percent(summary.acceptance_rate),
             f"{summary.accepted_tokens} of {summary.verified_tokens} draft tokens",
         ),
+        *_source_rows(summary),
         Row("mean draft length", _number(summary.mean_draft_length, 2), f"request-steps by length: {histogram}"),
         Row("tokens per request-step", _number(summary.mean_emitted, 2)),
         Row("steps with mixed lengths", str(summary.steps_with_mixed_lengths), "requests with different lengths"),
@@ -99,6 +100,19 @@ def engine_rows(summary: TelemetrySummary) -> list[Row]:
         ),
         Row("records lost", str(summary.gaps), f"{summary.dropped_records} dropped by the engine"),
     ]
+
+
+def _source_rows(summary: TelemetrySummary) -> list[Row]:
+    """Return the lines on each source of drafts, of copies only where there are some."""
+    sources = {"of the drafter": summary.drafter}
+    if summary.copies.verified_tokens:
+        sources["of copies"] = summary.copies
+    return [Row(f"... {name}", _percent(source.acceptance_rate), _became(source)) for name, source in sources.items()]
+
+
+def _became(source: SourceSummary) -> str:
+    accepted = f"{source.accepted_tokens} of {source.verified_tokens} tokens"
+    return f"{accepted}; {_number(source.waste, 2)} wasted per token emitted"
 
 
 def _number(value: float, digits: int) -> str:

@@ -22,7 +22,7 @@ from ...engine_adapter.protocol import RequestRow
 from ..errors import StoreError, UsageError
 from ..extras import require_extra
 from ..whole_file import replacing
-from .packing import unpack_draws, unpack_lengths, unpack_rows
+from .packing import step_copies, unpack_draws, unpack_lengths, unpack_rows
 from .schema import TABLES, open_for_reading
 
 Table = Literal["requests", "steps", "events"]
@@ -33,8 +33,8 @@ STEP_COLUMNS: Final = tuple(
     name for name, kind in TABLES["steps"].items() if kind is not bytes and name not in ("id", "engine", "run")
 )
 REQUEST_COLUMNS: Final = (
-    "boot_id", "epoch", "counter", "step", "time_s", *RequestRow.__struct_fields__, "decided_length",
-    "preferred_length", "propensity",
+    "boot_id", "epoch", "counter", "step", "time_s", *RequestRow.__struct_fields__, "is_drafted_copied",
+    "is_verified_copied", "decided_length", "preferred_length", "propensity",
 )  # fmt: skip
 EVENT_COLUMNS: Final = ("boot_id", "epoch", *(name for name in TABLES["events"] if name not in ("id", "engine", "run")))
 COLUMNS: Final[dict[str, tuple[str, ...]]] = {
@@ -51,7 +51,7 @@ KINDS: Final[dict[str, dict[str, Kind]]] = {
 KINDS["requests"].update(
     {
         **dict.fromkeys(RequestRow.__struct_fields__, "int"),
-        "is_prefill": "bool",
+        **dict.fromkeys(("is_prefill", "is_drafted_copied", "is_verified_copied"), "bool"),
         "confidences": "floats",
         "propensity": "float",
     }
@@ -114,15 +114,18 @@ def lines(database: Database, table: str) -> Iterator[Line]:
 
 def _request_lines(database: Database) -> Iterator[Line]:
     keys = REQUEST_COLUMNS[:5]
-    packed = "steps.rows, decision_default_length, decision_lengths, decision_draws"
-    for *values, rows, default, lengths, drawn in database.execute(
+    packed = "steps.rows, copies, decision_default_length, decision_lengths, decision_draws"
+    for *values, rows, copied, default, lengths, drawn in database.execute(
         f"SELECT {_named('steps', keys)}, {packed} {_joined('steps')}"
     ):
         decided = unpack_lengths(lengths) if lengths is not None else {}
         draws = _draws(drawn)
+        copies = step_copies(copied)
         for row in unpack_rows(rows):
             line: Line = dict(zip(keys, values, strict=True))
             line.update(zip(RequestRow.__struct_fields__, msgspec.to_builtins(row), strict=True))
+            line["is_drafted_copied"] = row.handle in copies.drafted
+            line["is_verified_copied"] = row.handle in copies.verified
             line["decided_length"] = decided.get(row.handle, default)
             line["preferred_length"], line["propensity"] = draws.get(row.handle, (None, None))
             yield line

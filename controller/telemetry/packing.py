@@ -64,6 +64,13 @@ _draws_decoder = msgspec.msgpack.Decoder(tuple[list[int], list[int], list[int], 
 _pair_decoder = msgspec.msgpack.Decoder(tuple[list[int], list[int]])
 
 
+class StepCopies(NamedTuple):
+    """Handles of requests whose drafts of one step were copied from their own texts."""
+
+    drafted: frozenset[int] = frozenset()  # handed over in it
+    verified: frozenset[int] = frozenset()
+
+
 class PackedRows(NamedTuple):
     """A step's request rows as they are stored, and the sums of their columns in SUMMED."""
 
@@ -178,10 +185,18 @@ def pack_lengths(handles: Sequence[int], lengths: Sequence[int]) -> bytes:
 
 
 def pack_copies(copied: Sequence[int], verified: Sequence[int]) -> bytes:
-    """Return the blob of whose next draft, and whose verified draft, is a copy, by request handle."""
-    kinds = dict.fromkeys(copied, 1)
+    """Return the blob of whose next draft, and whose verified draft, is a copy, by request handle.
+
+    Both are in the order of the batch, and so is the blob: a record comes back as the bytes that it was.
+    """
+    kinds, both, waiting = dict[int, int](), {*copied} & {*verified}, iter(copied)
     for handle in verified:
-        kinds[handle] = kinds.get(handle, 0) + 2
+        while handle in both and handle not in kinds:
+            early = next(waiting)
+            kinds[early] = kinds.get(early, 0) | 1
+        kinds[handle] = kinds.get(handle, 0) | 2
+    for handle in waiting:
+        kinds[handle] = kinds.get(handle, 0) | 1
     return pack_lengths(list(kinds), list(kinds.values()))
 
 
@@ -190,6 +205,11 @@ def unpack_copies(blob: bytes) -> tuple[list[int], list[int]]:
     kinds = unpack_lengths(blob)
     copied, verified = ([handle for handle, kind in kinds.items() if kind & which] for which in (1, 2))
     return copied, verified
+
+
+def step_copies(blob: bytes | None) -> StepCopies:
+    """Return the same as sets, of a cell that may be empty."""
+    return StepCopies() if blob is None else StepCopies(*map(frozenset, unpack_copies(blob)))
 
 
 def unpack_lengths(blob: bytes) -> dict[int, int]:

@@ -203,8 +203,8 @@ def read_step(boot_id: str, row: dict[str, object], events: list[RequestEvent], 
     plain = {name: row[name] for name in PLAIN_FIELDS}
     record = _checked(what, {**plain, "boot_id": boot_id, "events": [], "rows": []}, _StepFields)
     named = {name: getattr(record, name) for name in _StepFields.__struct_fields__}
-    if isinstance(copies := row["copies"], bytes):
-        named["copied"], named["verified_copies"] = map(tuple, unpack_copies(copies))
+    if (copies := row["copies"]) is not None:
+        named["copied"], named["verified_copies"] = map(tuple, unpack_copies(copies))  # type: ignore[arg-type]
     step = StepRecord(**{**named, "events": events, "rows": unpack_rows(row["rows"])})  # type: ignore[arg-type]
     if row["decision_sequence"] is None:
         return Recorded(step, settings)

@@ -37,6 +37,8 @@ class StepTable:
     pruned: Ints
     accepted: Ints
     emitted: Ints
+    verified_copies: Ints
+    accepted_copies: Ints
     lease_epoch: Ints
     dropped: Ints
     rejected: Ints
@@ -74,17 +76,32 @@ class DraftedLengths:
     Requests in the middle of their prompt draft nothing and are left out.
     :param step_index: (m,) row of the StepTable
     :param limit: (m,) draft length in force when the step drafted, tokens
-    :param drafted: (m,) tokens the drafter proposed in the step
+    :param drafted: (m,) tokens proposed in the step, by the drafter or copied
+    :param is_copy: (m,) whether they were copied
     """
 
     step_index: Ints
     limit: Ints
     drafted: Ints
+    is_copy: Bools
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSummary:
+    """What became of the drafts of one source. NaN where there is nothing to divide by."""
+
+    verified_tokens: int
+    accepted_tokens: int
+    acceptance_rate: float
+    waste: float  # tokens rejected, or drawn and never handed over, per token emitted
 
 
 @dataclass(frozen=True, slots=True)
 class TelemetrySummary:
-    """The figures of a file. Shares and rates are NaN where there is nothing to divide by."""
+    """The figures of a file. Shares and rates are NaN where there is nothing to divide by.
+
+    Drafted, verified and accepted tokens and draft lengths are those of all drafts, whoever made them.
+    """
 
     steps: int
     decisions: int  # records a decision was made on
@@ -110,6 +127,8 @@ class TelemetrySummary:
     step_ms: Quantiles
     decision_us: Quantiles
     peak_running: int
+    drafter: SourceSummary
+    copies: SourceSummary
     seconds_of_steps: float = field(default=0.0)
 
 
@@ -141,7 +160,26 @@ def summarise(steps: StepTable, lengths: DraftedLengths) -> TelemetrySummary:
         step_ms=Quantiles.of((steps.step_s * 1e3).tolist()),
         decision_us=Quantiles.of((steps.decision_s[has_decision] * 1e6).tolist()),
         peak_running=int(steps.running.max(initial=0)),
+        drafter=_drafter(steps, lengths),
+        copies=_source(steps.verified_copies, steps.accepted_copies, 0, steps),
         seconds_of_steps=float(steps.step_s.sum()),
+    )
+
+
+def _drafter(steps: StepTable, lengths: DraftedLengths) -> SourceSummary:
+    copied = np.bincount(lengths.step_index[lengths.is_copy], lengths.drafted[lengths.is_copy], len(steps))
+    in_vain = np.nan_to_num(steps.drawn_tokens - (steps.drafted - copied)).clip(0.0)  # NaN: the engine did not say
+    own = (steps.verified - steps.verified_copies, steps.accepted - steps.accepted_copies)
+    return _source(*own, int(in_vain.sum()), steps)
+
+
+def _source(verified: Ints, accepted: Ints, unverified: int, steps: StepTable) -> SourceSummary:
+    tests, hits, emitted = (int(tokens.sum()) for tokens in (verified, accepted, steps.emitted))
+    return SourceSummary(
+        tests,
+        hits,
+        hits / tests if tests else float("nan"),
+        (tests - hits + unverified) / emitted if emitted else float("nan"),
     )
 
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ...engine_adapter.protocol import Hello, RequestRow
 from ..errors import StoreError
-from .packing import unpack_rows
+from .packing import StepCopies, step_copies, unpack_rows
 from .schema import hello_of, open_for_reading
 from .tables import DraftedLengths, StepTable, TelemetrySummary, summarise
 
@@ -82,16 +82,22 @@ class TelemetryFile:
             for (blob,) in self._database.execute(f"SELECT rows FROM steps {_IN_ORDER}"):
                 yield unpack_rows(blob)
 
+    def copies(self) -> Iterator[StepCopies]:
+        """Yield whose drafts were copied in each step, in the order of `steps`."""
+        with self._damage_told():
+            for (blob,) in self._database.execute(f"SELECT copies FROM steps {_IN_ORDER}"):
+                yield step_copies(blob)
+
     def lengths(self) -> DraftedLengths:
         """Return the draft lengths of every decoding request in every step."""
         cells = [
-            (index, row.draft_limit, row.drafted)
-            for index, rows in enumerate(self.request_rows())
+            (index, row.draft_limit, row.drafted, row.handle in copies.drafted)
+            for index, (rows, copies) in enumerate(zip(self.request_rows(), self.copies(), strict=True))
             for row in rows
             if row.emitted
         ]
-        table = np.asarray(cells, np.int64).reshape(-1, 3)
-        return DraftedLengths(table[:, 0], table[:, 1], table[:, 2])
+        table = np.asarray(cells, np.int64).reshape(-1, 4)
+        return DraftedLengths(table[:, 0], table[:, 1], table[:, 2], table[:, 3] != 0)
 
     def arrivals(self) -> dict[tuple[int, int], int]:
         """Return how many requests arrived before a step, by engine and counter; no entry: none."""

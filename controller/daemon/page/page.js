@@ -203,6 +203,9 @@ function drawTiles(engine) {
 
 function drawHealth(snapshot, engine) {
   const steering = engine.steering, link = snapshot.link;
+  rows("sources", Object.entries(engine.sources).map(([name, source]) => [
+    name, `${percent(source.acceptance_rate)} of ${count(source.verified)} tokens accepted, ${source.waste === null ? "–" : source.waste.toFixed(2)} wasted per token`,
+  ]));
   rows("lease", [
     ["in force", engine.lease_age_s === null ? "none: engine's default" : `held, ${(engine.lease_age_s * 1e3).toFixed(0)} ms old`],
     ["steps under it", percent(engine.lease_share)],

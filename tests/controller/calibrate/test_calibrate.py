@@ -19,10 +19,11 @@ from rich.console import Console
 import faser
 from faser.controller.calibrate.calibrate import CalibrateOptions, calibrate, load_profile_or_fail
 from faser.controller.calibrate.fidelity import FidelityOptions, recorded_requests, run_fidelity
-from faser.controller.calibrate.measured import ahead_steps, read_measured
+from faser.controller.calibrate.measured import ahead_steps, read_measured, trials
 from faser.controller.calibrate.profile import ProfileOptions, run_profile
 from faser.controller.calibrate.starvation import Waiting, freed, load_waiting, save_waiting
 from faser.controller.errors import EngineError, ModelError, StoreError, UsageError
+from faser.controller.telemetry.schema import ADDED
 from faser.controller.telemetry.store import EngineEntry, RunEntry, StepEntry, Store
 from faser.engine_adapter.protocol import Hello, Prune, RequestEvent, RequestRow, StepRecord
 from faser.env.calibration.accept_traces import SHIPPED
@@ -297,6 +298,71 @@ def test_confidences_are_kept_by_the_decision_whose_drafts_they_are_of(tmp_path:
                     seen += 1
                 emitted += row.emitted
     assert seen > 30
+
+
+def test_copied_drafts_are_verified_by_the_target_and_nothing_of_the_drafters(tmp_path: Path) -> None:
+    """Every second request copies whatever is drafted for it."""
+    plain = make_records(12)
+    records = [
+        msgspec.structs.replace(
+            record,
+            copied=(copied := tuple(row.handle for row in record.rows if row.handle % 2 == 0)),
+            verified_copies=copied,
+            drawn_tokens=sum(row.drafted for row in record.rows if row.handle % 2),
+        )
+        for record in plain
+    ]
+    before = read_measured(write_telemetry(tmp_path / "plain.sqlite", plain))
+    after = read_measured(write_telemetry(tmp_path / "copies.sqlite", records))
+    assert list(trials(after)) == [draft for draft in trials(before) if draft.request[1] % 2]
+    for name in ("requests", "decode_rows", "draft_tokens", "sampled_rows", "attended_tokens"):
+        assert getattr(after.samples, name).tolist() == getattr(before.samples, name).tolist(), name
+    drafting = [sum(row.drafted > 0 and row.handle % 2 for row in record.rows) for record in records]
+    assert after.samples.drafting_requests.tolist() == drafting
+    assert set(ahead_steps(after, after.samples).samples.drafting_requests - drafting) == {0.0}
+    for life, request in recorded_requests(after, load_waiting(after.path)):
+        is_drafted = life.handle % 2 == 1
+        assert any(draft.handed for draft in request.drafts) == is_drafted
+        assert any(draft.confidences for draft in request.drafts) == is_drafted
+    assert after.copied_tokens == sum(row.accepted for r in plain for row in r.rows if row.handle % 2 == 0) > 50
+
+
+def test_a_file_from_before_there_were_copies_is_measured_as_before(tmp_path: Path) -> None:
+    path = write_telemetry(tmp_path / "old.sqlite", make_records(4))
+    before = list(trials(read_measured(path)))
+    with closing(sqlite3.connect(path)) as raw:
+        for name, _, _ in ADDED[6]:
+            raw.execute(f"ALTER TABLE steps DROP COLUMN {name}")
+        raw.execute("PRAGMA user_version = 5")
+        raw.commit()
+    measured = read_measured(path)
+    assert list(trials(measured)) == before
+    assert measured.copied_tokens == 0
+
+
+def test_only_the_drafters_own_drafts_follow_one_another(tmp_path: Path) -> None:
+    row = RequestRow(1, 3, 2, 2, 2, 0, 2, 3, 50, False)  # all of a draft is accepted, and there is another
+    records = [msgspec.structs.replace(record, rows=[row]) for record in make_records(1)[1:6]]
+    records[1] = msgspec.structs.replace(records[1], copied=(1,))
+    records[2] = msgspec.structs.replace(records[2], verified_copies=(1,))
+    measured = read_measured(write_telemetry(tmp_path / "t.sqlite", records))
+    chains = ahead_steps(measured, measured.samples).chains
+    assert chains.step.tolist() == [0, 3, 4]
+    assert chains.was_next_accepted[:2].tolist() == [1.0, 1.0]
+
+
+def test_fidelity_says_how_many_copied_tokens_it_replays_one_by_one(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = make_records(seed=5)
+    place, row = next((place, row) for place, one in enumerate(records) for row in one.rows if row.accepted > 1)
+    records[place] = msgspec.structs.replace(records[place], verified_copies=(row.handle,))
+    told = write_telemetry(tmp_path / "told.sqlite", records)
+    assert run_fidelity(FidelityOptions(told, profile, runs=1)) == 0
+    assert f"{row.accepted} copied tokens are replayed" in " ".join(capsys.readouterr().out.split())
+    other = write_telemetry(tmp_path / "other.sqlite", make_records(seed=5))
+    assert run_fidelity(FidelityOptions(other, profile, runs=1)) == 0
+    assert "copied" not in capsys.readouterr().out
 
 
 def test_a_replay_looks_where_the_recording_did() -> None:

@@ -48,7 +48,7 @@ setImmediate(() => {
   frames.pop()();
   console.log(JSON.stringify({ fills, html, pixels, state: elements.get("state").textContent,
     overview: elements.get("overview").textContent, reason: elements.get("reason").textContent,
-    health: ["lease", "link", "deciding", "about"].map((id) => elements.get(id).children.length),
+    health: ["sources", "lease", "link", "deciding", "about"].map((id) => elements.get(id).children.length),
     engines: elements.get("engine").children.map((each) => each.value) }));
 });
 """
@@ -60,7 +60,7 @@ def test_the_script_reads_a_stream_and_draws_it(
 ) -> None:
     start_daemon()
     engine = make_engine()
-    engine.hello()
+    engine.hello(has_matches=True)
     for _ in range(3):
         engine.step()
         engine.action()
@@ -73,7 +73,7 @@ def test_the_script_reads_a_stream_and_draws_it(
     drawn = json.loads(done.stdout)
     assert drawn["engines"] == ["boot-1"]
     assert drawn["reason"] == "policy fixed:3"
-    assert (drawn["html"], drawn["health"]) == (0, [4, 4, 4, 4])
+    assert (drawn["html"], drawn["health"]) == (0, [2, 4, 4, 4, 4])
     # two snapshots: a pixel (four values) per request in the heat map, three lines between its lanes; elsewhere a bar
     # per position, five phases per step, and three lines in each of the four scales
     assert drawn["pixels"] == [2 * 4 * 4]

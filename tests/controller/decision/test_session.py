@@ -36,11 +36,11 @@ class Greedy:
 
 
 @pytest.fixture
-def start(make_engine: Make, make_record: Callable[..., StepRecord]) -> Callable[[str], Callable[..., Session]]:
+def start(make_engine: Make, make_record: Callable[..., StepRecord]) -> Callable[..., Callable[..., Session]]:
     """Return a function that makes a session of a policy, and gives it a record each time that it is called."""
 
-    def make(policy: str) -> Callable[..., Session]:
-        session = Session(make_engine().hello(), policy, LeaseConfig(), 7, 0.0)
+    def make(policy: str, **abilities: bool) -> Callable[..., Session]:
+        session = Session(make_engine().hello(**abilities), policy, LeaseConfig(), 7, 0.0)
 
         def hear(**changes: object) -> Session:
             counter = session.state.counter + 1
@@ -63,7 +63,7 @@ def shown(session: Session) -> tuple[str, bytes]:
     return dict(engine_lines(status))["decisions"], exposition(snapshot)
 
 
-def test_what_had_to_be_clamped_is_counted_and_shown(start: Callable[[str], Callable[..., Session]]) -> None:
+def test_what_had_to_be_clamped_is_counted_and_shown(start: Callable[..., Callable[..., Session]]) -> None:
     hear = start("fixed:2")
     session = hear()
     assert session.status(1.0).clamped == 0
@@ -76,7 +76,7 @@ def test_what_had_to_be_clamped_is_counted_and_shown(start: Callable[[str], Call
 
 
 def test_what_a_learned_policy_left_to_price_is_counted_also_when_another_policy_follows(
-    start: Callable[[str], Callable[..., Session]],
+    start: Callable[..., Callable[..., Session]],
 ) -> None:
     hear = start("learned")
     for _ in range(3):
@@ -94,7 +94,7 @@ def test_what_a_learned_policy_left_to_price_is_counted_also_when_another_policy
     assert session.status(1.0).handed_over == 4
 
 
-def test_counts_that_are_not_vllms_are_shown_and_counted(start: Callable[[str], Callable[..., Session]]) -> None:
+def test_counts_that_are_not_vllms_are_shown_and_counted(start: Callable[..., Callable[..., Session]]) -> None:
     hear = start("fixed:2")
     session = hear()
     assert "MISCOUNT" not in dict(engine_lines(session.status(1.0)))
@@ -106,7 +106,7 @@ def test_counts_that_are_not_vllms_are_shown_and_counted(start: Callable[[str], 
     assert b'faser_engine_sat_out{engine="boot-1"} 2.0' in metrics
 
 
-def test_goodput_is_shown_beside_what_no_speculation_would_give(start: Callable[[str], Callable[..., Session]]) -> None:
+def test_goodput_is_shown_beside_what_no_speculation_would_give(start: Callable[..., Callable[..., Session]]) -> None:
     hear = start("fixed:2")
     session = hear()
     status = session.status(1.0)
@@ -116,10 +116,50 @@ def test_goodput_is_shown_beside_what_no_speculation_would_give(start: Callable[
     assert line.startswith("98.8 tokens/s, 1.23 times those of no speculation; ")
 
 
-def test_tokens_that_were_drawn_and_not_handed_over_are_counted(start: Callable[[str], Callable[..., Session]]) -> None:
+def test_tokens_that_were_drawn_and_not_handed_over_are_counted(start: Callable[..., Callable[..., Session]]) -> None:
     hear = start("fixed:2")
     handed = sum(row.drafted for row in hear().newest.rows)  # type: ignore[union-attr]
     hear(drawn_tokens=handed + 5)
     session = hear(drawn_tokens=None)
     assert session.status(1.0).unverified_tokens == 5
     assert b'faser_engine_unverified_tokens_total{engine="boot-1"} 5.0' in shown(session)[1]
+
+
+def test_copied_drafts_are_told_apart_from_the_drafters(start: Callable[..., Callable[..., Session]]) -> None:
+    hear = start("fixed:2", has_matches=True)
+    hear(copied=(2, 3))
+    session = hear(verified_copies=(2, 3), drawn_tokens=10)  # of four requests, which verify 3 and accept handle % 4
+    status = session.status(1.0)
+    copies, drafter = status.sources["copies"], status.sources["drafter"]
+    assert (copies.verified, copies.accepted, copies.acceptance_rate) == (6, 5, pytest.approx(5 / 6))
+    assert (drafter.verified, drafter.accepted) == (12 + 6, 6 + 1)
+    emitted, handed, wasted = 2 * (2 + 3 + 4 + 1), 4 * 3, 18 - 7
+    assert drafter.waste == pytest.approx(wasted / emitted), f"no more were drawn than the {handed} handed over"
+    assert copies.waste == pytest.approx(1 / emitted)
+    assert (copies.share, drafter.share) == (0.25, 0.75)
+    assert status.acceptance_rate == pytest.approx(12 / 24)
+    assert status.mean_draft_length == 3.0
+    lines = dict(engine_lines(status))
+    assert lines["copies"] == "0.83 of 6 tokens accepted, 0.05 wasted per token; for 25% of the requests"
+    assert lines["drafter"].startswith("0.39 of 18 tokens accepted, 0.55 wasted per token")
+    _, metrics = shown(session)
+    assert b'faser_engine_source_acceptance_ratio{engine="boot-1",source="copies"} 0.8333' in metrics
+    assert b'faser_engine_source_waste_ratio{engine="boot-1",source="drafter"} 0.55' in metrics
+    assert b'faser_engine_source_requests_ratio{engine="boot-1",source="copies"} 0.25' in metrics
+    assert b'faser_engine_source_verified_tokens_total{engine="boot-1",source="copies"} 6.0' in metrics
+    assert b'faser_engine_source_accepted_tokens_total{engine="boot-1",source="drafter"} 7.0' in metrics
+
+
+def test_tokens_drawn_beside_copies_count_as_the_drafters_waste(start: Callable[..., Callable[..., Session]]) -> None:
+    hear = start("fixed:2", has_matches=True)
+    session = hear(copied=(2, 3), drawn_tokens=8)  # two requests got 3 each of the drafter's
+    assert session.status(1.0).unverified_tokens == 2
+    wasted = 12 - 6 + 2
+    assert session.status(1.0).sources["drafter"].waste == pytest.approx(wasted / 10)
+
+
+def test_an_engine_that_cannot_copy_has_no_copies_to_show(start: Callable[..., Callable[..., Session]]) -> None:
+    session = start("fixed:2")()
+    assert set(session.status(1.0).sources) == {"drafter"}
+    assert "copies" not in dict(engine_lines(session.status(1.0)))
+    assert b'source="copies"' not in shown(session)[1]

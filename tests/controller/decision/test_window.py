@@ -1,9 +1,11 @@
 """The running figures of the last seconds equal what a recount gives."""
 
 import msgspec
+import numpy as np
+import pytest
 
 from faser.controller.decision.window import PruningTotals, Window
-from faser.controller.snapshot import PruningStatus
+from faser.controller.snapshot import PruningStatus, SourceStatus
 from faser.engine_adapter.protocol import RequestRow, StepRecord
 from faser.env.estimate.step_rows import StepRows
 
@@ -67,6 +69,29 @@ def test_steps_leave_the_window_with_all_they_brought() -> None:
         assert figures.length_histogram() == [0, 1, 0, 0, 0]
         assert figures.acceptance_by_position() == [0.0, None, None, None]
         assert (figures.tokens_per_s(), figures.lease_share()) == (2.0, 0.0)
+
+
+def test_acceptance_and_waste_are_told_by_source() -> None:
+    window = Window(4, span_s=5.0)
+    assert window.copies() == window.drafter() == SourceStatus()
+    step = record(1.0, [(4, 4, 3), (2, 2, 1), (0, 0, 0), (1, 3, 0)])
+    step.rows[2].is_prefill = True
+    window.add(step, StepRows.of(step.rows), True, np.array([True, False, False, True]), unverified=2)
+    emitted = 4 + 2 + 1 + 1
+    assert window.copies() == SourceStatus(pytest.approx(2 / 3), 7, 3, 3 / 7, 4 / emitted, 7, 3)
+    assert window.drafter() == SourceStatus(pytest.approx(1 / 3), 2, 1, 1 / 2, 3 / emitted, 2, 1)
+    assert window.acceptance_rate() == 4 / 9  # of all drafts, whoever made them
+    assert window.length_histogram() == [1, 1, 1, 0, 1]
+
+
+def test_totals_by_source_stay_when_their_steps_leave_the_window() -> None:
+    window = Window(4, span_s=5.0)
+    for time_s in (0.0, 8.0, 1.0):  # at last the clock goes back
+        step = record(time_s, [(4, 4, 3), (2, 2, 1)])
+        window.add(step, StepRows.of(step.rows), True, np.array([True, False]))
+    copies, drafter = window.copies(), window.drafter()
+    assert (copies.verified, copies.accepted, copies.verified_total, copies.accepted_total) == (4, 3, 12, 9)
+    assert (drafter.verified, drafter.accepted, drafter.verified_total, drafter.accepted_total) == (2, 1, 6, 3)
 
 
 def test_pruning_adds_up_over_the_steps_in_which_heads_looked() -> None:

@@ -136,6 +136,21 @@ def test_text_json_and_report_carry_the_error_beside_the_figure(
     assert left_out in html
 
 
+def test_copies_which_no_simulator_makes_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], quickly: None
+) -> None:
+    found: list[StepRecord] = []
+    serve(2, 1000, found)
+    copied = [(record, next((row for row in record.rows if row.accepted), None)) for record in found]
+    records = [
+        msgspec.structs.replace(record, verified_copies=(row.handle,)) if row else record for record, row in copied
+    ]
+    path = write(tmp_path / "copies.sqlite", records, hello(COSTS))
+    run_replay(ReplayOptions(path, "off", is_counterfactual=True))
+    tokens = sum(row.accepted for _, row in copied if row is not None)
+    assert f"; {tokens} copied tokens are served one by one." in capsys.readouterr().out
+
+
 def test_a_simulator_that_is_far_off_is_refused_in_words(
     telemetry: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], quickly: None
 ) -> None:

@@ -28,7 +28,7 @@ from faser.controller.replay.offpolicy import Sample, estimate
 from faser.controller.replay.replay import replay
 from faser.controller.telemetry.maintenance import check
 from faser.controller.telemetry.retention import NS_PER_HOUR
-from faser.controller.telemetry.schema import event_row, open_for_reading
+from faser.controller.telemetry.schema import ADDED, event_row, open_for_reading
 from faser.controller.telemetry.sessions import _event, read_sessions
 from faser.engine_adapter.protocol import MAX_DRAFT_LENGTH, ActionSet, RequestEvent, RequestRow, StepRecord
 from faser.models.policies.policy import PolicyError
@@ -39,9 +39,11 @@ REQUESTS = 12
 class Engine:
     """A fake engine that does what it is asked: drafts the lengths of its lease, accepts by chance."""
 
-    def __init__(self, fake: Any, make_record: Any, seed: int = 1) -> None:
+    def __init__(self, fake: Any, make_record: Any, seed: int = 1, copies: float = 0.0) -> None:
         self.fake, self._make, self._mix = fake, make_record, random.Random(seed)
+        self._copies = copies  # share of drafts that it copies, longer and surer than the drafter's
         self.waiting: dict[int, int] = {}  # handle -> draft that waits for verification
+        self.copied: tuple[int, ...] = ()  # whose draft that is a copy
         self.lease: ActionSet | None = None
         self.start = 1
 
@@ -55,16 +57,22 @@ class Engine:
             events += [RequestEvent("finish", self.start, counter * 0.01, 30)]
             self.start += 1
             events += [RequestEvent("arrival", self.start + REQUESTS - 1, 0.0, 50, f"req-{self.start + REQUESTS - 1}")]
-        rows = []
+        rows, verified_copies, copied = [], self.copied, list[int]()
         for handle in range(self.start, self.start + REQUESTS):
             draft, length = self.waiting.get(handle, 0), asked.get(handle, default)
-            accepted = next((k for k in range(draft) if self._mix.random() > 0.7), draft)
+            chance = 0.95 if handle in verified_copies else 0.7
+            accepted = next((k for k in range(draft) if self._mix.random() > chance), draft)
             confidences = tuple(self._mix.random() for _ in range(draft))
-            rows.append(RequestRow(handle, 1 + draft, length, length, draft, 0, accepted, accepted + 1, 60 + counter,
+            if is_copy := bool(self._copies) and self._mix.random() < self._copies:
+                copied.append(handle)
+            handed = 6 if is_copy else length
+            rows.append(RequestRow(handle, 1 + draft, length, handed, draft, 0, accepted, accepted + 1, 60 + counter,
                                    False, confidences))  # fmt: skip
-            self.waiting[handle] = length
+            self.waiting[handle] = handed
+        self.copied = tuple(copied)
         record: StepRecord = msgspec.structs.replace(
             self._make("boot-1", counter, 1, self.lease),
+            copied=self.copied, verified_copies=tuple(row.handle for row in rows if row.handle in verified_copies),
             events=events, rows=rows, decode_tokens=REQUESTS, draft_tokens=sum(row.verified for row in rows),
             step_s=0.01 + self._mix.random() * 1e-3,
         )  # fmt: skip
@@ -80,12 +88,14 @@ class Engine:
 def run(start_daemon: Any, make_engine: Any, make_record: Any, config: Config) -> Callable[..., Path]:
     """Return a function that records a run: 150 steps active, then as many in the mode that is given."""
 
-    def record(spec: str = "price", mode: str = "active", steps: int = 300, epsilon: float = 0.5) -> Path:
+    def record(
+        spec: str = "price", mode: str = "active", steps: int = 300, epsilon: float = 0.5, copies: float = 0.0
+    ) -> Path:
         settings = replace(config.mode, canary_share=0.8, canary_epsilon=epsilon)
         daemon = start_daemon(policy=PolicyConfig(spec), mode=settings)
         fake = make_engine()
-        fake.hello()
-        engine = Engine(fake, make_record)
+        fake.hello(has_matches=copies > 0.0)
+        engine = Engine(fake, make_record, copies=copies)
         engine.run(range(1, steps // 2))
         order(config.link, Switch("*", mode))  # type: ignore[arg-type]
         if mode == "advisory":
@@ -166,6 +176,50 @@ def test_a_clock_that_is_set_back_and_forth_changes_nothing(
     assert (report.identical, report.decisions, report.differing) == (59, 59, [])
 
 
+def test_a_session_with_copies_is_replayed_with_them_and_tells_them_apart(
+    run: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run(copies=0.4)
+    report = replay(path)
+    assert report.identical == report.decisions > 290
+    with closing(open_for_reading(path)) as database:
+        (session,) = read_sessions(database)
+        totals = database.execute(
+            "SELECT sum(verified - verified_copies), sum(accepted - accepted_copies), sum(verified_copies),"
+            " sum(accepted_copies) FROM steps"
+        ).fetchone()
+    assert session.hello.has_matches
+    assert sum(map(bool, (step.record.copied for step in session.steps))) > 250
+    drafter, copies = report.sources["drafter"], report.sources["copies"]
+    assert (drafter.verified, drafter.accepted, copies.verified, copies.accepted) == totals
+    assert copies.accepted / copies.verified > 0.75 > drafter.accepted / drafter.verified > 0.0
+    assert run_replay(ReplayOptions(path)) == 0
+    shown = capsys.readouterr().out
+    assert f"{copies.accepted} of {copies.verified} verified tokens accepted" in shown
+
+
+def test_copies_that_are_taken_for_the_drafters_change_decisions(run: Any) -> None:
+    path = run(copies=0.4)
+    with closing(sqlite3.connect(path)) as raw:
+        raw.execute("UPDATE steps SET copies = NULL")
+        raw.commit()
+    report = replay(path)
+    assert not report.is_exact()
+    assert report.identical < 0.9 * report.decisions
+
+
+def test_a_file_from_before_there_were_copies_is_replayed(run: Any) -> None:
+    path = run()
+    with closing(sqlite3.connect(path)) as raw:
+        for name, _, _ in ADDED[6]:
+            raw.execute(f"ALTER TABLE steps DROP COLUMN {name}")
+        raw.execute("PRAGMA user_version = 5")
+        raw.commit()
+    report = replay(path)
+    assert report.identical == report.decisions > 290
+    assert set(report.sources) == {"drafter"}
+
+
 def test_a_record_that_was_changed_is_noticed(run: Any) -> None:
     path = run("price")
     with closing(sqlite3.connect(path)) as raw:
@@ -182,6 +236,7 @@ def test_whatever_stands_in_a_cell_a_damaged_file_is_refused_in_one_line(run: An
     damage: list[tuple[str, str, object]] = [
         ("steps", "counter", "many"), ("steps", "received_ns", b"\xff"), ("steps", "step_s", 1e308),
         ("steps", "kv_usage", "x"), ("steps", "waiting", -1), ("steps", "rows", b"\xff" * 9),
+        ("steps", "copies", b"\xff" * 9), ("steps", "copies", "text"),
         ("steps", "decision_default_length", None), ("steps", "decision_mode", "loud"),
         ("steps", "decision_lengths", "text"), ("events", "priority", "high"), ("events", "time_s", b""),
         ("events", "received_ns", "now"), ("runs", "epoch", "x"), ("runs", "config", None), ("engines", "hello", None),

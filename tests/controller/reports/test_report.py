@@ -14,7 +14,7 @@ from sqlite_utils import Database
 from faser.controller.engine.load_summary import LoadSummary, RequestResult
 from faser.controller.errors import StoreError
 from faser.controller.reports.run_report import write_report
-from faser.controller.telemetry.schema import open_for_reading
+from faser.controller.telemetry.schema import ADDED, open_for_reading
 from faser.controller.telemetry.store import EngineEntry, RunEntry, StepEntry, Store
 from faser.controller.telemetry.tables import TelemetrySummary
 from faser.controller.telemetry.telemetry_file import TelemetryFile, read_whole
@@ -141,6 +141,52 @@ def test_a_report_opens_its_file_once_and_names_it_where_it_is_cut(
         database.execute("ALTER TABLE steps DROP COLUMN rows")
     with pytest.raises(StoreError, match=r"telemetry\.sqlite cannot be read: no such column: rows; expected a whole"):
         write_report(read_whole(telemetry), tmp_path / "report.html")
+
+
+@pytest.fixture
+def copying(tmp_path: Path) -> Path:
+    """Return a file in which the second of two requests copies every draft: its 2 tokens are accepted every time."""
+    rows = [row(1, 2, 3, emitted=2), row(2, 2, 4, emitted=3)]
+    records = [
+        msgspec.structs.replace(step(n, rows), copied=(2,), verified_copies=(2,), drawn_tokens=5) for n in range(1, 21)
+    ]
+    return write(tmp_path / "copies.sqlite", records)
+
+
+def test_copied_drafts_are_told_apart_from_the_drafters(copying: Path) -> None:
+    summary = figures(copying)
+    assert summary.acceptance_rate == pytest.approx(3 / 4)
+    assert (summary.drafter.verified_tokens, summary.drafter.accepted_tokens) == (40, 20)
+    assert (summary.copies.verified_tokens, summary.copies.accepted_tokens) == (40, 40)
+    assert (summary.drafter.acceptance_rate, summary.copies.acceptance_rate) == (0.5, 1.0)
+    assert summary.drafter.waste == pytest.approx((20 + 20 * (5 - 3)) / 100), "rejected, and drawn beside those"
+    assert summary.copies.waste == 0.0
+
+
+def test_the_report_has_a_row_and_a_line_for_copies_where_there_are_some(
+    copying: Path, telemetry: Path, tmp_path: Path
+) -> None:
+    pages = []
+    for path in (copying, telemetry):
+        write_report(read_whole(path), tmp_path / "report.html")
+        pages.append((tmp_path / "report.html").read_text())
+    assert "... of copies" in pages[0]
+    assert "40 of 40 tokens; 0.00 wasted per token emitted" in pages[0]
+    assert "20 of 40 tokens; 0.60 wasted per token emitted" in pages[0]
+    assert "beside those of the drafter and of copied ones" in pages[0]
+    assert "... of copies" not in pages[1]
+    assert "copied" not in pages[1]
+
+
+def test_a_file_from_before_there_were_copies_has_none(telemetry: Path) -> None:
+    with closing(sqlite3.connect(telemetry)) as raw:
+        for name, _, _ in ADDED[6]:
+            raw.execute(f"ALTER TABLE steps DROP COLUMN {name}")
+        raw.execute("PRAGMA user_version = 5")
+        raw.commit()
+    summary = figures(telemetry)
+    assert summary.copies.verified_tokens == 0
+    assert summary.drafter.acceptance_rate == summary.acceptance_rate == pytest.approx(60 / 160)
 
 
 def test_a_file_without_steps_has_figures_and_a_report(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from faser.controller.config import Config
 from faser.controller.errors import StoreError, UsageError
 from faser.controller.telemetry.export import COLUMNS, run_export
+from faser.controller.telemetry.schema import ADDED
 from faser.engine_adapter.protocol import RequestRow, StepRecord
 
 
@@ -48,6 +49,33 @@ def test_requests_are_one_line_per_request_and_step(recorded: list[StepRecord], 
     assert [msgspec.convert([line[name] for name in fields], RequestRow) for line in lines] == expected
     assert {line["decided_length"] for line in lines} == {3}
     assert {line["boot_id"] for line in lines} == {"boot-1"}
+
+
+def test_copied_drafts_are_marked(
+    start_daemon: Any, make_engine: Any, make_record: Any, config: Config, tmp_path: Path
+) -> None:
+    daemon = start_daemon()
+    engine = make_engine()
+    engine.hello(has_matches=True)
+    engine.send(msgspec.structs.replace(make_record("boot-1", 1), copied=(2, 3), verified_copies=(3,)))
+    engine.action()
+    daemon.stop()
+    lines = exported(config, tmp_path, "csv", "requests")
+    marks = [(line["handle"], line["is_drafted_copied"], line["is_verified_copied"]) for line in lines]
+    assert marks == [("1", "0", "0"), ("2", "1", "0"), ("3", "1", "1"), ("4", "0", "0")]
+
+
+def test_a_file_from_before_there_were_copies_is_exported_without_any(
+    recorded: list[StepRecord], config: Config, tmp_path: Path
+) -> None:
+    with closing(sqlite3.connect(config.store.path)) as raw:
+        for name, _, _ in ADDED[6]:
+            raw.execute(f"ALTER TABLE steps DROP COLUMN {name}")
+        raw.execute("PRAGMA user_version = 5")
+        raw.commit()
+    lines = exported(config, tmp_path, "jsonl", "requests")
+    assert {(line["is_drafted_copied"], line["is_verified_copied"]) for line in lines} == {(False, False)}
+    assert {line["accepted_copies"] for line in exported(config, tmp_path, "jsonl", "steps")} == {0}
 
 
 TABLES = pytest.mark.parametrize("table", ["requests", "steps", "events"])

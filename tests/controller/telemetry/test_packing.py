@@ -11,8 +11,10 @@ from faser.controller.errors import StoreError
 from faser.controller.telemetry.packing import (
     PACKING_VERSION,
     SUMMED,
+    pack_copies,
     pack_lengths,
     pack_rows,
+    unpack_copies,
     unpack_lengths,
     unpack_rows,
 )
@@ -134,3 +136,13 @@ def test_any_other_bytes_are_refused_with_an_error_of_ours(blob: bytes) -> None:
 def test_a_blob_of_another_version_names_both_versions() -> None:
     with pytest.raises(StoreError, match="packing version 07; expected 04 or older"):
         unpack_rows(b"\x07" + pack_rows([]).blob[1:])
+
+
+@given(st.lists(st.tuples(st.integers(0, 1 << 62), st.booleans(), st.booleans()), unique_by=lambda each: each[0]))
+def test_copies_come_back_in_the_order_of_the_batch(batch: list[tuple[int, bool, bool]]) -> None:
+    copied, verified = ([handle for handle, *marks in batch if marks[which]] for which in (0, 1))
+    assert unpack_copies(pack_copies(copied, verified)) == (copied, verified)
+
+
+def test_a_handle_that_is_named_twice_is_kept_once() -> None:
+    assert unpack_copies(pack_copies([4, 4, 7], [4, 7, 7])) == ([4, 7], [4, 7])
