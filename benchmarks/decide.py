@@ -77,7 +77,7 @@ def measure(
     batch: int, policy_name: str, k_max: int, steps: int, is_confident: bool, has_copies: bool
 ) -> dict[str, float]:
     """Return percentiles in microseconds over the second half of the steps."""
-    capabilities = Capabilities(k_max=k_max, has_matches=has_copies)
+    capabilities = Capabilities(k_max=k_max, copy_max=k_max if has_copies else 0)
     state, policy = EngineState(capabilities), make_policy(policy_name, capabilities)
     whole, alone, after = [], [], []
     for sequence, step in enumerate(make_records(batch, k_max, steps, is_confident, has_copies)):

@@ -44,6 +44,7 @@ def describe_engine(config: VllmConfig, settings: Settings) -> Hello:
 
     scheduler, cache, parallel = config.scheduler_config, config.cache_config, config.parallel_config
     drafting, exits = config.speculative_config, _exits(config, settings)
+    buffers = min(config.num_speculative_tokens, MAX_DRAFT_LENGTH)
     table = list(drafting.num_speculative_tokens_per_batch_size or ()) if drafting else []
     return Hello(
         boot_id=secrets.token_hex(8),
@@ -57,7 +58,7 @@ def describe_engine(config: VllmConfig, settings: Settings) -> Hello:
         is_async=bool(scheduler.async_scheduling),
         method=str(drafting.method if drafting else "none"),
         drafter=str((drafting.model if drafting else None) or "")[:512],
-        k_max=min(config.num_speculative_tokens, MAX_DRAFT_LENGTH),
+        k_max=min(buffers, settings.draft_max),
         default_length=min(settings.default_length, config.num_speculative_tokens),
         default_table=[(int(first), int(last), int(length)) for first, last, length in table[:64]],
         max_requests=scheduler.max_num_seqs,
@@ -77,7 +78,7 @@ def describe_engine(config: VllmConfig, settings: Settings) -> Hello:
         released_prune=exits.released if exits else None,
         frontier=_frontier(config, settings),
         is_adaptive=bool(getattr(drafting, "enable_adaptive_verification", False)),
-        has_matches=match_refusal(config, settings) is None,
+        copy_max=buffers if match_refusal(config, settings) is None else 0,
     )
 
 

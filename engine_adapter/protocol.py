@@ -176,7 +176,12 @@ class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):
     frontier: Frontier = 0  # most tokens drafted ahead; 0: none
     epoch: Count = 0  # the highest that it obeyed: it refuses lower ones; 0: none
     is_adaptive: bool = False  # vLLM's adaptive verification: of what is drafted, it verifies what pays
-    has_matches: bool = False  # drafts may be copied from a request's own text
+    copy_max: DraftLength = 0  # longest draft copied from a request's own text; 0: none is
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest draft, whoever makes it."""
+        return max(self.k_max, self.copy_max)
 
 
 class Goodbye(msgspec.Struct, array_like=True, tag="goodbye", frozen=True):

@@ -92,7 +92,9 @@ def start_steering(vllm_config: VllmConfig, scheduler: Any) -> None:
     if settings.endpoint.startswith("ipc://"):
         ensure_private_folder(_folder_of(settings.endpoint))
     keys, groups = engine_keys(settings), chosen_groups(settings, vllm_config)
-    lease = Lease(hello.boot_id, hello.k_max, settings.lease_steps, settings.lease_ms / 1000, hello.exit_layers)
+    lease = Lease(
+        hello.boot_id, hello.k_max, settings.lease_steps, settings.lease_ms / 1000, hello.exit_layers, hello.copy_max
+    )
     context = drafter_context(vllm_config)
     steering = Steering(hello, EngineLink(settings.endpoint, hello.boot_id, keys), lease, default, context)
     steering.introduce()

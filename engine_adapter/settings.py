@@ -59,6 +59,7 @@ class Settings:
     is_varlen: bool = True
     draft_graphs: int = 8
     match_mib: int = 256
+    draft_max: int = MAX_DRAFT_LENGTH
 
 
 def _integer(low: int, high: int) -> Callable[[str, str], int]:
@@ -222,6 +223,12 @@ SETTINGS: Final = {
         "8",
         "Most draft lengths that have a CUDA graph of their own (V2 runner); 0: vLLM chooses them.",
         _integer(0, MAX_DRAFT_LENGTH),
+    ),
+    "draft_max": Setting(
+        "FASER_DRAFT_MAX",
+        str(MAX_DRAFT_LENGTH),
+        "Longest draft of the drafter, within num_speculative_tokens, which holds for copied drafts too.",
+        _integer(1, MAX_DRAFT_LENGTH),
     ),
     "match_mib": Setting(
         "FASER_MATCH_MIB",

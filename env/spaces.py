@@ -41,7 +41,7 @@ class Capabilities:
     max_batched_tokens: int = 0
     kv_tokens: int = 0
     frontier: int = 0  # most tokens that can be drafted ahead of a chunk
-    has_matches: bool = False  # drafts may be copied from a request's own text
+    copy_max: int = 0  # longest draft copied from a request's own text; 0: none is
     is_adaptive: bool = False  # of what is drafted, the engine verifies what pays
 
     @classmethod
@@ -65,7 +65,7 @@ class Capabilities:
             kv_tokens=hello.kv_tokens,
             frontier=hello.frontier,
             is_adaptive=hello.is_adaptive,
-            has_matches=hello.has_matches,
+            copy_max=hello.copy_max,
         )
 
 
@@ -164,11 +164,11 @@ def _prune_or_none(prune: Prune | None, exit_layers: tuple[int, ...]) -> Prune |
 
 
 def _match_or_none(match: MatchRule | None, capabilities: Capabilities) -> MatchRule | None:
-    if match is None or not capabilities.has_matches:
+    if match is None or not capabilities.copy_max:
         return None
     numbers = match.numbers()
     is_sound = all(map(math.isfinite, numbers)) and max(map(abs, numbers)) <= LARGEST_NUMBER
-    is_sound &= all((match.slopes, match.intercepts, match.keep)) and 0 <= match.most <= capabilities.k_max
+    is_sound &= all((match.slopes, match.intercepts, match.keep)) and 0 <= match.most <= capabilities.copy_max
     return match if is_sound and match.fewest >= 0 else None
 
 

@@ -41,7 +41,7 @@ class Session:
         capabilities = Capabilities.from_hello(hello)
         self.state = EngineState(capabilities)
         self.governor = Governor(hello, LeaseTerms(lease.steps, lease.ms))
-        self.window = Window(hello.k_max)
+        self.window = Window(hello.longest)
         self.pruning = PruningTotals()
         self.newest: StepRecord | None = None
         self.sequence = 0
@@ -186,7 +186,7 @@ class Session:
             device=hello.device,
             vllm_version=hello.vllm_version,
             adapter_version=hello.adapter_version,
-            k_max=hello.k_max,
+            k_max=hello.longest,
             presence=self.presence,
             last_record_age_s=now_s - self.heard_s if record else None,
             running=record.running if record else 0,
@@ -227,7 +227,7 @@ class Session:
 
     def _sources(self) -> dict[Source, SourceStatus]:
         drafter = self.window.drafter()
-        if not self.hello.has_matches:
+        if not self.hello.copy_max:
             return {"drafter": drafter}
         return {"drafter": drafter, "copies": self.window.copies()}
 

@@ -49,6 +49,7 @@ class EngineLaunch:
     kv_cache_gib: int | None = None
     threads: int | None = None
     environment_extra: Mapping[str, str] = field(default_factory=dict)
+    draft_max: int | None = None  # longest draft of the drafter, unless the user says another; None: as its buffers
 
     @property
     def url(self) -> str:
@@ -73,6 +74,8 @@ class EngineLaunch:
         """Return the server's environment: ours under `base` (this process's), so that the operator's values win."""
         base = os.environ if base is None else base
         ours = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
+        if self.draft_max is not None:
+            ours["FASER_DRAFT_MAX"] = str(self.draft_max)
         if self._is_local():
             ours["HF_HUB_OFFLINE"] = "1"
         if self.is_cpu:

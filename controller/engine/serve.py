@@ -16,7 +16,7 @@ from typing import BinaryIO, Final
 
 from rich.console import Console
 
-from ...models.embedded.pair import TARGET_NAME, EmbeddedPair, ensure_embedded_pair
+from ...models.embedded.pair import EMBEDDED_K_MAX, TARGET_NAME, EmbeddedPair, ensure_embedded_pair
 from ...models.embedded.precision import is_bfloat16_slow
 from ..config import Config
 from ..decision.session import check_policy
@@ -57,15 +57,17 @@ def embedded_launch(
     pair: EmbeddedPair, endpoint: str, port: int | None = None, arguments: Sequence[str] = ()
 ) -> EngineLaunch:
     """Return the launch of the embedded pair on loopback; `arguments` come after the defaults and win over them."""
+    is_ours = not _has_flag(arguments, _SPECULATIVE_FLAGS)
     return EngineLaunch(
         model=str(pair.target),
         port=port or free_port(),
         host=flag_value(arguments, "--host") or "127.0.0.1",
-        speculative=None if _has_flag(arguments, _SPECULATIVE_FLAGS) else pair.speculative(),
+        speculative=pair.speculative() if is_ours else None,
         arguments=(*EMBEDDED_ARGUMENTS, "--dtype", embedded_dtype(), *_without_flags(arguments, ("--host", "--port"))),
         endpoint=endpoint,
         is_cpu=is_cpu_build(),
         kv_cache_gib=1,
+        draft_max=EMBEDDED_K_MAX if is_ours else None,
     )
 
 

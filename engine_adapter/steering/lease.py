@@ -19,14 +19,22 @@ class Lease:
     :param k_max: longest draft the engine's buffers hold, tokens.
     :param max_steps: longest validity in engine steps.
     :param max_s: longest validity in seconds.
+    :param copy_max: longest copied draft, tokens; 0: none.
     :param exit_layers: layers behind which rows may be pruned; empty: no pruning.
     """
 
     def __init__(
-        self, boot_id: str, k_max: int, max_steps: int, max_s: float, exit_layers: Collection[int] = ()
+        self,
+        boot_id: str,
+        k_max: int,
+        max_steps: int,
+        max_s: float,
+        exit_layers: Collection[int] = (),
+        copy_max: int = 0,
     ) -> None:
         self.boot_id = boot_id
         self.k_max = k_max
+        self.copy_max = copy_max
         self.max_steps = max_steps
         self.max_s = max_s
         self.exit_layers = exit_layers
@@ -76,7 +84,7 @@ class Lease:
         if action.prune is not None and action.prune.layer not in self.exit_layers:
             action.prune = None
         if action.match is not None:
-            action.match = fitted_match(action.match, k_max)
+            action.match = fitted_match(action.match, self.copy_max)
         if action.admission is not None and not is_sound(action.admission, len(action.handles)):
             action.admission = None
         return action
@@ -96,10 +104,10 @@ class Lease:
         return self._action
 
 
-def fitted_match(rule: MatchRule, k_max: int) -> MatchRule:
-    """Return the rule for drafts of at most `k_max` tokens, with one entry per position."""
-    slopes, intercepts, keep = (fitted_to(values, k_max) for values in (rule.slopes, rule.intercepts, rule.keep))
-    return MatchRule(slopes, intercepts, keep, min(rule.most, k_max), rule.worth, rule.fewest)
+def fitted_match(rule: MatchRule, longest: int) -> MatchRule:
+    """Return the rule for drafts of at most so many tokens, with one entry per position."""
+    slopes, intercepts, keep = (fitted_to(values, longest) for values in (rule.slopes, rule.intercepts, rule.keep))
+    return MatchRule(slopes, intercepts, keep, min(rule.most, longest), rule.worth, rule.fewest)
 
 
 def is_sound(admission: Admission, handles: int) -> bool:

@@ -193,7 +193,7 @@ class Steering:
         )
         if action is not None and action.admission is not None and self.hello.is_adaptive:
             self._admit(order, action, action.admission)
-        if action is not None and action.match is not None and self.hello.has_matches:
+        if action is not None and action.match is not None and self.hello.copy_max:
             order.match = action.match
             order.match_lengths = self._lengths(scheduled, {}, action.match.most)
         return order

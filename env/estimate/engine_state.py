@@ -94,7 +94,7 @@ class EngineState:
         self.requests = RequestTable(capabilities.k_max)
         self.population = Population(capabilities.k_max)
         self.confidence = Confidence(capabilities.k_max)
-        self.matches = Matches(capabilities.k_max)
+        self.matches = Matches(capabilities.copy_max)
         self.asked_stops: dict[int, StopRule | None] = {}  # by the action set's sequence
         self.drafting_stop: StopRule | None = None  # in force when the step last looked at drafted
         self.has_skipped = False  # the drafter leaves out what nobody drafts for, and makes up for it later
@@ -133,7 +133,7 @@ class EngineState:
         decoding = self.decoding()
         return PlanningView(
             self.capabilities, self.requests, decoding, int(np.count_nonzero(decoding)), self.population,
-            self.confidence, self.matches if self.capabilities.has_matches else None, self.load, self.link.records,
+            self.confidence, self.matches if self.capabilities.copy_max else None, self.load, self.link.records,
             self.time_s, self.has_skipped, self.unsplit_cost, self.unsplit_cost,
         )  # fmt: skip
 
@@ -177,7 +177,7 @@ def look(state: EngineState, record: StepRecord) -> None:
     state.requests.apply(record.events, state.link.records)
     told = rows = StepRows.of(record.rows)
     is_copy = NO_COPIES
-    if state.capabilities.has_matches:
+    if state.capabilities.copy_max:
         copied, is_copy = copies_of(record, told)
         rows = drafters_rows(told, copied, is_copy)
     rule = state.drafting_stop  # chose which tokens this step verified
@@ -230,7 +230,7 @@ def learn(state: EngineState) -> None:
         limit = rows.draft_limit if tells else np.zeros_like(rows.draft_limit)
         state.population.learn(lesson.trials, lesson.successes, known, limit, rows.drafted)
     state.confidence.learn(lesson.drafts)
-    if state.capabilities.has_matches:
+    if state.capabilities.copy_max:
         state.matches.learn(lesson.told, lesson.is_copy, state.link.records)
     cost = _step_cost(lesson)
     if lesson.split == 0:

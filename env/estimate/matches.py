@@ -28,7 +28,7 @@ GUESS_STEPS = 16.0  # what the first guess, no copies at all, counts for
 class Matches:
     """The copies of one engine's requests; shares and tokens per decoding request and step."""
 
-    k_max: int
+    longest: int  # copy
     confidence: Confidence = field(init=False)
     steps: float = GUESS_STEPS  # ... of requests, with forgetting
     _copies: float = 0.0
@@ -36,7 +36,7 @@ class Matches:
     _accepted: float = 0.0
 
     def __post_init__(self) -> None:
-        self.confidence = Confidence(self.k_max)
+        self.confidence = Confidence(self.longest)
 
     @property
     def share(self) -> float:
@@ -67,8 +67,8 @@ class Matches:
         self.steps, self._copies = self.steps * keep + decoding, self._copies * keep + copies
         self._verified, self._accepted = self._verified * keep + verified, self._accepted * keep + accepted
         if verified:
-            trials, successes = count_trials(rows.verified * is_copy, rows.pruned, rows.accepted, self.k_max)
-            drafts = DraftRows(rows.confidences, self.k_max * is_copy, trials, successes, None, record)
+            trials, successes = count_trials(rows.verified * is_copy, rows.pruned, rows.accepted, self.longest)
+            drafts = DraftRows(rows.confidences, self.longest * is_copy, trials, successes, None, record)
             self.confidence.learn(drafts)
 
     def curve(self) -> tuple[Floats, Floats]:

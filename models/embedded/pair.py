@@ -29,7 +29,8 @@ from .eagle3 import DrafterCard, expand_drafter, read_card
 from .target import convert_target
 
 TARGET_NAME = "SmolLM2-135M-Instruct"
-EMBEDDED_K_MAX: Final = 8
+EMBEDDED_K_MAX: Final = 4  # as deep as its drafter is good at
+EMBEDDED_COPY_MAX: Final = 8
 _WEIGHTS = Path(__file__).parents[1] / "weights"
 TARGET_CARD = _WEIGHTS / "target.card.json"
 DRAFTER_CARD = _WEIGHTS / "drafter.card.json"
@@ -55,9 +56,9 @@ class EmbeddedPair:
     target: Path
     drafter: Path
 
-    def speculative(self, k_max: int = EMBEDDED_K_MAX) -> dict[str, object]:
+    def speculative(self, longest: int = EMBEDDED_COPY_MAX) -> dict[str, object]:
         """Return vLLM's --speculative-config for the drafter."""
-        return {"method": "eagle3", "model": str(self.drafter), "num_speculative_tokens": k_max}
+        return {"method": "eagle3", "model": str(self.drafter), "num_speculative_tokens": longest}
 
 
 def ensure_embedded_pair(progress: Progress | None = None) -> EmbeddedPair:

@@ -38,13 +38,13 @@ def match_rule(view: PlanningView, matches: Matches, table: Floats, choice: Choi
 
     :param table: steps without copies
     """
-    k_max, requests = view.capabilities.k_max, view.requests
+    longest, requests = matches.longest, view.requests
     slopes, intercepts = matches.curve()
     cell = table[:, choice.threshold, choice.depth]
     rows = float(with_copies(table, requests, matches)[ROWS, choice.threshold, choice.depth])
     keep = _row_price(view, rows, choice.rate)
     worth, fewest = _drafters_worth(view, cell, keep, choice.rate) if choice.depth else (0.0, 1)
-    return MatchRule(slopes.tolist(), intercepts.tolist(), [keep] * k_max, k_max, worth, fewest)
+    return MatchRule(slopes.tolist(), intercepts.tolist(), [keep] * longest, longest, worth, fewest)
 
 
 def _row_price(view: PlanningView, rows: float, rate: float) -> float:

@@ -77,7 +77,7 @@ class PricePolicy:
 
     def __init__(self, capabilities: Capabilities, *, use_confidence: bool = True, use_copies: bool = True) -> None:
         self.name = "price" if use_confidence and use_copies else "price:drafter" if use_confidence else "price:history"
-        self._can_copy = use_copies and capabilities.has_matches
+        self._can_copy = use_copies and bool(capabilities.copy_max)
         self._k_max = capabilities.k_max
         # An engine that verifies adaptively decides on its device, where it need not wait for what was drawn.
         self._can_stop = use_confidence and (capabilities.is_adaptive or not capabilities.is_async)

@@ -18,16 +18,16 @@ from ..policies.baselines import FixedLength
 class CopiesFirst:
     """One length for the drafter; a copy in its place wherever it promises at least so many tokens."""
 
-    def __init__(self, name: str, fixed: FixedLength, k_max: int, least: float) -> None:
+    def __init__(self, name: str, fixed: FixedLength, longest: int, least: float) -> None:
         self.name = name
         self._fixed = fixed
-        self._match = MatchRule([1.0], [0.0], [0.0], k_max, least)
+        self._match = MatchRule([1.0], [0.0], [0.0], longest, least)
 
     @classmethod
     def parse(cls, name: str, text: str, capabilities: Capabilities) -> CopiesFirst:
         """Read the K of hybrid:K, or arctic:K, where a copy must promise as many."""
         fixed = FixedLength.parse(text, capabilities)
-        return cls(f"{name}:{text}", fixed, capabilities.k_max, float(fixed.length) if name == "arctic" else 0.0)
+        return cls(f"{name}:{text}", fixed, capabilities.copy_max, float(fixed.length) if name == "arctic" else 0.0)
 
     def act(self, state: EngineState) -> Action:
         """Return the same rule at any load."""

@@ -166,6 +166,7 @@ def _copies(records: list[wire.StepRecord]) -> dict[str, int]:
         "copied": sum(row.verified for is_copy, row in verified if is_copy),
         "accepted_copies": sum(row.accepted for is_copy, row in verified if is_copy),
         "longest_copy": max((row.verified for is_copy, row in verified if is_copy), default=0),
+        "longest_draft": max((row.verified for is_copy, row in verified if not is_copy), default=0),
         "beside_copies": sum(len(kinds) > 1 for kinds in mixed),
         "lost_copies": sum(len(set(later.verified_copies) - set(record.copied)) for record, later in pairwise(records)),
     }

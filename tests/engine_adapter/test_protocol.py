@@ -90,9 +90,9 @@ def test_an_action_set_of_an_older_controller_is_read(missing: int, untold: tupl
 def test_a_hello_of_an_engine_that_does_not_tell_what_came_later_is_read(missing: int) -> None:
     hello = wire.Hello(
         "boot", 1, "host", "0.1.0", "0.32.0", "target", "cpu", "v1", False, "eagle3", "drafter", 6, 0, [], 256, 8192,
-        100_000, [], ["unsplit"], [], 1, 1, 1, 0, 32, 1000, [], epoch=9, is_adaptive=True, has_matches=True,
+        100_000, [], ["unsplit"], [], 1, 1, 1, 0, 32, 1000, [], epoch=9, is_adaptive=True, copy_max=8,
     )  # fmt: skip
-    later: list[tuple[str, Any]] = [("has_matches", False), ("is_adaptive", False), ("epoch", 0)]
+    later: list[tuple[str, Any]] = [("copy_max", 0), ("is_adaptive", False), ("epoch", 0)]
     whole = msgspec.msgpack.decode(bytes(wire.encode(hello))[2:])
     older = wire.HEADER + msgspec.msgpack.encode(whole[:-missing])
     assert wire.decode_from_engine(wire.encode(hello)) == hello

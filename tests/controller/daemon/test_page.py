@@ -60,7 +60,7 @@ def test_the_script_reads_a_stream_and_draws_it(
 ) -> None:
     start_daemon()
     engine = make_engine()
-    engine.hello(has_matches=True)
+    engine.hello(copy_max=6)
     for _ in range(3):
         engine.step()
         engine.action()

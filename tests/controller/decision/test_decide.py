@@ -133,7 +133,7 @@ def test_the_lease_counts_from_the_record_and_is_cut_to_what_the_engine_grants()
 
 @pytest.mark.parametrize(("max_rows", "most"), [(0, 5), (18, 5), (17, 4), (6, 1), (2, 0)])
 def test_copies_are_no_longer_than_everybody_can_have_in_one_batch(max_rows: int, most: int) -> None:
-    capabilities = Capabilities(k_max=5, has_matches=True, max_batched_tokens=max_rows)
+    capabilities = Capabilities(k_max=5, copy_max=5, max_batched_tokens=max_rows)
 
     class Copying:
         name = "copying"

@@ -53,7 +53,7 @@ def test_every_policy_gives_an_action_that_can_be_had(name: str, make_record: Ca
     """And none that has to be clamped for it; the records before are of a sound batch, so that there is an estimate."""
     if name == "gplcb":
         pytest.importorskip("sklearn")
-    capabilities = Capabilities(k_max=K_MAX, has_matches=True)
+    capabilities = Capabilities(k_max=K_MAX, copy_max=K_MAX)
     state, policy = EngineState(capabilities), make_policy(EXAMPLES.get(name, name), capabilities)
     for counter in range(1, 2 * RECORDS + 1):
         record = record_of(counter, 6) if counter <= RECORDS else make_record(counter)

@@ -126,7 +126,7 @@ def test_tokens_that_were_drawn_and_not_handed_over_are_counted(start: Callable[
 
 
 def test_copied_drafts_are_told_apart_from_the_drafters(start: Callable[..., Callable[..., Session]]) -> None:
-    hear = start("fixed:2", has_matches=True)
+    hear = start("fixed:2", copy_max=8)
     hear(copied=(2, 3))
     session = hear(verified_copies=(2, 3), drawn_tokens=10)  # of four requests, which verify 3 and accept handle % 4
     status = session.status(1.0)
@@ -151,7 +151,7 @@ def test_copied_drafts_are_told_apart_from_the_drafters(start: Callable[..., Cal
 
 
 def test_tokens_drawn_beside_copies_count_as_the_drafters_waste(start: Callable[..., Callable[..., Session]]) -> None:
-    hear = start("fixed:2", has_matches=True)
+    hear = start("fixed:2", copy_max=8)
     session = hear(copied=(2, 3), drawn_tokens=8)  # two requests got 3 each of the drafter's
     assert session.status(1.0).unverified_tokens == 2
     wasted = 12 - 6 + 2

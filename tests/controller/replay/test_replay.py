@@ -94,7 +94,7 @@ def run(start_daemon: Any, make_engine: Any, make_record: Any, config: Config) -
         settings = replace(config.mode, canary_share=0.8, canary_epsilon=epsilon)
         daemon = start_daemon(policy=PolicyConfig(spec), mode=settings)
         fake = make_engine()
-        fake.hello(has_matches=copies > 0.0)
+        fake.hello(copy_max=6 if copies > 0.0 else 0)
         engine = Engine(fake, make_record, copies=copies)
         engine.run(range(1, steps // 2))
         order(config.link, Switch("*", mode))  # type: ignore[arg-type]
@@ -188,7 +188,7 @@ def test_a_session_with_copies_is_replayed_with_them_and_tells_them_apart(
             "SELECT sum(verified - verified_copies), sum(accepted - accepted_copies), sum(verified_copies),"
             " sum(accepted_copies) FROM steps"
         ).fetchone()
-    assert session.hello.has_matches
+    assert session.hello.copy_max
     assert sum(map(bool, (step.record.copied for step in session.steps))) > 250
     drafter, copies = report.sources["drafter"], report.sources["copies"]
     assert (drafter.verified, drafter.accepted, copies.verified, copies.accepted) == totals

@@ -56,7 +56,7 @@ def test_copied_drafts_are_marked(
 ) -> None:
     daemon = start_daemon()
     engine = make_engine()
-    engine.hello(has_matches=True)
+    engine.hello(copy_max=6)
     engine.send(msgspec.structs.replace(make_record("boot-1", 1), copied=(2, 3), verified_copies=(3,)))
     engine.action()
     daemon.stop()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from faser.engine_adapter.protocol import ActionSet, Admission, Prune, Release, StopRule
+from faser.engine_adapter.protocol import ActionSet, Admission, MatchRule, Prune, Release, StopRule
 from faser.engine_adapter.steering.lease import Lease
 
 BOOT = "boot"
@@ -169,3 +169,13 @@ def test_numbers_that_adaptive_verification_could_not_use_are_left_out(unsound: 
     held = granting.in_force(1, 0.0)
     assert held is not None
     assert held.admission is None
+
+
+def test_a_copy_is_no_longer_than_the_engine_holds_and_has_a_price_at_every_position() -> None:
+    held = Lease(BOOT, k_max=2, max_steps=32, max_s=1.0, copy_max=4)
+    asked = action()
+    asked.match = MatchRule([1.0, 2.0], [0.5], [0.1, 0.2, 0.3, 0.4, 0.5], 9, 0.7, 2)
+    assert held.offer(asked, 0, 0.0) is None
+    given = held.in_force(1, 0.1)
+    assert given is not None
+    assert given.match == MatchRule([1.0, 2.0, 2.0, 2.0], [0.5] * 4, [0.1, 0.2, 0.3, 0.4], 4, 0.7, 2)

@@ -796,7 +796,8 @@ COPY = wire.MatchRule([1.0], [0.0], [0.1], 5)
 
 def copying() -> tuple[Steering, MemoryLink]:
     adapter, link = steering()
-    adapter.hello = msgspec.structs.replace(adapter.hello, has_matches=True)
+    adapter.hello = msgspec.structs.replace(adapter.hello, copy_max=5)
+    adapter.lease.copy_max = 5
     return adapter, link
 
 
@@ -812,7 +813,7 @@ def test_copies_may_be_as_long_as_their_rule_a_client_and_what_remains_allow() -
     assert order.match_lengths == {"a": 4, "b": 3, "prompt": 5}  # a runner copies for nobody inside a prompt
     assert order.longest() == {"a": 4, "b": 3, "prompt": 5}
     assert order.match is not None
-    assert order.match.keep == [0.1] * 6
+    assert order.match.keep == [0.1] * 5
 
 
 def test_an_engine_that_copies_nothing_is_not_asked_to() -> None:

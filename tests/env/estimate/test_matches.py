@@ -20,9 +20,9 @@ def record(counter: int, rows: list[RequestRow], copied: tuple[int, ...], verifi
     )  # fmt: skip
 
 
-def served(chance: float, *, has_matches: bool = True, steps: int = 400) -> EngineState:
+def served(chance: float, *, copy_max: int = K_MAX, steps: int = 400) -> EngineState:
     """Return what was seen of two requests: the drafter's four are half accepted, a copy is by `chance`."""
-    state, random = EngineState(Capabilities(k_max=K_MAX, has_matches=has_matches)), np.random.default_rng(0)
+    state, random = EngineState(Capabilities(k_max=K_MAX, copy_max=copy_max)), np.random.default_rng(0)
     verified: tuple[int, ...] = ()
     for counter in range(steps):
         copied = (1,) if random.random() < 0.5 else ()
@@ -50,7 +50,7 @@ def test_copies_say_nothing_about_the_drafter(chance: float) -> None:
     assert state.population.mean[0] == pytest.approx(0.5, abs=0.08)
     assert state.acceptance()[:, 0] == pytest.approx([0.5, 0.5], abs=0.15)
     assert state.population.delivery[0] > 0.95
-    misled = served(chance, has_matches=False)  # the control: taken for the drafter's, they do
+    misled = served(chance, copy_max=0)  # the control: taken for the drafter's, they do
     assert abs(misled.population.mean[0] - 0.5) > 0.08
 
 

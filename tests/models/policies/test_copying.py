@@ -15,7 +15,7 @@ from faser.models.policies.step_grid import DRAFTED, ROUNDS, ROWS, TOKENS
 from faser.models.registry import make_policy
 
 K_MAX = 4
-CAPABILITIES = Capabilities(k_max=K_MAX, has_matches=True)
+CAPABILITIES = Capabilities(k_max=K_MAX, copy_max=K_MAX)
 
 
 def seen(requests: int, row_ms: float, round_ms: float, level: float = 0.6, share: float = 0.3) -> EngineState:
