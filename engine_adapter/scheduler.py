@@ -97,6 +97,7 @@ def start_steering(vllm_config: VllmConfig, scheduler: Any) -> None:
     )
     context = drafter_context(vllm_config)
     steering = Steering(hello, EngineLink(settings.endpoint, hello.boot_id, keys), lease, default, context)
+    steering.is_sharing = bool(settings.shared_mib and hello.copy_max)
     steering.introduce()
     scheduler.steering, scheduler.ping_pong = steering, groups
     logger.info("FASER %s steers this engine over %s", hello.adapter_version, settings.endpoint)

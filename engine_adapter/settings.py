@@ -60,6 +60,7 @@ class Settings:
     draft_graphs: int = 8
     match_mib: int = 256
     draft_max: int = MAX_DRAFT_LENGTH
+    shared_mib: int = 0
 
 
 def _integer(low: int, high: int) -> Callable[[str, str], int]:
@@ -229,6 +230,13 @@ SETTINGS: Final = {
         str(MAX_DRAFT_LENGTH),
         "Longest draft of the drafter, within num_speculative_tokens, which holds for copied drafts too.",
         _integer(1, MAX_DRAFT_LENGTH),
+    ),
+    "shared_mib": Setting(
+        "FASER_SHARED_MIB",
+        "0",
+        "Memory for what ended requests answered, from which others under the same cache_salt copy drafts too, in "
+        "MiB, from 8 on; 0: nothing is shared (SECURITY.md).",
+        _integer(0, 1 << 20),
     ),
     "match_mib": Setting(
         "FASER_MATCH_MIB",

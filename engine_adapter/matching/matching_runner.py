@@ -35,6 +35,11 @@ class MatchingRunner:
 
     texts: Texts | None = None
     matches: ChosenCopies | None = None  # of the drafting in this step
+    _salts: dict[str, str]  # by request that shares its answer and may copy from others'
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._salts = {}
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Let vLLM set up its KV cache; then compile what looks texts up."""
@@ -50,14 +55,25 @@ class MatchingRunner:
             from .texts import Texts, warm_up
 
             warm_up()
-            self.texts = Texts(settings.match_mib * MIB)
+            self.texts = Texts(settings.match_mib * MIB, settings.shared_mib * MIB)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the target for one step."""
         self.matches = None
         if self.texts is not None:
-            self.texts.forget(scheduler_output.finished_req_ids)
+            order = getattr(scheduler_output, "faser", None)
+            self._salts |= {} if order is None else order.salts
+            self._forget(self.texts, scheduler_output.finished_req_ids)
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+
+    def _forget(self, texts: Texts, names: set[str]) -> None:
+        try:
+            texts.forget(names, self._salts)
+        except Exception:
+            self.texts = None
+            logger.exception("FASER copies no drafts any more after a failure; the drafter goes on")
+        for name in names & self._salts.keys():
+            del self._salts[name]
 
     def copy_drafts(
         self, order: StepOrder | None, sampled: Tensor | list[list[int]], lengths: list[int] | None
@@ -91,7 +107,9 @@ class MatchingRunner:
         ends = batch.num_tokens_no_spec[: len(names)].tolist()
         fresh, booked = fresh_tokens(sampled)
         known = [tokens[row, : end - count] for row, (end, count) in enumerate(zip(ends, booked, strict=True))]
-        return ChosenCopies(texts.find(names, known, fresh, np.where(inside, 0, asked)), rule, lengths)
+        prompts = batch.num_prompt_tokens[: len(names)].tolist()
+        found = texts.find(names, known, fresh, np.where(inside, 0, asked), prompts, self._salts)
+        return ChosenCopies(found, rule, lengths)
 
     def with_copies(self, drafts: Tensor | list[list[int]], drafted: list[int]) -> Tensor | list[list[int]]:
         """Return the drafter's drafts with the copied ones among them.

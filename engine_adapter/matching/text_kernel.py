@@ -12,7 +12,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Bools, Floats, Ints
+from ..arrays import Floats, Ints
 from ..compiled import compiled
 
 Tokens = npt.NDArray[np.int32]
@@ -74,19 +74,23 @@ def _read(tokens: Tokens, table: Tokens, begin: int, first: int, size: int, star
 
 
 @compiled
-def _look_up(tokens: Tokens, table: Tokens, begin: int, first: int, size: int, end: int) -> tuple[int, int, int, int]:
-    """Return what followed the longest known end of a text: its place, the length of the match, agreed and others.
+def _look_up(tokens: Tokens, table: Tokens, text: Ints, other: Ints) -> tuple[int, int, int, int]:
+    """Return what followed the longest known end of a text in another, or in itself.
 
-    A length of 0: nothing did.
+    :param text: ... and `other`: begin, capacity and size, (3,)
+    :returns: its place, the length of the match, agreed and others; a length of 0: nothing did
     """
+    behind, begin = text[0] + text[2], other[0]
+    first, size = ENTRIES * begin, ENTRIES * other[1]
     for order in ORDERS:
-        if end <= order:
+        if text[2] <= order:
             continue
-        entry = _find(table, first, size, _hash(tokens, begin + end - order, order))
+        entry = _find(table, first, size, _hash(tokens, behind - order, order))
         if table[entry, KEY] == 0:
             continue
         at, length = int(table[entry, LAST]), 0
-        while length < min(LONGEST, at) and tokens[begin + at - 1 - length] == tokens[begin + end - 1 - length]:
+        longest = min(LONGEST, at, text[2])
+        while length < longest and tokens[begin + at - 1 - length] == tokens[behind - 1 - length]:
             length += 1
         if length >= order:  # else another n-gram has the same hash
             return at, length, int(table[entry, AGREED]), int(table[entry, OTHERS])
@@ -94,10 +98,9 @@ def _look_up(tokens: Tokens, table: Tokens, begin: int, first: int, size: int, e
 
 
 @compiled
-def _agreement(
-    tokens: Tokens, table: Tokens, begin: int, first: int, size: int, at: int, length: int
-) -> tuple[int, int]:
+def _agreement(tokens: Tokens, table: Tokens, text: Ints, at: int, length: int) -> tuple[int, int]:
     """Return how often what is at a place followed the `length` tokens before it, and how often something else did."""
+    begin, first, size = text[0], ENTRIES * text[0], ENTRIES * text[1]
     for order in ORDERS:
         if order > length or order > at:
             continue
@@ -116,59 +119,60 @@ def _chance_logit(length: int, agreed: int, others: int) -> float:
 
 
 @compiled
-def read_new(
-    tokens: Tokens, table: Tokens, begins: Ints, capacities: Ints, sizes: Ints, was_read: Ints, fresh: Tokens,
-    is_read: Bools,
-) -> None:  # fmt: skip
-    """Append `fresh` (n, width; negative: none) to the texts of those with `is_read`, and enter it into their tables.
+def read_new(tokens: Tokens, table: Tokens, texts: Ints, was_read: Ints, fresh: Tokens) -> None:
+    """Append `fresh` (n, width; negative: none) to texts, (n, 3), and enter what is new into their tables.
 
-    Changes `sizes` and `was_read`, tokens of each text: those that it has, and those that its table knows.
+    Changes the sizes of the texts and `was_read`, (n,) tokens that their tables know; a capacity of 0: no text.
     """
-    for i in range(len(begins)):
-        if not is_read[i]:
+    for i in range(len(texts)):
+        begin, capacity, end = texts[i]
+        if capacity == 0:
             continue
-        begin, end = begins[i], sizes[i]
         for j in range(fresh.shape[1]):
-            if fresh[i, j] < 0 or end >= capacities[i]:
+            if fresh[i, j] < 0 or end >= capacity:
                 break
             tokens[begin + end] = fresh[i, j]
             end += 1
-        _read(tokens, table, begin, ENTRIES * begin, ENTRIES * capacities[i], was_read[i], end)
-        sizes[i] = was_read[i] = end
+        _read(tokens, table, begin, ENTRIES * begin, ENTRIES * capacity, was_read[i], end)
+        texts[i, 2] = was_read[i] = end
+
+
+@compiled
+def read_all(tokens: Tokens, table: Tokens, begin: int, capacity: int, start: int, end: int) -> None:
+    """Enter what tokens `start` to `end` of one text followed into its table."""
+    _read(tokens, table, begin, ENTRIES * begin, ENTRIES * capacity, start, end)
 
 
 @compiled
 def draft_all(
-    tokens: Tokens,
-    table: Tokens,
-    begins: Ints,
-    capacities: Ints,
-    sizes: Ints,
-    most: Ints,
-    drafts: Tokens,
-    logits: Floats,
-    lengths: Ints,
+    tokens: Tokens, table: Tokens, texts: Ints, most: Ints, drafts: Tokens, logits: Floats, lengths: Ints
 ) -> None:
     """Draft what followed the end of each text: tokens and logits of their chances, (n, width); lengths, (n,).
 
+    :param texts: (n, where to look, 3) begin, capacity and size of its own text, and behind it of others
     :param most: (n,) tokens to draft at most
     """
-    for i in range(len(begins)):
+    for i in range(len(texts)):
         lengths[i] = 0
-        if most[i] <= 0:
-            continue
-        begin, first, size, end = begins[i], ENTRIES * begins[i], ENTRIES * capacities[i], sizes[i]
-        at, length, agreed, others = _look_up(tokens, table, begin, first, size, end)
+        at = length = agreed = others = where = 0
+        for each in range(texts.shape[1]):
+            if most[i] > 0 and texts[i, 0, 1] > 0 and texts[i, each, 1] > 0:
+                found = _look_up(tokens, table, texts[i, 0], texts[i, each])
+                if found[1] > length:
+                    where, (at, length, agreed, others) = each, found
         if length == 0:
             continue
+        begin, end = texts[i, where, 0], texts[i, where, 2]
         for j in range(min(most[i], drafts.shape[1])):
             place = at + j
             if place < end:
                 drafts[i, j] = tokens[begin + place]
-            else:  # behind the end of the text comes what was just drafted: it repeats itself
+            elif where == 0:  # behind the end of its own text comes what was just drafted: it repeats itself
                 drafts[i, j] = drafts[i, place - end]
+            if (place >= end and where > 0) or drafts[i, j] < 0:  # another's text ends here
+                break
             if j > 0 and place < end:
-                agreed, others = _agreement(tokens, table, begin, first, size, place, min(length + j, LONGEST))
+                agreed, others = _agreement(tokens, table, texts[i, where], place, min(length + j, LONGEST))
             logits[i, j] = _chance_logit(min(length + j, LONGEST), agreed, others)
             lengths[i] = j + 1
 

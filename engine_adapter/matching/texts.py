@@ -5,18 +5,18 @@ Owned by the runner mixin, on the engine thread. Knows requests by name and noth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
 from ..arrays import Floats, Ints
 from . import text_kernel as kernel
-from .text_kernel import COLUMNS, ENTRIES, Tokens
+from .histories import NOTHING, Histories
+from .regions import BYTES_PER_TOKEN, LEAST_TOKENS, TextMemory
+from .text_kernel import Tokens
 
-LEAST_TOKENS: Final = 256  # of a text's region; regions come in powers of two
-BYTES_PER_TOKEN: Final = 4 * (1 + ENTRIES * COLUMNS)
+NO_SALTS: Mapping[str, str] = {}
 
 
 @dataclass(slots=True)
@@ -25,7 +25,8 @@ class Text:
 
     begin: int
     capacity: int
-    size: int = 0  # tokens
+    prompt: int  # tokens
+    size: int = 0  # tokens, prompt and answer
     was_read: int = 0  # of those, how many its table knows
 
 
@@ -39,103 +40,97 @@ class CopiedDrafts:
 
 
 class Texts:
-    """The texts of live requests."""
+    """The texts of live requests; and what ended ones answered, where memory is given for it.
 
-    def __init__(self, limit_bytes: int) -> None:
-        """Reserve memory, of which the system commits what is written; a request that finds no room gets no drafts."""
-        capacity = max(limit_bytes // BYTES_PER_TOKEN, 1)
-        self._room = Regions(1 << (capacity.bit_length() - 1))
-        self._tokens: Tokens = np.zeros(self._room.size, np.int32)
-        self._table: Tokens = np.zeros((ENTRIES * self._room.size, COLUMNS), np.int32)
+    A request that finds no room gets no drafts.
+    """
+
+    def __init__(self, limit_bytes: int, shared_bytes: int = 0) -> None:
+        self._memory = TextMemory(limit_bytes + shared_bytes)
+        self._histories = Histories(self._memory, shared_bytes) if shared_bytes else None
         self._texts: dict[str, Text] = {}
 
-    def forget(self, names: Iterable[str]) -> None:
-        """Let go of requests that ended."""
+    def forget(self, names: Iterable[str], salts: Mapping[str, str] = NO_SALTS) -> None:
+        """Let go of requests that ended; others under the same salt, by name, may copy their answers."""
         for name in names:
-            if (text := self._texts.pop(name, None)) is not None:
-                self._room.give_back(text.begin, text.capacity)
+            if (text := self._texts.pop(name, None)) is None:
+                continue
+            if self._histories is not None and name in salts and text.size > text.prompt:
+                answer = self._memory.tokens[text.begin + text.prompt : text.begin + text.size].copy()
+                self._memory.give_back(text.begin, text.capacity)
+                self._histories.add(salts[name], answer)
+            else:
+                self._memory.give_back(text.begin, text.capacity)
 
-    def find(self, names: Sequence[str], known: Sequence[Tokens], fresh: Tokens, most: Ints) -> CopiedDrafts:
+    def find(
+        self, names: Sequence[str], known: Sequence[Tokens], fresh: Tokens, most: Ints, prompts: Sequence[int] = (),
+        salts: Mapping[str, str] = NO_SALTS,
+    ) -> CopiedDrafts:  # fmt: skip
         """Take in what was just sampled, and return what followed the same words before.
 
         :param known: of each request, its tokens without the fresh ones; read where they were not seen before
         :param fresh: (n, width) tokens just sampled; negative: none
         :param most: (n,) tokens to draft at most, 0: nothing is looked up, and nothing is read
+        :param prompts: tokens of each one's prompt; none: all that is known at first
+        :param salts: of those that may look into what others answered, by name
         """
-        texts = [self._text(name, tokens, fresh.shape[1]) if longest else None
-                 for name, tokens, longest in zip(names, known, most.tolist(), strict=True)]  # fmt: skip
-        rows = np.array([[0, 1, 0, 0] if text is None else [text.begin, text.capacity, text.size, text.was_read]
-                         for text in texts], np.int64).T.copy()  # fmt: skip
-        is_read = np.array([text is not None for text in texts])
         drafts = CopiedDrafts(len(names), int(most.max(initial=0)))
         if not len(names):
             return drafts
-        begins, capacities, sizes, was_read = rows
-        kernel.read_new(self._tokens, self._table, begins, capacities, sizes, was_read, fresh, is_read)
-        for text, size, read in zip(texts, sizes.tolist(), was_read.tolist(), strict=True):
+        texts = [
+            self._text(name, tokens, fresh.shape[1], prompt) if longest else None
+            for name, tokens, longest, prompt in zip(
+                names, known, most.tolist(), prompts or map(len, known), strict=True
+            )
+        ]
+        places = np.array(
+            [NOTHING if text is None else (text.begin, text.capacity, text.size) for text in texts], np.int64
+        )
+        was_read = np.array([0 if text is None else text.was_read for text in texts], np.int64)
+        kernel.read_new(self._memory.tokens, self._memory.table, places, was_read, fresh)
+        for text, size in zip(texts, was_read.tolist(), strict=True):
             if text is not None:
-                text.size, text.was_read = size, read
+                text.size = text.was_read = size
+        where = self._where(names, places, salts)
         kernel.draft_all(
-            self._tokens, self._table, begins, capacities, sizes, np.where(is_read, most, 0), drafts.tokens,
-            drafts.logits, drafts.lengths,
-        )  # fmt: skip
+            self._memory.tokens, self._memory.table, where, most, drafts.tokens, drafts.logits, drafts.lengths
+        )
         return drafts
 
-    def _text(self, name: str, known: Tokens, more: int) -> Text | None:
+    def _where(self, names: Sequence[str], places: Ints, salts: Mapping[str, str]) -> Ints:
+        """Return (n, where to look, 3): its own text, then what others under its salt answered."""
+        if self._histories is None or not salts:
+            return places[:, None]
+        none = [NOTHING, NOTHING]
+        others = [self._histories.where(salts[name]) if name in salts else none for name in names]
+        return np.concatenate((places[:, None], np.array(others, np.int64)), axis=1)
+
+    def _text(self, name: str, known: Tokens, more: int, prompt: int) -> Text | None:
         """Return the text of a request as long as is known, with room for `more`; None where there is no memory."""
         text = self._texts.get(name)
         if text is None or len(known) + more > text.capacity or text.size > len(known):
             self.forget([name])
-            text = self._begin(name, len(known) + more)
+            text = self._begin(name, len(known) + more, prompt if text is None else min(text.prompt, prompt))
         if text is not None and text.size < len(known):
-            self._tokens[text.begin + text.size : text.begin + len(known)] = known[text.size :]
+            self._memory.tokens[text.begin + text.size : text.begin + len(known)] = known[text.size :]
             text.size = len(known)
         return text
 
-    def _begin(self, name: str, tokens: int) -> Text | None:
-        capacity = max(LEAST_TOKENS, 1 << (tokens + tokens // 2).bit_length())
-        begin = self._room.take(capacity)
-        if begin is None:
+    def _begin(self, name: str, tokens: int, prompt: int) -> Text | None:
+        place = self._memory.take(tokens + tokens // 2)
+        if place is None:
             return None
-        self._table[ENTRIES * begin : ENTRIES * (begin + capacity)] = 0
-        text = self._texts[name] = Text(begin, capacity)
+        text = self._texts[name] = Text(*place, prompt)
         return text
 
 
 def warm_up() -> None:
     """Compile all that is called while an engine serves."""
     words = np.array([1, 2, 1, 2, 1], np.int32)
-    drafts = Texts(LEAST_TOKENS * BYTES_PER_TOKEN).find(["warm-up"], [words[:4]], words[None, 4:], np.array([1]))
+    texts, most, salts = Texts(LEAST_TOKENS * BYTES_PER_TOKEN, 1 << 23), np.array([1]), {"warm-up": ""}
+    drafts = texts.find(["warm-up"], [words[:4]], words[None, 4:], most, [2], salts)
     kept_of(drafts, np.ones(1), np.zeros(1), np.zeros(1))
-
-
-class Regions:
-    """Parts of a range whose sizes are powers of two (a buddy allocator)."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._free: dict[int, set[int]] = {size: {0}}
-
-    def take(self, size: int) -> int | None:
-        """Return where a part of this size begins; None: there is none left."""
-        larger = size
-        while larger <= self.size and not self._free.get(larger):
-            larger *= 2
-        if larger > self.size:
-            return None
-        begin = self._free[larger].pop()
-        while larger > size:
-            larger //= 2
-            self._free.setdefault(larger, set()).add(begin + larger)
-        return begin
-
-    def give_back(self, begin: int, size: int) -> None:
-        """Free a part, and join it with its other half."""
-        while size < self.size and (begin ^ size) in self._free.get(size, ()):
-            self._free[size].remove(begin ^ size)
-            begin &= ~size
-            size *= 2
-        self._free.setdefault(size, set()).add(begin)
+    texts.forget(["warm-up"], salts)
 
 
 def kept_of(drafts: CopiedDrafts, slopes: Floats, intercepts: Floats, keep: Floats) -> tuple[Ints, Floats]:

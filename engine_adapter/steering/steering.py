@@ -109,6 +109,8 @@ class Steering:
     step: int = 0
     records: int = 0
     cost_s: float = 0.0  # thread CPU time spent here since the last record
+    is_sharing: bool = False  # requests may copy what others with the same salt answered
+    _salts: dict[str, str] = field(default_factory=dict)  # of requests that came since the last order
     _handles: int = 0
     _departed: list[tuple[Entry, int | None]] = field(default_factory=list)  # and where its event is
     _preempted: list[Entry] = field(default_factory=list)  # since the last record
@@ -133,6 +135,8 @@ class Steering:
             self._refuse("extra_args", fault)
         entry = Entry(self._handles, request_id[:512], request, time.monotonic() - waited_s(request), most)
         self.entries[request_id] = entry
+        if self.is_sharing:
+            self._salts[request_id] = str(getattr(request, "cache_salt", None) or "")
         if len(self.events) < MAX_REQUESTS:
             self.events.append(entry.arrival())
 
@@ -193,6 +197,8 @@ class Steering:
         )
         if action is not None and action.admission is not None and self.hello.is_adaptive:
             self._admit(order, action, action.admission)
+        if self._salts:
+            order.salts, self._salts = self._salts, {}
         if action is not None and action.match is not None and self.hello.copy_max:
             order.match = action.match
             order.match_lengths = self._lengths(scheduled, {}, action.match.most)

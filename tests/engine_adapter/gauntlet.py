@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import zmq
 
 from faser.engine_adapter import protocol as wire
@@ -285,6 +286,29 @@ def spoil(control: str) -> None:
         rejection_sampler.rejection_sample = {"accept-all": accept_all, "neighbour": neighbour}[control]
 
 
+class Poison:
+    """Answers that somebody else left behind: what the target says, and then a word that it does not say."""
+
+    WORD = 13
+
+    def __init__(self, runner: Any, answers: list[list[int]]) -> None:
+        self.copies = 0
+        self._runner, self._inherited = runner, runner.copy_drafts
+        for answer in answers:
+            tokens = [
+                word
+                for place, token in enumerate(answer)
+                for word in ([token, self.WORD] if place % 5 == 4 else [token])
+            ]
+            runner.texts._histories.add("", np.array(tokens, np.int32))
+        runner.copy_drafts = self._copy
+
+    def _copy(self, *args: Any) -> None:
+        self._inherited(*args)
+        if self._runner.matches is not None:
+            self.copies += sum(self.WORD in tokens for tokens in self._runner.matches.tokens.values())
+
+
 def main(scenario: dict[str, Any]) -> dict[str, Any]:
     """Return outputs and counts."""
     from vllm import LLM
@@ -311,14 +335,16 @@ def main(scenario: dict[str, Any]) -> dict[str, Any]:
     with lives:
         llm = LLM(scenario["model"], **classes, **scenario["engine"])
         gauntlet = Gauntlet(llm.llm_engine, llm.get_tokenizer())
+        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        poison = Poison(runner, scenario["poison"]) if scenario["poison"] else None
         gauntlet.run()
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     return {
         "outputs": gauntlet.outputs,
         "cached_tokens": gauntlet.cached_tokens,
         "counts": counts(records) if records else {},
         "faults": dict(getattr(runner, "faults", {})),
         "is_pruning": getattr(getattr(runner, "pruning", None), "is_on", None),
+        "poisoned_copies": 0 if poison is None else poison.copies,
         "is_copying": getattr(runner, "texts", None) is not None,
         "is_steered": getattr(llm.llm_engine.engine_core.engine_core.scheduler, "steering", None) is not None,
     }

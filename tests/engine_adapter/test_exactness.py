@@ -98,6 +98,7 @@ def run_gauntlet(
     frontier: int = 0,
     is_killed: bool = False,
     is_copying: bool = False,
+    poison: tuple[list[int], ...] = (),
     seed: int = 1,
 ) -> dict[str, Any]:
     endpoint = f"ipc://{folder / 'engine.sock'}"
@@ -111,6 +112,7 @@ def run_gauntlet(
         "exit_layers": exit_layers,
         "is_killed": is_killed,
         "is_copying": is_copying,
+        "poison": poison,
         "result": str(folder / "result.json"),
     }
     environment = os.environ | {
@@ -130,6 +132,7 @@ def run_gauntlet(
         "FASER_DRAFT_AHEAD": "always",
         "FASER_DEFAULT_K": "2" if is_killed else "0",  # so that steps without a sidecar draft too
         "FASER_LEASE_STEPS": "8" if is_killed else "32",  # the gauntlet is short
+        "FASER_SHARED_MIB": "64" if poison else "0",
         "FASER_DRAFT_MAX": str(DRAFT_MAX if is_copying else K_MAX),
     }
     subprocess.run(
@@ -233,10 +236,22 @@ def test_copied_drafts_change_nothing(
     method: str, exit_layers: tuple[int, ...], target: Path, truncated: Path, short_folder: Path,
     reference: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Where words repeat themselves, beside the drafter's drafts in one batch, by random rules."""
+    """Where words repeat themselves, or repeat what others said and somebody poisoned, by random rules.
+
+    Beside the drafter's drafts in one batch.
+    """
     drafter = speculation(method, target, truncated)
-    result = run_gauntlet(short_folder, target, drafter, exit_layers=exit_layers, is_copying=True)
+    answers = tuple(said[0][0] for name, said in reference["outputs"].items() if "plain" in name)
+    result = run_gauntlet(
+        short_folder,
+        target,
+        drafter,
+        exit_layers=exit_layers,
+        is_copying=True,
+        poison=answers if not exit_layers else (),
+    )
     counts = result["counts"]
+    assert (result["poisoned_copies"] > 15) is not bool(exit_layers)
     assert different(result, reference) == []
     assert result["faults"] == {}
     assert result["is_copying"]

@@ -29,6 +29,7 @@ def runner(*said: list[int], inside: tuple[int, ...] = ()) -> Any:
     made: Any = MatchingRunner()
     made.texts = Texts(1 << 20)
     made.input_batch = SimpleNamespace(
+        num_prompt_tokens=np.array([2] * len(said)),
         req_ids=[f"r{row}" for row in range(len(said))], token_ids_cpu=tokens,
         num_tokens_no_spec=np.array([len(text) - 1 for text in said]),
     )  # fmt: skip

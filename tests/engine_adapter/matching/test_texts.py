@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from faser.engine_adapter.matching import texts as matching
-from faser.engine_adapter.matching.texts import BYTES_PER_TOKEN, LEAST_TOKENS, CopiedDrafts, Regions, Texts, kept_of
+from faser.engine_adapter.matching.regions import BYTES_PER_TOKEN, LEAST_TOKENS, Regions
+from faser.engine_adapter.matching.texts import CopiedDrafts, Texts, kept_of
 
 MUCH = 1 << 24
 
