@@ -58,6 +58,7 @@ class Settings:
     engine_key: str = ""
     is_varlen: bool = True
     draft_graphs: int = 8
+    skipped_tokens: int = 2048
 
 
 def _integer(low: int, high: int) -> Callable[[str, str], int]:
@@ -221,6 +222,12 @@ SETTINGS: Final = {
         "8",
         "Most draft lengths that have a CUDA graph of their own (V2 runner); 0: vLLM chooses them.",
         _integer(0, MAX_DRAFT_LENGTH),
+    ),
+    "skipped_tokens": Setting(
+        "FASER_SKIPPED_TOKENS",
+        "2048",
+        "Most tokens that a drafter may skip before it catches up, at most a step's (V2 runner); 0: it never skips.",
+        _integer(0, 1_000_000),
     ),
 }
 
