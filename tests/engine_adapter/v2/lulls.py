@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from jobs import Engine, counted, prompts
+from jobs import Engine, Gauntlet, counted, prompts
 from tiny_models import VOCABULARY
 
 from faser.engine_adapter.drafting.kept_rows import KeptRows
@@ -58,21 +60,62 @@ def started(given: dict[str, Any]) -> Engine:
     return engine
 
 
+def stir(given: dict[str, Any]) -> str:
+    """Write a head whose attention reads the target's states, which that of the tiny EAGLE-3 leaves out."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    head, folder = Path(given["head"]), Path(given["folder"])
+    shutil.copytree(head, folder)
+    weights = load_file(head / "model.safetensors")
+    torch.manual_seed(3)
+    for name, weight in weights.items():
+        if "k_proj" in name or "v_proj" in name:
+            weight.add_(torch.randn_like(weight) * 0.2)
+    save_file(weights, folder / "model.safetensors")
+    return str(folder)
+
+
 def facts(engine: Any) -> dict[str, Any]:
     """Return what was drafted and how often the drafter ran."""
-    caught_up = [entry["caught_up"] for entry in engine.steer.log]
-    return engine.facts() | {"proposed": engine.proposed, "caught_up": caught_up}
+    log = engine.steer.log
+    sure = [sorted((name.split("-")[0], row["confidences"]) for name, row in entry["rows"].items()) for entry in log]
+    caught_up = [entry["caught_up"] for entry in log]
+    return engine.facts() | {"proposed": engine.proposed, "sure": sure, "caught_up": caught_up}
 
 
 def generate_with_lulls(given: dict[str, Any]) -> dict[str, Any]:
     """Let a handful of requests run together, greedily."""
+    engine: Any = started(given)
+    tokens = answers(engine, prompts(tuple(given["prompts"]), given.get("vocabulary", VOCABULARY)), given["tokens"])
+    return facts(engine) | {"tokens": tokens}
+
+
+def answers(engine: Any, asked: list[Any], most: int) -> list[list[int]]:
+    """Return greedy answers of so many tokens, and note how many of each prompt the prefix cache had."""
     from vllm import SamplingParams
 
-    engine = started(given)
-    plain = SamplingParams(max_tokens=given.get("tokens", 24), temperature=0.0, ignore_eos=True, detokenize=False)
-    asked = prompts(tuple(given.get("prompts", (5, 17, 40))), given.get("vocabulary", VOCABULARY))
+    plain = SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True, detokenize=False)
     done = engine.llm.generate(asked, plain, use_tqdm=False)
-    return facts(engine) | {"tokens": [[list(output.token_ids) for output in request.outputs] for request in done]}
+    engine.cached = [request.num_cached_tokens for request in done]
+    return [list(request.outputs[0].token_ids) for request in done]
 
 
-__all__ = ["counted", "generate_with_lulls"]
+def ask_again(given: dict[str, Any]) -> dict[str, Any]:
+    """Let a request begin and end while nobody drafts; then let others go on where it ended, and draft."""
+    engine: Any = started(given | {"engine": {"block_size": 32, "max_num_batched_tokens": 128}})
+    (asked,) = prompts((90,), given["vocabulary"])
+    (said,) = answers(engine, [asked], 8)
+    longer = asked["prompt_token_ids"] + said
+    tokens = answers(engine, [{"prompt_token_ids": [*longer, token]} for token in (7, 9)], 12)
+    return facts(engine) | {"tokens": [said, *tokens], "cached": engine.cached}
+
+
+def everything_with_lulls(given: dict[str, Any]) -> dict[str, Any]:
+    """Put one engine through all that vLLM does in a batch; see `jobs.everything`."""
+    engine: Any = started(given | {"engine": {"block_size": 32, "num_gpu_blocks_override": 22}})
+    gauntlet = Gauntlet(engine, given["vocabulary"])
+    with counted(engine) as preemptions:
+        gauntlet.run()
+    seen = {"outputs": gauntlet.outputs, "preemptions": len(preemptions), "cached": gauntlet.cached}
+    return facts(engine) | seen
