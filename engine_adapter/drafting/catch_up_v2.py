@@ -16,7 +16,7 @@ import numpy as np
 
 from ..hook_guard import HookGuard
 from ..patches.v2 import watch_blocks, watch_ends
-from ..patches.v2_first_pass import FirstPass, after_load, drafters_tables, has_pictures, may_skip, steps_under_way
+from ..patches.v2_first_pass import LaterPass, after_load, drafters_tables, has_pictures, may_skip, steps_under_way
 from ..patches.v2_speculator import has_peers
 from .kept_rows import CacheTables, KeptRows, Missed
 
@@ -30,7 +30,7 @@ class CatchUpV2:
     """The rows that one runner's drafter has not read yet."""
 
     caught_up = 0  # rows made up for in the last step
-    _pass: FirstPass | None = None  # None: the drafter is not loaded, or never left out
+    _pass: LaterPass | None = None  # None: the drafter is not loaded, or never left out
     _kept: KeptRows | None = None
     _group = 0  # of the KV cache that the drafter's layers are in
     _steps_without_drafts = 0
@@ -44,7 +44,7 @@ class CatchUpV2:
 
     def _allocate(self) -> None:
         if self._pass is None:  # weights may be loaded again
-            self._pass = FirstPass(self._runner, self._room)
+            self._pass = LaterPass(self._runner, self._room)
 
     def set_up(self) -> None:
         """Look at the KV cache, which is new."""

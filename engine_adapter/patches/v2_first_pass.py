@@ -81,7 +81,7 @@ def after_load(runner: Any, hook: Callable[[], object]) -> None:
     speculator.load_model = load_model
 
 
-class FirstPass:
+class LaterPass:
     """What a speculator's first pass reads, kept for so many rows, and the pass over them."""
 
     def __init__(self, runner: Any, room: int) -> None:

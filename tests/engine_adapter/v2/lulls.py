@@ -12,7 +12,7 @@ from jobs import Engine, Gauntlet, counted, prompts
 from tiny_models import VOCABULARY
 
 from faser.engine_adapter.drafting.kept_rows import KeptRows
-from faser.engine_adapter.patches.v2_first_pass import FirstPass
+from faser.engine_adapter.patches.v2_first_pass import LaterPass
 
 
 def _raise(*_: Any, **__: Any) -> Any:
@@ -28,16 +28,16 @@ def _neighbours_states(first_pass: Any, into: Any, given: dict[str, Any]) -> Non
     into.copy_(into.roll(1, 0))
 
 
-KEEP_STATES = FirstPass._keep_states
+KEEP_STATES = LaterPass._keep_states
 CONTROLS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "no catch-up": (KeptRows, "take", _never),
-    "neighbour's states": (FirstPass, "_keep_states", _neighbours_states),
+    "neighbour's states": (LaterPass, "_keep_states", _neighbours_states),
     "no ends": (KeptRows, "_outlive", lambda *_: None),
     "failing bookkeeping": (KeptRows, "keep", _raise),
-    "failing room": (FirstPass, "_width", _raise),
-    "failing copy": (FirstPass, "keep", _raise),
-    "failing inputs": (FirstPass, "prepared", _raise),
-    "failing pass": (FirstPass, "_run", _raise),
+    "failing room": (LaterPass, "_width", _raise),
+    "failing copy": (LaterPass, "keep", _raise),
+    "failing inputs": (LaterPass, "prepared", _raise),
+    "failing pass": (LaterPass, "_run", _raise),
 }
 
 
