@@ -55,6 +55,10 @@ class CatchUpV2:
             self._kept = KeptRows(self._room, CacheTables(*shape))
             watch_blocks(self._runner, self._group, self._add_blocks)
 
+    def close(self) -> None:
+        """Let go of the device's memory; nothing is skipped any more."""
+        self._pass = self._kept = None
+
     def _end(self, request: int) -> None:
         if self._kept is not None:
             self._try(partial(self._kept.end, request))
@@ -68,7 +72,7 @@ class CatchUpV2:
         done: list[T] = []
         self._guard("skipping of the drafter", lambda: done.append(work()))
         if not done:
-            self._pass = self._kept = None
+            self.close()
             return None
         return done[0]
 

@@ -90,6 +90,8 @@ class FaserRunnerV2(RunnerV2Hooks):
 
     def shutdown(self) -> None:
         """Let go of what vLLM frees."""
+        if self.drafting is not None:
+            self.drafting.catch_up.close()
         self.drafting = self.graphs = self.verification = self.drawn = None
         super().shutdown()  # type: ignore[misc]
 
