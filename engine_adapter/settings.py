@@ -61,6 +61,7 @@ class Settings:
     match_mib: int = 256
     draft_max: int = MAX_DRAFT_LENGTH
     shared_mib: int = 0
+    skipped_tokens: int = 2048
 
 
 def _integer(low: int, high: int) -> Callable[[str, str], int]:
@@ -244,6 +245,12 @@ SETTINGS: Final = {
         "Memory for requests' texts, from which drafts are copied where words repeat themselves (V1 runner), in MiB; "
         "0: nothing is copied.",
         _integer(0, 1 << 20),
+    ),
+    "skipped_tokens": Setting(
+        "FASER_SKIPPED_TOKENS",
+        "2048",
+        "Most tokens that a drafter may skip before it catches up, at most a step's (V2 runner); 0: it never skips.",
+        _integer(0, 1_000_000),
     ),
 }
 

@@ -15,6 +15,9 @@ _BLOCKS: Final = "vllm.v1.worker.gpu.block_table"
 _GRAPHS: Final = "vllm.v1.worker.gpu.cudagraph_utils"
 _ATTENTION: Final = "vllm.v1.worker.gpu.attn_utils"
 _ROUND_GRAPHS: Final = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils"
+_EAGLE_LAYERS: Final = "vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils"
+_REQUESTS: Final = "vllm.v1.worker.gpu.states"
+_CACHE: Final = "vllm.v1.kv_cache_interface"
 _STATE: Final = "vllm.v1.worker.gpu.model_states.interface"
 
 # (module, class or "" for the module itself, attribute, parameters after self; None for what is not a function)
@@ -106,6 +109,47 @@ V2_NAMES: Final[tuple[tuple[str, str, str, tuple[str, ...] | None], ...]] = (
             "dcp_local_seq_lens",
         ),
     ),
+    (
+        _SPECULATORS,
+        "",
+        "prepare_prefill_inputs",
+        (
+            "last_token_indices",
+            "current_draft_step",
+            "input_buffers",
+            "input_batch",
+            "num_sampled",
+            "num_rejected",
+            "last_sampled",
+            "next_prefill_tokens",
+            "max_num_reqs",
+        ),
+    ),
+    (
+        _SPECULATORS,
+        "TargetDependentARSpeculator",
+        "_run_model",
+        (
+            "num_tokens",
+            "attn_metadata",
+            "slot_mappings",
+            "num_tokens_across_dp",
+            "cudagraph_runtime_mode",
+            "mm_inputs",
+        ),
+    ),
+    (
+        _DRAFT_MODEL,
+        "StandaloneARSpeculator",
+        "_run_model",
+        ("input_ids", "positions", "attn_metadata", "slot_mappings", "num_tokens_across_dp"),
+    ),
+    (_EAGLE_LAYERS, "", "get_eagle3_aux_layers_from_config", ("spec_config",)),
+    (_ATTENTION, "", "build_attn_metadata", None),
+    (_REQUESTS, "RequestState", "remove_request", ("req_id",)),
+    (_CACHE, "FullAttentionSpec", "block_size", None),
+    (_CACHE, "UniformTypeKVCacheSpecs", "kv_cache_specs", None),
+    (_BLOCKS, "BlockTables", "append_block_ids", ("req_index", "new_block_ids", "overwrite")),
     (_BLOCKS, "BlockTables", "gather_block_tables", ("idx_mapping", "num_reqs_padded", "out", "out_ptrs")),
     (
         _BLOCKS,
@@ -204,6 +248,8 @@ V2_ATTRIBUTES: Final = (
         (_SPECULATOR, "DraftModelSpeculator", name)
         for name in (
             *("num_speculative_steps", "draft_tokens", "idx_mapping", "input_buffers", "block_tables", "device"),
+            *("hidden_size", "dtype", "speculative_config", "eplb_state", "dcp_size", "draft_attn_layer_names"),
+            *("attn_groups", "max_num_tokens", "model"),
             *("max_num_reqs", "pcp_manager", "kv_cache_config", "acceptance_estimator", "use_local_argmax_reduction"),
         )
     ),
@@ -211,10 +257,15 @@ V2_ATTRIBUTES: Final = (
         (_SPECULATORS, "TargetDependentARSpeculator", name)
         for name in (
             *("hidden_states", "sample_src_positions", "current_draft_step", "decode_cudagraph_manager"),
-            "advance_draft_positions",
+            *("advance_draft_positions", "last_token_indices"),
         )
     ),
-    *((_BATCH, "InputBatch", name) for name in ("num_reqs", "idx_mapping")),
+    *((_BATCH, "InputBatch", name) for name in ("num_reqs", "idx_mapping", "idx_mapping_np", "input_ids")),
+    *((_BATCH, "InputBatch", name) for name in ("num_tokens", "num_draft_tokens", "num_computed_tokens_np")),
+    *((_BLOCKS, "BlockTables", name) for name in ("input_block_tables", "block_sizes")),
+    (_REQUESTS, "RequestState", "num_computed_tokens_np"),
+    *((_RUNNER, "GPUModelRunner", name) for name in ("req_states", "block_tables", "kv_cache_config")),
+    *((_RUNNER, "GPUModelRunner", name) for name in ("use_aux_hidden_state_outputs", "model", "model_config")),
     *(
         (_ADAPTIVE, "AdaptiveVerificationManager", name)
         for name in (

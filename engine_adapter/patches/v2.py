@@ -5,7 +5,9 @@ The hooks translate private calls into the public hooks of FASER's mixin and do 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 
@@ -39,20 +41,63 @@ def before_forward(runner: Any, hook: Callable[[], None]) -> None:
     timing.forward_start = forward_start
 
 
-def around_propose(runner: Any, hook: Callable[[Callable[[], Any], Any, int | None], Any]) -> bool:
-    """Route drafting through `hook(propose, batch, rounds)`, dummy runs excepted; False on a rank without a drafter."""
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """One call of a speculator's `propose`: running it, and what it is given."""
+
+    run: Callable[[], Any]
+    batch: Any  # vLLM's InputBatch
+    rounds: int | None
+    named: Callable[[], dict[str, Any]]  # its arguments by name
+
+
+def around_propose(runner: Any, hook: Callable[[Proposal], Any]) -> bool:
+    """Route drafting through a hook, dummy runs excepted; False on a rank without a drafter."""
     speculator = runner.speculator
     if speculator is None:
         return False
     inherited = speculator.propose
+    form = signature(inherited)
 
-    def propose(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("dummy_run"):
-            return inherited(batch, *args, **kwargs)
-        return hook(lambda: inherited(batch, *args, **kwargs), batch, kwargs.get("num_speculative_tokens"))
+    def propose(*args: Any, **kwargs: Any) -> Any:
+        def named() -> dict[str, Any]:
+            bound = form.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return bound.arguments
+
+        if kwargs.get("dummy_run"):  # which vLLM calls with names only
+            return inherited(*args, **kwargs)
+        rounds = kwargs.get("num_speculative_tokens")
+        return hook(Proposal(lambda: inherited(*args, **kwargs), args[0], rounds, named))
 
     speculator.propose = propose
     return True
+
+
+def watch_ends(runner: Any, note: Callable[[int], None]) -> None:
+    """Call `note(slot)` behind each request that ends or is preempted."""
+    states = runner.req_states
+    inherited = states.remove_request
+
+    def remove_request(req_id: str) -> int | None:
+        slot: int | None = inherited(req_id)
+        if slot is not None:
+            note(int(slot))
+        return slot
+
+    states.remove_request = remove_request
+
+
+def watch_blocks(runner: Any, group: int, note: Callable[[int, Sequence[int], int | None], None]) -> None:
+    """Call `note(slot, blocks, tokens that the prefix cache had)` for blocks of a group; None: the request goes on."""
+    tables, computed = runner.block_tables, runner.req_states.num_computed_tokens_np
+    inherited = tables.append_block_ids
+
+    def append_block_ids(req_index: int, new_block_ids: Any, overwrite: bool) -> None:
+        inherited(req_index, new_block_ids, overwrite)
+        note(int(req_index), new_block_ids[group], int(computed[req_index]) if overwrite else None)
+
+    tables.append_block_ids = append_block_ids
 
 
 def inner_output(output: Any) -> Any:

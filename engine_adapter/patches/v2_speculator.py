@@ -56,7 +56,7 @@ def around_decode(speculator: Any, decode: Decode) -> bool:
     def multi_step(
         requests: int, skip_attn: bool, desc: Any, across_dp: Any, upper_bound: Tensor, longest: int
     ) -> None:
-        if skip_attn or _has_more_state(speculator) or not decode(requests, upper_bound, longest):
+        if skip_attn or has_more_state(speculator) or not decode(requests, upper_bound, longest):
             inherited(requests, skip_attn, desc, across_dp, upper_bound, longest)
 
     speculator._multi_step_decode = multi_step
@@ -78,7 +78,7 @@ def _masks_freed_blocks() -> bool:
     return "num_computed_tokens" in signature(BlockTables.gather_block_tables).parameters
 
 
-def _has_more_state(speculator: Any) -> bool:
+def has_more_state(speculator: Any) -> bool:
     """Tell whether a round has state by batch row that `DecodeRounds` does not move."""
     return (
         speculator.pcp_manager is not None

@@ -18,6 +18,7 @@ from ..hook_guard import HookGuard
 from ..host_copy import HostCopy
 from ..operator_log import operator_log
 from ..patches.v2 import (
+    Proposal,
     RunnerV2Hooks,
     around_propose,
     before_forward,
@@ -43,6 +44,7 @@ class FaserRunnerV2(RunnerV2Hooks):
     graphs: GraphsV2 | None = None  # None: no drafter, or vLLM's own graphs
     events: StepEvents | None = None  # of the step under way; None while nothing is timed
     previous: StepEvents | None = None
+    caught_up = 0  # rows that the drafter made up for in the step before, whose `draft_s` is told in this one
     order: StepOrder | None = None
     lengths: list[int] | None = None  # per batch row, tokens to draft in this step
     rounds: tuple[int, ...] | None = None  # rows in each drafting round of this step
@@ -70,7 +72,7 @@ class FaserRunnerV2(RunnerV2Hooks):
             return
         for limit in limits_for(DraftingFacts.of(config)):
             logger.info("FASER on vLLM's V2 runner: %s", limit.line())
-        self.drafting = DraftingV2(self, self._is_pinned, self._guard)
+        self.drafting = DraftingV2(self, self._is_pinned, self._guard, load_settings().skipped_tokens)
 
     @property
     def _is_pinned(self) -> bool:
@@ -80,12 +82,16 @@ class FaserRunnerV2(RunnerV2Hooks):
         """Build what the KV cache needs: adaptive verification and graph managers, of which none has captured yet."""
         result = super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
         self._guard("adaptive verification", self._set_up_verification)
+        if self.drafting is not None:
+            self._guard("skipping of the drafter", self.drafting.catch_up.set_up)
         if self.graphs is not None:
             self._guard("graphs", self.graphs.extend)
         return result
 
     def shutdown(self) -> None:
         """Let go of what vLLM frees."""
+        if self.drafting is not None:
+            self.drafting.catch_up.close()
         self.drafting = self.graphs = self.verification = self.drawn = None
         super().shutdown()  # type: ignore[misc]
 
@@ -130,14 +136,15 @@ class FaserRunnerV2(RunnerV2Hooks):
                 for request_id, samples in zip(input_batch.req_ids, sampling_rows(input_batch), strict=True)
             ]
 
-    def around_draft(self, propose: Callable[[], Any], input_batch: Any, rounds: int | None) -> Any:
+    def around_draft(self, proposal: Proposal) -> Any:
         """Draft for the next step."""
+        batch, rounds = proposal.batch, proposal.rounds
         asked: int = self.num_speculative_steps if rounds is None else rounds  # type: ignore[attr-defined]
         self._mark("draft")
-        if self.drafting is None or self.lengths is None:
-            drafts, self.rounds = propose(), (input_batch.num_reqs,) * asked
+        if self.drafting is None:
+            drafts, self.rounds = proposal.run(), (batch.num_reqs,) * asked
         else:
-            drafts = self.drafting.draft(propose, input_batch, self.lengths, asked)
+            drafts = self.drafting.draft(proposal, self.lengths, asked)
             self.rounds = self.drafting.rounds
         self._mark("drafted")
         return drafts
@@ -148,6 +155,7 @@ class FaserRunnerV2(RunnerV2Hooks):
         self._mark("end")
         self._guard("report", lambda: self._attach(output))
         self.previous, self.events = self.events, None
+        self.caught_up = 0 if self.drafting is None else self.drafting.catch_up.caught_up
         return output
 
     def _attach(self, output: Any) -> None:
@@ -155,7 +163,7 @@ class FaserRunnerV2(RunnerV2Hooks):
         request_ids = getattr(inner, "req_ids", None)
         if not request_ids:  # other pipeline ranks, and vLLM's empty output, which is one object for all
             return
-        report = StepReport(drafted=self._drafted(len(request_ids)), rounds=self.rounds)
+        report = StepReport(drafted=self._drafted(len(request_ids)), rounds=self.rounds, caught_up=self.caught_up)
         inner.faser = report
         late = Late(
             self.events, self.previous, self.drawn, None if self.verification is None else self.verification.admitted

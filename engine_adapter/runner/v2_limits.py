@@ -64,9 +64,10 @@ LIMITS_V2: Final = (
     ),
     Limit(
         "first drafting pass",
-        "length 0 still runs the drafter's first pass, which keeps its KV cache in step",
-        "one drafter pass per step",
-        "none while the engine runs; start without --speculative-config to be rid of it",
+        "the drafter's first pass runs for the whole batch, or for nobody where all lengths are 0; then it catches up "
+        "later, at the latest behind FASER_SKIPPED_TOKENS, and not with LoRA, a KV connector or sliding windows",
+        "one row of that pass per request of length 0 beside others that draft",
+        f"{_V1} on a CPU leaves out each request of length 0",
     ),
     Limit(
         "stop rules",

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from faser.engine_adapter.drafting.late_confidences import LateConfidences
 from faser.engine_adapter.drafting.ragged_v2 import RaggedV2, draft_ragged
+from faser.engine_adapter.patches.v2 import around_propose
 from faser.engine_adapter.patches.v2_speculator import DecodeRounds, around_decode
 
 from ..graph_managers import vllm_module
@@ -210,3 +211,13 @@ def test_rounds_with_state_that_does_not_move_along_stay_vllms(rounds: Any, unmo
 def test_a_drafter_that_writes_no_kv_of_its_own_is_left_alone() -> None:
     kind = vllm_module("v1.worker.gpu.spec_decode.gemma4.speculator").Gemma4Speculator
     assert not around_decode(object.__new__(kind), lambda *_: True)
+
+
+def test_dummy_runs_are_vllms_own_also_by_name() -> None:
+    seen: list[Any] = []
+    owner = SimpleNamespace(propose=lambda input_batch, dummy_run=False, num_speculative_tokens=None: input_batch)
+    assert around_propose(SimpleNamespace(speculator=owner), lambda proposal: seen.append(proposal) or proposal.run())
+    assert owner.propose(input_batch="dummy", dummy_run=True) == "dummy"
+    assert owner.propose("batch", num_speculative_tokens=2) == "batch"
+    (proposal,) = seen
+    assert (proposal.batch, proposal.rounds, proposal.named()["dummy_run"]) == ("batch", 2, False)

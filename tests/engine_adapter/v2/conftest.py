@@ -38,7 +38,8 @@ class Forks:
 
     def __init__(self, folder: Path, path: str = "") -> None:
         self._folder, self._count = folder, 0
-        named = environment(folder) | ({"PYTHONPATH": path} if path else {})
+        others = os.environ.get("PYTHONPATH")
+        named = environment(folder) | {"PYTHONPATH": os.pathsep.join(filter(None, (path, others)))}
         with (folder / "forks.log").open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(HERE / "forks.py")],

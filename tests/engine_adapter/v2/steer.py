@@ -17,12 +17,15 @@ Rule = Callable[[int, int], int]  # handle, step -> draft length
 
 
 def rule_of(spec: dict[str, Any]) -> Rule:
-    """Return lengths that are fixed, cyclic over requests, or random for each request and step."""
+    """Return lengths that are fixed, cyclic over requests or over steps, or random for each request and step."""
     if "fixed" in spec:
         return lambda handle, step: int(spec["fixed"])
     if "cycle" in spec:
         cycle = spec["cycle"]
         return lambda handle, step: int(cycle[(handle - 1) % len(cycle)])
+    if "waves" in spec:
+        waves = spec["waves"]
+        return lambda handle, step: int(waves[step % len(waves)])
     seed, longest = spec.get("seed", 0), spec["random"]
     return lambda handle, step: random.Random(f"{seed} {handle} {step}").randint(0, longest)
 
@@ -80,6 +83,7 @@ class Steer:
         told = None if report is None else [report.verify_s, report.sample_s, report.draft_s, report.runner_s]
         rounds = None if report is None or report.rounds is None else list(report.rounds)
         self.log.append({"step": order.step, "rows": rows, "times_s": told, "rounds": rounds, "at_s": time.monotonic()})
+        self.log[-1]["caught_up"] = report.caught_up if report else 0
 
     def check(self) -> dict[str, Any]:
         """Compare what each request's step ordered with what its next step verified, and with what the runner told."""

@@ -58,6 +58,19 @@ def test_by_vllms_own_graphs_mixed_steps_run_eagerly_and_every_draft_runs_all_ro
     assert run["graph_lengths"] == [4]
 
 
+@pytest.mark.slow
+def test_a_drafter_that_was_left_out_catches_up_behind_graphs(forks: Any, tiny: Any) -> None:
+    waves = {"waves": [0, 0, 0, 0, 3, 2]}
+    plain = forks("generate", **tiny.scenario("eagle3"), rule=waves)
+    run = forks(JOB, **tiny.scenario("eagle3"), rule=waves, **GRAPHS)
+    assert run["tokens"] == plain["tokens"]
+    assert drafts(run) == drafts(plain)
+    assert sum(entry["caught_up"] for entry in run["log"]) > 20
+    assert run["faults"] == {}
+    first_pass, verification = run["seen"]["first pass"], run["seen"]["verification"]
+    assert first_pass["FULL"] < verification["FULL"]
+
+
 @pytest.mark.parametrize("control", ["neighbour's rows", "blank states"])
 def test_controls_of_graphs_are_noticed(forks: Any, tiny: Any, eager: Any, control: str) -> None:
     run = forks(JOB, **tiny.scenario("eagle3"), rule=RULE, **{"break": control}, **GRAPHS)
