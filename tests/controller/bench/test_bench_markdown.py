@@ -169,6 +169,19 @@ def test_what_is_gained_inside_adaptive_verification_is_told_as_in_its_file() ->
             assert cell == f"{mean(own):.3f} ({min(own):.3f} to {max(own):.3f})"
 
 
+def test_what_matches_are_worth_is_told_as_in_their_file() -> None:
+    rows, told = found_in("matches")["rows"], table_below("Copied drafts")
+    assert len(told) == 6
+    for kind, *cells in told:
+        own = [row for row in rows if row["kind"] == ("all" if kind.startswith("**") else kind)]
+        assert [row["temperature"] for row in own] == [0.0, 0.7]
+        names = ("share", "first_right", "tokens_per_step")
+        figures = [
+            f"{100 * row[name]:.0f} %" if name == "share" else f"{row[name]:.2f}" for row in own for name in names
+        ]
+        assert cells == figures
+
+
 def test_a_file_that_holds_no_results_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
