@@ -71,7 +71,7 @@ def scenario(target: Path, drafting: dict[str, Any] | None, *batches: dict[str, 
         "max_model_len": 256,
         "max_num_seqs": 10,
         "max_num_batched_tokens": 48,  # below the long prompts
-        "num_gpu_blocks_override": 12,  # of 128 tokens: too few for ten requests
+        "num_gpu_blocks_override": 8,  # of 128 tokens: too few for ten requests
         "seed": 0,
     }
     if drafting is not None:
