@@ -1,4 +1,4 @@
-"""FASER's draws by seed in front of vLLM's real samplers: whose tokens change, whose do not, and what a failure does."""
+"""Draws by seed in front of vLLM's real samplers: whose tokens change, whose do not, and what a failure does."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,7 +47,7 @@ class Samplers:
         self.discard_request_mask = SimpleNamespace(np=np.zeros(len(drafts), dtype=bool))
         ends = torch.tensor([0, *np.cumsum([count + 1 for count in drafts])])
         self.query_start_loc = SimpleNamespace(gpu=ends.int())
-        self.positions = torch.cat([torch.arange(n, n + k + 1) for n, k in zip(COMPUTED, drafts, strict=False)])
+        self.positions = torch.cat([torch.arange(n, n + k + 1) for n, k in zip(cycle(COMPUTED), drafts, strict=False)])
 
     def _sample(self, logits: Any, metadata: Any) -> Any:
         sampling = sampling_metadata(self.input_batch.generators, self.input_batch.num_reqs)
@@ -69,7 +71,7 @@ def sampling_metadata(generators: Any, count: int) -> Any:
 
     zeros = torch.zeros(count)
     temperature = torch.full((count,), 0.8)
-    temperature[2:3] = 0.0
+    temperature[list(set(range(count)) - generators.keys())[1:]] = 0.0
     return SamplingMetadata(
         temperature=temperature, all_greedy=False, all_random=False, top_p=torch.full((count,), 0.95),
         top_k=torch.full((count,), 12, dtype=torch.int32), generators=generators, max_num_logprobs=None,
@@ -164,6 +166,7 @@ def test_what_is_said_is_the_draw_at_each_position() -> None:
     assert min(lengths[count] for count in (1, 2, 3, 4)) > 20
 
 
+@cache
 def expected(row: int, column: int, flat: int) -> int:
     """Return the draw of a seeded row at a position of the step."""
     logits = logits_of(sum(DRAFTED) + len(DRAFTED))[flat : flat + 1]
@@ -183,9 +186,9 @@ def test_draws_have_the_targets_distribution_whatever_is_drafted() -> None:
     logits = torch.full((2, VOCABULARY), -torch.inf)
     logits[0, :6], logits[1, 8:13] = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5]), torch.arange(5) / 3
     first, second = Counter[int](), Counter[int]()
-    for seed in range(2_000):
-        output = SeededSamplers([1], {0: seed})._sample(logits.clone(), verification([[0]]))
-        token, behind = output.sampled_token_ids[0].tolist()
+    samplers = SeededSamplers([1] * 2_000, {row: row for row in range(2_000)})
+    output = samplers._sample(logits.repeat(2_000, 1), verification([[0]] * 2_000))
+    for token, behind in output.sampled_token_ids.tolist():
         assert (behind >= 0) == (token == 0)
         first[token] += 1
         second.update([behind] if behind >= 0 else [])
