@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Comparison:
+class ComparedDrafts:
     """What vLLM's rejection sampler compared: a row for each draft token and, behind those of each request, one.
 
     `sampled` (requests, longest + 1) and `counts` (requests,), how many of these are said, are what it made of it.
@@ -45,14 +45,15 @@ class Comparison:
         return drawn
 
 
-def around_comparison(runner: Any, amend: Callable[[Comparison], tuple[Tensor, Tensor] | None]) -> bool:
+def around_comparison(runner: Any, amend: Callable[[ComparedDrafts], tuple[Tensor, Tensor] | None]) -> bool:
     """Let `amend` exchange (sampled, counts) in steps with a seed, None to leave them; False for another sampler."""
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
     checker = getattr(runner, "rejection_sampler", None)
     if type(checker) is not RejectionSampler or checker.watermark_key is not None:
         return False
-    if checker.synthetic_conditional_rates is not None:  # answers are not the target's anyway
+    fly_window = getattr(checker, "fly_window_size", 0)  # vLLM 0.33
+    if checker.synthetic_conditional_rates is not None or fly_window:  # answers are not the target's anyway
         return False
     if "_verify" in vars(checker):  # the KV cache is set up once more
         return True
@@ -64,7 +65,7 @@ def around_comparison(runner: Any, amend: Callable[[Comparison], tuple[Tensor, T
         given = taken.bind(*args, **named).arguments
         if not states.any_explicit_seed(given["idx_mapping_np"]):
             return made
-        amended = amend(Comparison(checker.sampler, given, made))
+        amended = amend(ComparedDrafts(checker.sampler, given, made))
         return made if amended is None else (made[0], *amended)
 
     checker._verify = verify  # type: ignore[method-assign]

@@ -26,7 +26,7 @@ from ..patches.v2 import (
     on_delivery,
     sampling_rows,
 )
-from ..patches.v2_sampling import Comparison, around_comparison
+from ..patches.v2_sampling import ComparedDrafts, around_comparison
 from ..sampling.seeded_step import GUARDED
 from ..sampling.seeded_v2 import amended
 from ..settings import load_settings
@@ -100,7 +100,7 @@ class FaserRunnerV2(RunnerV2Hooks):
         if not holds and self.speculator is not None:  # type: ignore[attr-defined]
             logger.info("FASER: with this sampler requests with a seed say something else under other drafts")
 
-    def _say_by_seed(self, compared: Comparison) -> tuple[Any, Any] | None:
+    def _say_by_seed(self, compared: ComparedDrafts) -> tuple[Any, Any] | None:
         said = None
 
         def say() -> None:

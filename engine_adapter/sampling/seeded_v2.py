@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..patches.v2_sampling import Comparison
+from ..patches.v2_sampling import ComparedDrafts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def amended(compared: Comparison) -> tuple[Tensor, Tensor]:
+def amended(compared: ComparedDrafts) -> tuple[Tensor, Tensor]:
     """Return (sampled, counts) as vLLM has them, with requests that have a seed saying what they draw."""
     import torch
 

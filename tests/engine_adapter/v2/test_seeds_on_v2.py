@@ -18,17 +18,16 @@ KINDS: list[dict[str, Any]] = [
     {},  # no seed
 ]
 HAS_SEED = [place for place in range(len(LENGTHS)) if KINDS[place % len(KINDS)]]
-ASKED = {"prompts": LENGTHS, "samplings": KINDS, "sampling": {"temperature": 1.0, "max_tokens": 32}}
+ASKED = {"prompts": LENGTHS, "samplings": KINDS, "sampling": {"temperature": 1.0, "max_tokens": 24}}
 RANDOM = {"random": 4, "seed": 2}
 
 
 @pytest.fixture(scope="module")
 def alone(forks: Any, tiny: Any) -> Any:
-    """Return `said(method)`: what vLLM alone says without speculation, tokens and log probabilities."""
-    once, again = (forks("generate", **tiny.without("eagle3"), **ASKED) for _ in range(2))
-    assert once["tokens"] == again["tokens"]
-    assert once["runner"] == "CPUModelRunner"
-    return once
+    """Return what vLLM alone says without speculation, tokens and log probabilities."""
+    said = forks("generate", **tiny.without("eagle3"), **ASKED)
+    assert said["runner"] == "CPUModelRunner"
+    return said
 
 
 def different(run: Any, alone: Any) -> int:
