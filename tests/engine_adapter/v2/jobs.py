@@ -48,6 +48,8 @@ class Engine:
             named["speculative_config"] = given["speculation"]
         if given.get("speculation", {}).get("enable_adaptive_verification"):
             interpreter.allow_adaptive_verification()
+        if given.get("speculation", {}).get("draft_sample_method") == "probabilistic":
+            interpreter.log1p_by_log()
         self.steer: Steer | None = None
         if "rule" in given:
             self.steer = Steer(rule_of(given["rule"]), given.get("admission"))
@@ -173,6 +175,13 @@ def _vllms_rule(engine: Engine) -> None:
     del engine.runner.rejection_sampler._verify
 
 
+def _neighbours_proposals(engine: Engine) -> None:
+    """Let each draft that was drawn at random be judged by the distribution of another round."""
+    sampler = engine.runner.rejection_sampler
+    verify = sampler._verify
+    sampler._verify = lambda logits, proposals, *rest: verify(logits, proposals.roll(1, 1), *rest)
+
+
 def _failing_draws(engine: Engine) -> None:
     from faser.engine_adapter.runner import v2
 
@@ -182,6 +191,7 @@ def _failing_draws(engine: Engine) -> None:
 CONTROLS: dict[str, Callable[[Engine], None]] = {
     "": _whole,
     "vLLM's rule": _vllms_rule,
+    "neighbour's proposals": _neighbours_proposals,
     "failing draws": _failing_draws,
     "neighbour rows": _neighbour_rows,
     "uncut placeholders": _uncut_placeholders,
