@@ -11,6 +11,7 @@ from typing import Final
 _RUNNER: Final = "vllm.v1.worker.gpu_model_runner"
 _BASE: Final = "vllm.v1.spec_decode.llm_base_proposer"
 _PROPOSER: Final = "SpecDecodeBaseProposer"
+_DRAW: Final = "vllm.v1.sample.ops.topk_topp_sampler"
 _GROUPS: Final = "vllm.v1.worker.utils"
 _METADATA: Final = "vllm.v1.attention.backend"
 _LLAMA: Final = "vllm.model_executor.models.llama"
@@ -123,6 +124,38 @@ WORKER_NAMES: Final[tuple[tuple[str, str, str, tuple[str, ...] | None], ...]] = 
     ),
     (_BASE, _PROPOSER, "_get_slot_mapping", ("num_tokens", "slot_mapping")),
     (_BASE, _PROPOSER, "_get_positions", ("num_tokens",)),
+    (
+        _RUNNER,
+        "GPUModelRunner",
+        "_bookkeeping_sync",
+        ("scheduler_output", "sampler_output", "logits", "hidden_states", "num_scheduled_tokens"),
+    ),  # from here on: draws by seed
+    (_DRAW, "TopKTopPSampler", "forward_native", ("logits", "generators", "k", "p")),
+    (_DRAW, "", "apply_top_k_top_p", ("logits", "k", "p")),
+    (
+        "vllm.v1.sample.rejection_sampler",
+        "RejectionSampler",
+        "forward",
+        ("metadata", "draft_probs", "logits", "sampling_metadata"),
+    ),
+    (
+        "vllm.v1.sample.rejection_sampler",
+        "",
+        "rejection_sample",
+        (
+            "draft_token_ids",
+            "num_draft_tokens",
+            "max_spec_len",
+            "cu_num_draft_tokens",
+            "draft_probs",
+            "target_logits",
+            "bonus_token_ids",
+            "sampling_metadata",
+            "synthetic_mode",
+            "synthetic_conditional_rates",
+            "use_fp64_gumbel",
+        ),
+    ),
     ("vllm.forward_context", "", "set_forward_context", None),
     ("vllm.forward_context", "", "get_forward_context", None),  # from here on: pruned verification
     (_RUNNER, "GPUModelRunner", "_prepare_inputs", ("scheduler_output", "num_scheduled_tokens")),
@@ -170,6 +203,9 @@ WORKER_ATTRIBUTES: Final = (
     (_RUNNER, "GPUModelRunner", "execute_model_state"),
     (_RUNNER, "GPUModelRunner", "attn_groups"),
     (_RUNNER, "GPUModelRunner", "effective_drafter_max_model_len"),
+    *((_RUNNER, "GPUModelRunner", name) for name in ("sampler", "rejection_sampler", "query_start_loc", "positions")),
+    ("vllm.v1.sample.sampler", "Sampler", "topk_topp_sampler"),
+    ("vllm.v1.worker.gpu_input_batch", "InputBatch", "generators"),
     (_METADATA, "CommonAttentionMetadata", "_num_computed_tokens_cache"),
     (_METADATA, "CommonAttentionMetadata", "_token_to_req_indices_cache"),
 )

@@ -11,6 +11,7 @@ _SPECULATOR: Final = "vllm.v1.worker.gpu.spec_decode.speculator"
 _SPECULATORS: Final = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator"
 _DRAFT_MODEL: Final = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator"
 _ADAPTIVE: Final = "vllm.v1.worker.gpu.spec_decode.adaptive_verification"
+_COMPARISON: Final = "vllm.v1.worker.gpu.spec_decode.rejection_sampler"
 _BLOCKS: Final = "vllm.v1.worker.gpu.block_table"
 _GRAPHS: Final = "vllm.v1.worker.gpu.cudagraph_utils"
 _ATTENTION: Final = "vllm.v1.worker.gpu.attn_utils"
@@ -231,10 +232,51 @@ V2_NAMES: Final[tuple[tuple[str, str, str, tuple[str, ...] | None], ...]] = (
     ),
     (_ROUND_GRAPHS, "SpeculatorBatchDescriptor", "num_speculative_tokens", None),
     ("vllm.distributed.parallel_state", "", "get_tp_group", ()),
+    (
+        _COMPARISON,
+        "RejectionSampler",
+        "_verify",
+        (
+            "logits",
+            "draft_logits",
+            "draft_sampled",
+            "pos",
+            "cu_num_logits",
+            "idx_mapping",
+            "idx_mapping_np",
+            "expanded_idx_mapping",
+            "expanded_local_pos",
+            "seq_lens_upper_bound_np",
+            "verify_draft_sampled",
+        ),
+    ),
+    (
+        "vllm.v1.worker.gpu.sample.gumbel",
+        "",
+        "gumbel_sample",
+        (
+            "logits",
+            "expanded_idx_mapping",
+            "temperature",
+            "seed",
+            "pos",
+            "apply_temperature",
+            "is_drafting",
+            "logits_cache",
+            "logits_cache_col",
+            "use_fp64",
+            "logits_cache_source",
+        ),
+    ),
+    ("vllm.v1.worker.gpu.sample.states", "SamplingStates", "any_explicit_seed", ("idx_mapping_np",)),
 )
 
 # Instance attributes, which no signature shows: (module, class, attribute).
 V2_ATTRIBUTES: Final = (
+    (_RUNNER, "GPUModelRunner", "rejection_sampler"),
+    *((_COMPARISON, "RejectionSampler", name) for name in ("sampler", "watermark_key", "synthetic_conditional_rates")),
+    *(("vllm.v1.worker.gpu.sample.sampler", "Sampler", name) for name in ("sampling_states", "use_fp64_gumbel")),
+    *(("vllm.v1.worker.gpu.sample.states", "SamplingStates", name) for name in ("temperature", "seeds", "seeds_set")),
     (_RUNNER, "GPUModelRunner", "speculator"),
     (_RUNNER, "GPUModelRunner", "step_timing"),
     (_RUNNER, "GPUModelRunner", "num_speculative_steps"),

@@ -19,6 +19,7 @@ from ..operator_log import operator_log
 from ..overlap.groups_runner import GroupsRunner
 from ..patches.v1 import RunnerHooks, drafter_context, inner_output, shared_cache, undrafted_step
 from ..pruning.runner import PruningRunner
+from ..sampling.seeded_runner import SeededRunner
 from ..settings import load_settings
 from ..steering.orders import StepOrder, StepReport
 from .phases import DevicePhases, HostPhases, Phases
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 logger = operator_log(__name__)
 
 
-class FaserRunnerV1(RunnerHooks, PruningRunner, MatchingRunner, GroupsRunner):
+class FaserRunnerV1(RunnerHooks, SeededRunner, PruningRunner, MatchingRunner, GroupsRunner):
     """Mixin in front of CPUModelRunner or the V1 GPUModelRunner."""
 
     phases: Phases | None = None  # None while nothing is timed: before the first step and during graph capture

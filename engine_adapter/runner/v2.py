@@ -27,6 +27,9 @@ from ..patches.v2 import (
     on_delivery,
     sampling_rows,
 )
+from ..patches.v2_sampling import ComparedDrafts, around_comparison
+from ..sampling.seeded_step import GUARDED
+from ..sampling.seeded_v2 import amended
 from ..settings import load_settings
 from ..steering.orders import StepOrder, StepReport
 from .adaptive_verification import SteeredVerification
@@ -84,6 +87,7 @@ class FaserRunnerV2(RunnerV2Hooks):
         self._guard("adaptive verification", self._set_up_verification)
         if self.drafting is not None:
             self._guard("skipping of the drafter", self.drafting.catch_up.set_up)
+        self._guard(GUARDED, lambda: self._tell_of_seeds(around_comparison(self, self._say_by_seed)))
         if self.graphs is not None:
             self._guard("graphs", self.graphs.extend)
         return result
@@ -97,6 +101,23 @@ class FaserRunnerV2(RunnerV2Hooks):
 
     def _set_up_verification(self) -> None:
         self.verification = SteeredVerification.of(self, self._is_pinned, self._guard)
+
+    def _tell_of_seeds(self, holds: bool) -> None:
+        if not holds and self.speculator is not None:  # type: ignore[attr-defined]
+            logger.info("FASER: with this sampler requests with a seed say something else under other drafts")
+
+    def _say_by_seed(self, compared: ComparedDrafts) -> tuple[Any, Any] | None:
+        said = None
+
+        def say() -> None:
+            nonlocal said
+            said = amended(compared)
+
+        failures = self.faults[GUARDED]
+        self._guard(GUARDED, say)
+        if self.faults[GUARDED] > failures:
+            logger.warning("FASER could not draw by seed: what requests with one say in this step may differ next time")
+        return said
 
     def _mark(self, moment: str) -> None:
         if self.events is not None:

@@ -20,6 +20,7 @@ class DraftingFacts:
 
     method: str
     is_adaptive: bool  # enable_adaptive_verification
+    is_by_block: bool = False  # rejection_sample_method is block
 
     @classmethod
     def of(cls, speculative_config: Any) -> DraftingFacts:
@@ -27,6 +28,7 @@ class DraftingFacts:
         return cls(
             str(speculative_config.method),
             bool(getattr(speculative_config, "enable_adaptive_verification", False)),
+            getattr(speculative_config, "rejection_sample_method", "") == "block",
         )
 
 
@@ -81,6 +83,13 @@ LIMITS_V2: Final = (
         "rows behind a certain rejection are computed to the last layer",
         "none in this version",
     ),
+    Limit(
+        "block verification",
+        "vLLM's block verification judges a position by the same noise in every step that drafts it, so that sampled "
+        "answers without a seed leave the target's distribution, with FASER or without",
+        "wrong probabilities, by a few percent",
+        '"rejection_sample_method": "standard" in --speculative-config, or a seed in the request, which FASER obeys',
+    ),
 )
 
 
@@ -91,4 +100,6 @@ def limits_for(facts: DraftingFacts) -> list[Limit]:
         hidden |= {"ragged drafting", "first drafting pass"}
     if facts.is_adaptive or facts.method in _SEARCHES:
         hidden.add("stop rules")
+    if not facts.is_by_block:
+        hidden.add("block verification")
     return [limit for limit in LIMITS_V2 if limit.name not in hidden]

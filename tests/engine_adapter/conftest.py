@@ -50,6 +50,7 @@ class Batch:
     tokens: list[list[list[int]]]  # request, sample, token
     steps: list[Step]
     compared: list[dict[str, list[int]]]  # drafts of the process and of vLLM's own drafter for the same rows
+    chances: list[list[list[dict[str, float]]]]  # request, sample, token: log probabilities by token id
 
     def acceptance(self) -> tuple[int, int]:
         """Return (accepted, verified) draft tokens; a request's last step is cut by max_tokens and left out."""
@@ -107,7 +108,7 @@ def run_engine(folder: Path, scenario: dict[str, Any], environment: dict[str, st
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     seen = json.loads(result.read_text())
-    batches = [Batch(b["tokens"], [Step(**step) for step in b["steps"]], b["compared"]) for b in seen["batches"]]
+    batches = [Batch(**(batch | {"steps": [Step(**step) for step in batch["steps"]]})) for batch in seen["batches"]]
     return EngineRun(batches, seen["drafter"], seen["is_ragged"], seen["faults"], seen["is_pruning"], seen["gate"])
 
 

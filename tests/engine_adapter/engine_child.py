@@ -22,6 +22,7 @@ from faser.engine_adapter.drafter_process.target_states import TargetStates
 from faser.engine_adapter.drafting import ragged
 from faser.engine_adapter.drafting.catch_up import CatchUp
 from faser.engine_adapter.protocol import ActionSet, Prune, StopRule
+from faser.engine_adapter.sampling import seeded_step
 from faser.engine_adapter.steering.orders import StepOrder
 from faser.engine_adapter.steering.steering import BatchOutcome, Steering
 
@@ -180,6 +181,9 @@ def spoiled(control: str, runner: Any) -> Iterator[None]:
         "rows": (ragged._Store, "put", _shifted(ragged._Store.put)),
         "probabilities": (ragged, "keep_draft_probabilities", _roll(ragged.keep_draft_probabilities)),
         "shifted target": (TargetStates, "keep", _keep_target_shifted(TargetStates.keep)),
+        "noise by step": (seeded_step, "stream_keys", _keys_by_step(seeded_step.stream_keys)),
+        "drafts as draws": (seeded_step, "_draws", lambda _logits, _keys, drafts, _columns: drafts.long()),
+        "failing draws": (seeded_step, "draw", _fail),
         "acceptance": (rejection_sampler, "rejection_sample", _accept_all(rejection_sampler.rejection_sample)),
     }[control]
     whole = getattr(owner, name)
@@ -235,6 +239,11 @@ def late_leases(spec: dict[str, Any]) -> Iterator[None]:
         SteeredScheduler.update_draft_token_ids, Steering.order = whole, order  # type: ignore[method-assign]
 
 
+def _keys_by_step(keys: Any) -> Any:
+    count = itertools.count()
+    return lambda seeds, positions: keys(seeds, positions * 0 + next(count))
+
+
 def _forget_to_advance(drafter: Any, positions: Any, metadata: Any, size: int, padded: int) -> Any:
     kept = positions.clone()
     drafter._update_positions_dependent_metadata(positions, metadata, size, padded, drafter.block_size)
@@ -282,6 +291,11 @@ def _accept_all(sample: Any) -> Any:
     return accept
 
 
+def told(logprobs: Any) -> list[dict[int, float]]:
+    """Return the log probabilities told with each token, by token id; empty: none were asked for."""
+    return [{token: chance.logprob for token, chance in each.items()} for each in logprobs or ()]
+
+
 def under_grammar(params: Any, grammar: dict[str, Any] | None) -> Any:
     """Return a copy of vLLM's SamplingParams that allows only what a grammar does."""
     from vllm.sampling_params import StructuredOutputsParams
@@ -301,6 +315,8 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
             "scheduler_cls": "faser.engine_adapter.scheduler.FaserScheduler",
             "worker_cls": "faser.engine_adapter.worker.FaserWorker",
         }
+    if scenario.get("has_worker"):  # the runner's mixin without speculation
+        named = {"worker_cls": "faser.engine_adapter.worker.FaserWorker"}
     if not scenario.get("is_mended", True):
         from faser.engine_adapter import worker
 
@@ -318,9 +334,13 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     runner = executor.driver_worker.worker.model_runner
     batches = []
     for batch in scenario["batches"]:
-        params: Any = SamplingParams(ignore_eos=True, detokenize=False, **batch["sampling"])
+        params: Any = SamplingParams(**({"ignore_eos": True, "detokenize": False} | batch["sampling"]))
+        if "samplings" in batch:  # what is different for each prompt
+            given = [batch["sampling"] | each for each in batch["samplings"]]
+            params = [SamplingParams(**({"ignore_eos": True, "detokenize": False} | each)) for each in given]
         if "grammars" in batch:  # one for each prompt, null for none
-            params = [under_grammar(params, grammar) for grammar in batch["grammars"]]
+            each = params if isinstance(params, list) else itertools.repeat(params)
+            params = [under_grammar(one, grammar) for one, grammar in zip(each, batch["grammars"], strict=False)]
         prompts: Any = [{"prompt_token_ids": prompt} for prompt in batch["prompts"]]
         if driver is None:
             done, log = llm.generate(prompts, params, use_tqdm=False), []
@@ -342,8 +362,9 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
                 coins.mend(whole)
             log = driver.log
         tokens = [[list(output.token_ids) for output in request.outputs] for request in done]
+        chances = [[told(output.logprobs) for output in request.outputs] for request in done]
         compared = list(import_module("remote_faults").COMPARED) if "process" in scenario else []
-        batches.append({"tokens": tokens, "steps": log, "compared": compared})
+        batches.append({"tokens": tokens, "steps": log, "compared": compared, "chances": chances})
     drafter = getattr(runner, "drafter", None)
     return {
         "batches": batches,

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from faser.controller.cli.main import main
 from faser.env.estimate.engine_state import EngineState
 from faser.env.spaces import Action, Capabilities
-from faser.models.policies import policy
+from faser.models import registry
 
 
 class RandomPolicy:
@@ -41,5 +40,5 @@ class RandomPolicy:
 
 
 if __name__ == "__main__":
-    policy.make_policy = lambda spec, capabilities: RandomPolicy(spec, capabilities)
-    main()
+    registry.make_policy = lambda spec, capabilities: RandomPolicy(spec, capabilities)
+    import_module("faser.controller.cli.main").main()  # only now: some modules take the name as they are imported

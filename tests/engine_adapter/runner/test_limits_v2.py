@@ -31,6 +31,14 @@ def test_limits_follow_the_method() -> None:
     assert "stop rules" in names("dflash")
 
 
+def test_block_verification_is_warned_of() -> None:
+    facts = [
+        DraftingFacts.of(SimpleNamespace(method="eagle3", rejection_sample_method=how)) for how in ("block", "standard")
+    ]
+    seen = ["block verification" in {limit.name for limit in limits_for(fact)} for fact in facts]
+    assert seen == [True, False]
+
+
 def test_what_the_attention_backend_decides_is_said_when_it_is_known() -> None:
     assert VERIFICATION_GRAPHS in {limit.name for limit in LIMITS_V2}
     assert VERIFICATION_GRAPHS not in names("eagle3")

@@ -113,3 +113,13 @@ def allow_adaptive_verification() -> None:
     adaptive_verification.get_query_lens_mismatch_unsupported_backend = lambda *_, **__: None
     adaptive_verification.get_varlen_cudagraph_unsupported_backend = lambda *_, **__: None
     model_runner.resolve_adaptive_cudagraph_mode = lambda mode, **_: mode
+
+
+def log1p_by_log() -> None:
+    """Let drafts drawn at random be rejected: of libdevice's functions the interpreter has none, a call gives None."""
+    from types import SimpleNamespace
+
+    import triton.language as tl
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
+
+    rejection_sampler_utils.tldevice = SimpleNamespace(log1p=lambda x: tl.log(1.0 + x))

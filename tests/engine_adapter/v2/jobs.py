@@ -48,6 +48,8 @@ class Engine:
             named["speculative_config"] = given["speculation"]
         if given.get("speculation", {}).get("enable_adaptive_verification"):
             interpreter.allow_adaptive_verification()
+        if given.get("speculation", {}).get("draft_sample_method") == "probabilistic":
+            interpreter.log1p_by_log()
         self.steer: Steer | None = None
         if "rule" in given:
             self.steer = Steer(rule_of(given["rule"]), given.get("admission"))
@@ -168,8 +170,29 @@ def _failing_numbers(engine: Engine) -> None:
     VerificationNumbers.weights_on_host = _raise  # type: ignore[method-assign]
 
 
+def _vllms_rule(engine: Engine) -> None:
+    """Let vLLM's rejection rule say what requests with a seed say."""
+    del engine.runner.rejection_sampler._verify
+
+
+def _neighbours_proposals(engine: Engine) -> None:
+    """Let each draft that was drawn at random be judged by the distribution of another round."""
+    sampler = engine.runner.rejection_sampler
+    verify = sampler._verify
+    sampler._verify = lambda logits, proposals, *rest: verify(logits, proposals.roll(1, 1), *rest)
+
+
+def _failing_draws(engine: Engine) -> None:
+    from faser.engine_adapter.runner import v2
+
+    v2.amended = _raise
+
+
 CONTROLS: dict[str, Callable[[Engine], None]] = {
     "": _whole,
+    "vLLM's rule": _vllms_rule,
+    "neighbour's proposals": _neighbours_proposals,
+    "failing draws": _failing_draws,
     "neighbour rows": _neighbour_rows,
     "uncut placeholders": _uncut_placeholders,
     "failing report": _failing("_attach"),
@@ -190,7 +213,9 @@ def generate(given: dict[str, Any]) -> dict[str, Any]:
     plain = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
     asked = prompts(tuple(given.get("prompts", (5, 17, 40, 90))), given.get("vocabulary", VOCABULARY))
     started = time.monotonic()
-    done = engine.llm.generate(asked, SamplingParams(**(plain | given.get("sampling", {}))), use_tqdm=False)
+    kinds = [plain | given.get("sampling", {}) | kind for kind in given.get("samplings", [{}])]
+    parameters = [SamplingParams(**kinds[place % len(kinds)]) for place in range(len(asked))]
+    done = engine.llm.generate(asked, parameters, use_tqdm=False)
     tokens = [[list(output.token_ids) for output in request.outputs] for request in done]
     logprobs = [logprobs_of(output) for request in done for output in request.outputs]
     return engine.facts() | {"tokens": tokens, "logprobs": logprobs, "seconds": time.monotonic() - started}

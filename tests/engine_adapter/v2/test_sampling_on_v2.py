@@ -22,6 +22,9 @@ ADMISSION = {
 }
 
 
+COMMON = {"is_async": True, "requests": 1000, "temperature": 1.0}
+
+
 @pytest.fixture(scope="module")
 def sampled(forks: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return `run(...)`: what came of many answers to one prompt."""
@@ -29,7 +32,7 @@ def sampled(forks: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def run(speculation: dict[str, Any] | None = None, **given: Any) -> Any:
         method = {"method": "draft_model", "model": drafter, "num_speculative_tokens": 3} | (speculation or {})
-        common = {"model": target, "speculation": method, "is_async": True, "requests": 1000, "temperature": 1.0}
+        common = COMMON | {"model": target, "speculation": method}
         return forks("sampled", **(common | given))
 
     return run
@@ -43,6 +46,22 @@ def test_random_lengths_leave_the_distribution_alone(sampled: Any, temperature: 
     assert (run["faults"], run["is_steered"], run["check"]["disobeyed"]) == ({}, True, [])
 
 
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_drafts_drawn_at_random_leave_the_distribution_alone(
+    forks: Any, tiny: Any, sampled: Any, is_ragged: bool
+) -> None:
+    """Proposals lie by request and round, so a request that leaves the draft batch finds its own."""
+    drawn = {"draft_sample_method": "probabilistic"}
+    if is_ragged:
+        run = forks("sampled", **tiny.scenario("eagle3", 3, **drawn), **COMMON, rule=RANDOM)
+        assert run["check"]["draft_rows"] < 0.8 * run["check"]["rows_if_uniform"]
+    else:
+        run = sampled(drawn, rule=RANDOM)
+    assert 0.1 < run["accepted"] < 0.9
+    assert run["p_value"] > SIGNIFICANCE
+    assert (run["faults"], run["is_steered"], run["check"]["disobeyed"]) == ({}, True, [])
+
+
 def test_what_adaptive_verification_leaves_of_drafts_leaves_the_distribution_alone(sampled: Any) -> None:
     run = sampled({"enable_adaptive_verification": True}, rule={"fixed": 3}, admission=ADMISSION)
     check = run["check"]
@@ -51,5 +70,7 @@ def test_what_adaptive_verification_leaves_of_drafts_leaves_the_distribution_alo
     assert (run["faults"], run["is_steered"]) == ({}, True)
 
 
-def test_the_control_is_noticed(sampled: Any) -> None:
+def test_the_controls_are_noticed(sampled: Any) -> None:
     assert sampled(rule=RANDOM, control="neighbour rows", requests=400)["p_value"] < 1e-6
+    drawn = {"draft_sample_method": "probabilistic"}
+    assert sampled(drawn, rule={"fixed": 3}, control="neighbour's proposals")["p_value"] < 1e-6
