@@ -37,6 +37,7 @@ class Step:
     rounds: list[int]
     first_rows: int
     caught_up: int
+    copied: int  # requests whose next draft is a copy
     times_s: list[float]
     pruned: list[int]  # rows that left the forward pass; empty: none
     frontiers: list[int]  # hits and misses

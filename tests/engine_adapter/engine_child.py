@@ -21,8 +21,9 @@ from typing import Any
 from faser.engine_adapter.drafter_process.target_states import TargetStates
 from faser.engine_adapter.drafting import ragged
 from faser.engine_adapter.drafting.catch_up import CatchUp
-from faser.engine_adapter.protocol import ActionSet, Prune, StopRule
+from faser.engine_adapter.protocol import ActionSet, MatchRule, Prune, StopRule
 from faser.engine_adapter.sampling import seeded_step
+from faser.engine_adapter.steering.lease import fitted_match
 from faser.engine_adapter.steering.orders import StepOrder
 from faser.engine_adapter.steering.steering import BatchOutcome, Steering
 
@@ -30,6 +31,7 @@ Log = list[dict[str, Any]]
 SEQUENCE = itertools.count(1)  # of the late leases, over all batches
 Rule = Callable[[int], int]  # handle -> draft length
 Stop = Callable[[], StopRule | None]  # the stop rule of the next step
+Matching = Callable[[], MatchRule | None]  # when the next step copies
 Prunes = Callable[[], Prune | None]  # where the next step is cut
 
 
@@ -40,6 +42,7 @@ class Driver:
         self.rule: Rule | None = lambda handle: 0  # None: what the leases say
         self.stop: Stop = lambda: None
         self.prune: Prunes = lambda: None
+        self.match: Matching = lambda: None
         self.frontier = 0
         self.is_leased = False  # then leases say all of this
         self.log: Log = []
@@ -65,6 +68,9 @@ class Driver:
             if not driver.is_leased:
                 ordered.stop, ordered.prune = driver.stop(), driver.prune()
                 ordered.frontier = driver.frontier
+                if (match := driver.match()) is not None:
+                    ordered.match = fitted_match(match, steering.hello.copy_max)
+                    ordered.match_lengths = dict.fromkeys(scheduled, ordered.match.most)
             return ordered
 
         inherited, leased, inherited_order = Steering.record, Steering._lengths, Steering.order
@@ -92,6 +98,7 @@ class Driver:
                 "rounds": list(report.rounds or ()),
                 "first_rows": getattr(self.runner.drafter, "first_rows", 0),
                 "caught_up": report.caught_up,
+                "copied": len(report.copied),
                 "pruned": [report.pruned[outcome.row_of[name]] for name in names] if report.pruned else [],
                 "frontiers": [report.frontier_hits, report.frontier_misses],
                 "overlap_s": report.overlap_s,
@@ -111,6 +118,15 @@ def rule_of(spec: dict[str, Any]) -> Rule | None:
         return _phases(spec["phases"], spec["seed"])
     chance = random.Random(spec["seed"])
     return lambda handle: chance.randint(0, spec["random"])
+
+
+def match_of(seed: int | None) -> Matching:
+    """Return random rules, one for each step and sometimes none."""
+    if seed is None:
+        return lambda: None
+    chance = random.Random(seed)
+    drawn = import_module("gauntlet").random_match
+    return lambda: drawn(chance)
 
 
 def _phases(longest: int, seed: int) -> Rule:
@@ -347,6 +363,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
         else:
             driver.rule, driver.log, driver.runner = rule_of(batch["rule"]), [], runner
             driver.stop, driver.prune = stop_of(batch.get("stop")), prune_of(batch.get("prune"))
+            driver.match = match_of(batch.get("copies"))
             driver.frontier, driver.is_leased = batch.get("frontier", 0), "leased" in batch["rule"]
             aborted: Any = nullcontext()
             if "process" in scenario:

@@ -153,16 +153,18 @@ def test_a_seed_says_the_same_under_any_drafts(
     target, head = pair
     drafting = DRAFTERS[drafter] | ({} if drafter == "ngram" else {"model": str(head)})
     rules = [{"random": LONGEST, "seed": 3}, {"cycle": [0]}, {"phases": LONGEST, "seed": 8}]
-    batches = [*map(batch, rules), batch(rules[0], "noise by step"), batch(rules[0], "drafts as draws")]
+    batches = [*map(batch, rules), batch(rules[0], copies=5), batch(rules[0], "noise by step"),
+               batch(rules[0], "drafts as draws")]  # fmt: skip
     seen = engine(scenario(target, drafting, *batches))
     assert seen.faults == {}
     assert_everything_happened(seen.batches[0])
     assert sum(sum(step.verified) for step in seen.batches[1].steps) == 0
-    for run in seen.batches[:3]:
+    assert sum(step.copied for step in seen.batches[3].steps) > 60
+    for run in seen.batches[:4]:
         assert different(run, reference) == 0
         assert_same_chances(run, reference)
     # Controls: noise of the step's number, and drafts that are believed, show.
-    for control in seen.batches[3:]:
+    for control in seen.batches[4:]:
         assert different(control, reference) > REQUESTS / 2
 
 
