@@ -5,11 +5,12 @@ so that acceptance and rejection are both frequent. Every request gets a new ran
 """
 
 import json
+import random
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from itertools import cycle, product
+from itertools import cycle, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,41 @@ def test_an_eagle_heads_drafts_drawn_at_random_leave_the_distribution_alone(
         assert_untouched(run, target, temperature)
     # Control: accepting against the next column's distribution shows in the output.
     assert p_value(seen.batches[2].tokens, exact(target, TEMPERATURES[0])) < 1e-6
+
+
+def repeating_prompt(target: Path) -> list[int]:
+    """Return a prompt that is likely to be answered with what followed its last word before."""
+    chance, best = random.Random(0), (0.0, PROMPT)
+    for _ in range(200):
+        prompt = [chance.choice([3, 9, 27, 11, 40]) for _ in range(20)]
+        followed = {later for word, later in pairwise(prompt) if word == prompt[-1]}
+        likely = sum(
+            share for (token,), share in exact(target, 1.0, tested=1, prompt=prompt).items() if token in followed
+        )
+        best = max(best, (likely, prompt))
+    assert best[0] > 0.3
+    return best[1]
+
+
+@pytest.mark.parametrize("sample_method", [pytest.param("greedy", marks=pytest.mark.slow), "probabilistic"])
+def test_copied_drafts_leave_the_distribution_alone(
+    engine: Callable[..., Any], folders: tuple[Path, Path], sample_method: str
+) -> None:
+    """Beside drafts drawn at random in one batch: a copied token was certain."""
+    target, drafter = folders
+    prompt = repeating_prompt(target)
+    method = {"method": "draft_model", "model": str(drafter), "draft_sample_method": sample_method}
+    given = scenario(target, method, controls=("", "", "acceptance"))
+    for batch in given["batches"]:
+        batch |= {"prompts": [prompt] * REQUESTS, "copies": 7}
+    seen = engine(given)
+    assert seen.faults == {}
+    for run, temperature in zip(seen.batches[:2], TEMPERATURES, strict=True):
+        assert sum(step.copied for step in run.steps) > 500
+        assert sum(0 < step.copied < sum(map(bool, step.drafted)) for step in run.steps) > 20, "never in one batch"
+        assert p_value(run.tokens, exact(target, temperature, prompt=prompt)) > SIGNIFICANCE
+    # Control: drafts that are taken unverified show in the output.
+    assert p_value(seen.batches[2].tokens, exact(target, TEMPERATURES[0], prompt=prompt)) < 1e-6
 
 
 def drafted(run: Any) -> Counter[int]:
