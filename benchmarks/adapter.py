@@ -1,4 +1,4 @@
-"""Cost of FASER on the engine thread, per step: `python benchmarks/adapter.py [--json]`.
+"""Cost of FASER on the engine thread, per step: `python benchmarks/adapter.py [--copies] [--json]`.
 
 Drives the real adapter (steering, lease, ZeroMQ link, codec) with synthetic steps of 1 to 256 requests against a real
 controller socket in another process that answers every record. Prints thread CPU time per step beside the bound of
@@ -24,6 +24,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import zmq
 from made_engine import Inbox, hello, summed_up
@@ -38,14 +39,18 @@ from faser.engine_adapter.steering.steering import BatchOutcome, Default, Steeri
 BOUND_US, BOUND_US_PER_REQUEST = 20.0, 0.7
 PAUSE_S = 0.001
 REQUESTS = (1, 8, 64, 256)
+LONGEST = 8  # draft tokens
 BLOCK_STEPS, FIRST_STEPS = 60, 10
 CACHES = (
     ("back to back", None, 0.0), ("after a pause", None, PAUSE_S), ("flushed", np.zeros(8 << 20), PAUSE_S),
 )  # fmt: skip
 
 
-def answer(endpoint: str) -> None:
-    """Be a controller that answers each record with a length for every request."""
+COPY = protocol.MatchRule([1.0] * LONGEST, [0.0] * LONGEST, [0.1] * LONGEST, LONGEST)
+
+
+def answer(endpoint: str, match: protocol.MatchRule | None) -> None:
+    """Be a controller that answers each record with a length for every request, and when to copy."""
     socket = zmq.Context.instance().socket(zmq.ROUTER)
     socket.bind(endpoint)
     sequence = 0
@@ -57,16 +62,17 @@ def answer(endpoint: str) -> None:
             handles = [row.handle for row in message.rows]
             lengths = [handle % 5 for handle in handles]
             action = protocol.ActionSet(
-                message.boot_id, 1, sequence, message.step + 32, message.time_s + 1, 0, handles, lengths
+                message.boot_id, 1, sequence, message.step + 32, message.time_s + 1, 0, handles, lengths, match=match
             )
             socket.send_multipart([identity, protocol.encode(action)])
 
 
 def steering_with(endpoint: str, requests: int) -> tuple[Steering, list[SimpleNamespace]]:
     """Return an adapter that knows `requests` live requests."""
-    introduction = hello(f"bench{requests}", k_max=8, method="ngram")
+    introduction = msgspec.structs.replace(hello(f"bench{requests}", k_max=LONGEST, method="ngram"), copy_max=LONGEST)
     boot_id = introduction.boot_id
-    steering = Steering(introduction, EngineLink(endpoint, boot_id), Lease(boot_id, 8, 32, 1.0), Default(0))
+    lease = Lease(boot_id, LONGEST, 32, 1.0, copy_max=LONGEST)
+    steering = Steering(introduction, EngineLink(endpoint, boot_id), lease, Default(0))
     live = [
         SimpleNamespace(
             num_computed_tokens=50,
@@ -87,7 +93,7 @@ def steering_with(endpoint: str, requests: int) -> tuple[Steering, list[SimpleNa
 class Engine:
     """An engine that does not exist: its adapter, and steps of so many requests."""
 
-    def __init__(self, endpoint: str, requests: int) -> None:
+    def __init__(self, endpoint: str, requests: int, has_copies: bool) -> None:
         self._steering, self._live = steering_with(endpoint, requests)
         self._inbox = self._steering.link._inbox = Inbox()  # type: ignore[attr-defined]
         ids = list(self._steering.entries)
@@ -101,6 +107,7 @@ class Engine:
         )
         self._result = {0: SimpleNamespace(outputs=outputs, scheduler_stats=statistics)}
         self._report = StepReport(0.01, 0.001, 0.003, 0.0, 0.015, drafted=[4] * requests)
+        self._report.copied = list(range(0, requests, 3)) if has_copies else []
         self._steps = 0
 
     def serve(self, steps: int, flush: np.ndarray | None, pause_s: float) -> list[tuple[float, bool]]:
@@ -142,9 +149,9 @@ class Engine:
         self._steering.close()
 
 
-def measure(endpoint: str, blocks: int, woken_us: float) -> list[dict[str, Any]]:
+def measure(endpoint: str, blocks: int, woken_us: float, has_copies: bool) -> list[dict[str, Any]]:
     """Return the adapter's cost by requests and caches: medians, quartiles over blocks, and the p99 of all steps."""
-    engines = {requests: Engine(endpoint, requests) for requests in REQUESTS}
+    engines = {requests: Engine(endpoint, requests, has_copies) for requests in REQUESTS}
     cells = [(requests, *ways) for requests in REQUESTS for ways in CACHES]
     costs_us: dict[tuple[int, str], list[list[float]]] = {(requests, name): [] for requests, name, _, _ in cells}
     leases: dict[tuple[int, str], list[bool]] = {(requests, name): [] for requests, name, _, _ in cells}
@@ -195,19 +202,23 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=15)
+    parser.add_argument(
+        "--copies", action="store_true", help="leases say when to copy, and a third of the drafts are copies"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     logging.disable(logging.WARNING)  # what was answered before the other cells' turns is stale
     with tempfile.TemporaryDirectory() as folder:
         endpoint = f"ipc://{folder}/bench.sock"
-        controller = multiprocessing.get_context("spawn").Process(target=answer, args=(endpoint,), daemon=True)
+        arguments = endpoint, COPY if options.copies else None
+        controller = multiprocessing.get_context("spawn").Process(target=answer, args=arguments, daemon=True)
         controller.start()
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(controller.pid or 0, {cores[-1]})
         os.sched_setaffinity(0, {cores[0]})
         time.sleep(1.0)
         woken_us = wake_us()
-        rows = measure(endpoint, options.blocks, woken_us)
+        rows = measure(endpoint, options.blocks, woken_us, options.copies)
         controller.terminate()
     if options.json:
         print(json.dumps(rows))
