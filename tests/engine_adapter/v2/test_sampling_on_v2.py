@@ -74,3 +74,11 @@ def test_the_controls_are_noticed(sampled: Any) -> None:
     assert sampled(rule=RANDOM, control="neighbour rows", requests=400)["p_value"] < 1e-6
     drawn = {"draft_sample_method": "probabilistic"}
     assert sampled(drawn, rule={"fixed": 3}, control="neighbour's proposals")["p_value"] < 1e-6
+
+
+@pytest.mark.timeout(1200)
+def test_vllms_block_verification_alone_is_biased(sampled: Any) -> None:
+    """When it fails vLLM has mended this, and the limit "block verification" can go from v2_limits.py."""
+    run = sampled({"rejection_sample_method": "block"}, requests=2000)
+    assert (run["runner"], run["is_steered"]) == ("CPUModelRunner", False)
+    assert run["p_value"] < 1e-6
