@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from ..draft_rounds import note_rounds
 from ..drafting.catch_up import CacheShape, CatchUp, Limits
 from ..drafting.ragged import RaggedModelDrafter, RaggedNgramDrafter, adopt
 from ..hook_guard import HookGuard
@@ -54,7 +55,9 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, MatchingRunner, GroupsRunner):
         drafter = getattr(self, "drafter", None)  # absent on pipeline ranks before the last
         if config is None or drafter is None:
             return
-        if not adopt(drafter, config.method):
+        is_ragged = adopt(drafter, config.method)
+        note_rounds(self.vllm_config, is_ragged)  # type: ignore[attr-defined]
+        if not is_ragged:
             logger.info(
                 "FASER: method %s drafts the batch's longest length for every request; drafts are cut afterwards",
                 config.method,

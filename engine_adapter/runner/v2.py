@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ..draft_rounds import note_rounds
 from ..drafting.drafting_v2 import DraftingV2
 from ..drafting.late_confidences import Drawn
 from ..hook_guard import HookGuard
@@ -84,6 +85,7 @@ class FaserRunnerV2(RunnerV2Hooks):
         self._guard("adaptive verification", self._set_up_verification)
         if self.drafting is not None:
             self._guard("skipping of the drafter", self.drafting.catch_up.set_up)
+            self._guard("note on drafting rounds", self._note_rounds)
         if self.graphs is not None:
             self._guard("graphs", self.graphs.extend)
         return result
@@ -97,6 +99,9 @@ class FaserRunnerV2(RunnerV2Hooks):
 
     def _set_up_verification(self) -> None:
         self.verification = SteeredVerification.of(self, self._is_pinned, self._guard)
+
+    def _note_rounds(self) -> None:
+        note_rounds(self.vllm_config, self.drafting is not None and self.drafting.is_ragged)  # type: ignore[attr-defined]
 
     def _mark(self, moment: str) -> None:
         if self.events is not None:
