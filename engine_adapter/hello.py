@@ -11,8 +11,8 @@ import socket
 from typing import TYPE_CHECKING, Literal
 
 from .. import __version__
-from .draft_rounds import told_rounds
 from .drafter_process.choice import chosen_drafter
+from .drafting.draft_rounds import told_rounds
 from .graph_lengths import graph_lengths, has_graphs
 from .matching.choice import match_refusal
 from .operator_log import operator_log

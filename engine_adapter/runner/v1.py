@@ -10,8 +10,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from ..draft_rounds import note_rounds
 from ..drafting.catch_up import CacheShape, CatchUp, Limits
+from ..drafting.draft_rounds import note_rounds
 from ..drafting.ragged import RaggedModelDrafter, RaggedNgramDrafter, adopt
 from ..hook_guard import HookGuard
 from ..link.quiet_moment import QUIET_MOMENTS

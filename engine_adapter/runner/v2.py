@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..draft_rounds import note_rounds
+from ..drafting.draft_rounds import note_rounds
 from ..drafting.drafting_v2 import DraftingV2
 from ..drafting.late_confidences import Drawn
 from ..hook_guard import HookGuard

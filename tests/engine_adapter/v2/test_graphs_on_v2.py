@@ -38,7 +38,6 @@ def test_every_decode_replays_full_graphs_and_drafts_and_outputs_are_those_witho
     assert verification["replay any"] == verification["FULL"] > 4 * verification["NONE"]  # those have prompts in them
     assert set(rounds) == {"FULL", "replay 2", "replay 3", "replay 4"}
     assert run["graph_lengths"] == [0, 1, 2, 3, 4]
-    assert run["hello_rounds"] == "longest"
 
 
 def test_asynchronously_too(forks: Any, tiny: Any, eager: Any) -> None:
@@ -46,6 +45,7 @@ def test_asynchronously_too(forks: Any, tiny: Any, eager: Any) -> None:
     assert run["tokens"] == eager["tokens"]
     assert (run["faults"], run["check"]["disobeyed"], run["check"]["misreported"]) == ({}, [], [])
     assert run["seen"]["verification"]["FULL"] > 4 * run["seen"]["verification"]["NONE"]
+    assert run["hello_rounds"] == "longest"  # since the rounds are fused
 
 
 def test_by_vllms_own_graphs_mixed_steps_run_eagerly_and_every_draft_runs_all_rounds(

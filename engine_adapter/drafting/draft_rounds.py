@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from .drafting.ragged import MODEL_METHODS
-from .protocol import LONGEST, RAGGED, Rounds
+from ..protocol import LONGEST, RAGGED, Rounds
+from .ragged import MODEL_METHODS
 
 _NOTE: Final = "faser_ragged_rounds"
 _IN_ROUNDS: Final = frozenset({"eagle", "eagle3", "mtp"})  # that V2 drafts one after another, unless it fuses them

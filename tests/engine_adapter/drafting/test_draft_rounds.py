@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from faser.engine_adapter.draft_rounds import note_rounds, told_rounds
+from faser.engine_adapter.drafting.draft_rounds import note_rounds, told_rounds
 
 
 def configured(runner: str, method: str | None, device: str = "cpu") -> Any:
