@@ -1,6 +1,6 @@
 """Whether a request's own length saves drafting, or all draft the batch's longest: what HELLO says.
 
-The worker's mixin notes what its drafter does; hello.py reads that in the scheduler's process. Reads configuration
+V2's mixin notes what its drafter does; hello.py reads that in the scheduler's process. Reads configuration
 only, imports nothing of vLLM.
 """
 
@@ -16,7 +16,10 @@ _IN_ROUNDS: Final = frozenset({"eagle", "eagle3", "mtp"})  # that V2 drafts one 
 
 
 def note_rounds(config: Any, is_ragged: bool) -> None:
-    """Leave in the worker's configuration whether rows leave the draft batch."""
+    """Leave in the worker's configuration whether rows leave the draft batch.
+
+    Not before the models are loaded: vLLM copies the configuration for the drafter's, field by field.
+    """
     object.__setattr__(config, _NOTE, is_ragged)
 
 

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ..drafting.catch_up import CacheShape, CatchUp, Limits
-from ..drafting.draft_rounds import note_rounds
 from ..drafting.ragged import RaggedModelDrafter, RaggedNgramDrafter, adopt
 from ..hook_guard import HookGuard
 from ..link.quiet_moment import QUIET_MOMENTS
@@ -55,9 +54,7 @@ class FaserRunnerV1(RunnerHooks, PruningRunner, MatchingRunner, GroupsRunner):
         drafter = getattr(self, "drafter", None)  # absent on pipeline ranks before the last
         if config is None or drafter is None:
             return
-        is_ragged = adopt(drafter, config.method)
-        note_rounds(self.vllm_config, is_ragged)  # type: ignore[attr-defined]
-        if not is_ragged:
+        if not adopt(drafter, config.method):
             logger.info(
                 "FASER: method %s drafts the batch's longest length for every request; drafts are cut afterwards",
                 config.method,
