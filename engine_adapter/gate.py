@@ -1,11 +1,12 @@
 """Whether a mechanism pays, found out by measuring: seconds per emitted token with and without it, by batch size.
 
 One gate for each mechanism: pruning (pruning/runner.py), drafting ahead (overlap/remote_drafting.py), two groups
-(ping_pong.py). Pure; who steps asks before a step and reports after it. A few steps with the mechanism are compared
-with the few without it just before: a text that gets easier, or a machine that gets slower, lasts for more steps than
-that, and would make step after step look like evidence. Where it is not faster beyond chance it stays off, but for a
-few probing steps. With pruning, what is asked in one step holds for the next one's verification, so that no decision
-can know the drafts it cuts (a step's time depends on how long its drafts grew).
+(ping_pong.py), rows that leave V2's draft batch (drafting/rounds_gate.py). Pure; who steps asks before a step and
+reports after it. A few steps with the mechanism are compared with the few without it just before: a text that gets
+easier, or a machine that gets slower, lasts for more steps than that, and would make step after step look like
+evidence. Where it is not faster beyond chance it stays off, but for a few probing steps. With pruning, what is asked
+in one step holds for the next one's verification, so that no decision can know the drafts it cuts (a step's time
+depends on how long its drafts grew).
 """
 
 from __future__ import annotations

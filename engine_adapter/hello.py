@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from .. import __version__
 from .drafter_process.choice import chosen_drafter
+from .drafting.draft_rounds import told_rounds
 from .graph_lengths import graph_lengths, has_graphs
 from .matching.choice import match_refusal
 from .operator_log import operator_log
@@ -79,6 +80,7 @@ def describe_engine(config: VllmConfig, settings: Settings) -> Hello:
         frontier=_frontier(config, settings),
         is_adaptive=bool(getattr(drafting, "enable_adaptive_verification", False)),
         copy_max=buffers if match_refusal(config, settings) is None else 0,
+        rounds=told_rounds(config),
     )
 
 

@@ -22,10 +22,13 @@ HEADER: Final = bytes((MAGIC, VERSION))
 MAX_FRAME_BYTES: Final = 1 << 20
 MAX_REQUESTS: Final = 4096
 MAX_DRAFT_LENGTH: Final = 64
+RAGGED: Final = "ragged"
+LONGEST: Final = "longest"
 LARGEST_PRIORITY: Final = 1 << 62
 LARGEST_NUMBER: Final = 1e18  # of seconds, and of what a fit gives
 
 Mode = Literal["active", "advisory", "canary", "off"]
+Rounds = Literal["ragged", "longest"]
 EventKind = Literal["arrival", "first_token", "finish", "abort", "preempt"]
 
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
@@ -177,6 +180,7 @@ class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):
     epoch: Count = 0  # the highest that it obeyed: it refuses lower ones; 0: none
     is_adaptive: bool = False  # vLLM's adaptive verification: of what is drafted, it verifies what pays
     copy_max: DraftLength = 0  # longest draft copied from a request's own text; 0: none is
+    rounds: Rounds = RAGGED  # ragged: a request's own length saves drafting; longest: all draft the batch's longest
 
     @property
     def longest(self) -> int:

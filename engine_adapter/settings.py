@@ -18,7 +18,7 @@ from .errors import EndpointError
 from .protocol import MAX_DRAFT_LENGTH
 
 ANYWHERE: Final = "all"  # cores: wherever the engine may run
-NEVER, AUTO, ALWAYS = "never", "auto", "always"  # pruning, drafting ahead, ping-pong groups
+NEVER, AUTO, ALWAYS = "never", "auto", "always"  # pruning, drafting ahead, ping-pong groups, ragged rounds
 MAX_CORES: Final = 4096
 IPC_PATH_LIMIT: Final = 107  # sun_path of Linux, without the trailing zero
 
@@ -62,6 +62,7 @@ class Settings:
     draft_max: int = MAX_DRAFT_LENGTH
     shared_mib: int = 0
     skipped_tokens: int = 2048
+    ragged: str = AUTO
 
 
 def _integer(low: int, high: int) -> Callable[[str, str], int]:
@@ -251,6 +252,13 @@ SETTINGS: Final = {
         "2048",
         "Most tokens that a drafter may skip before it catches up, at most a step's (V2 runner); 0: it never skips.",
         _integer(0, 1_000_000),
+    ),
+    "ragged": Setting(
+        "FASER_RAGGED",
+        AUTO,
+        "When a request leaves the draft batch behind its own length (V2 runner): auto (at batch sizes where the "
+        "engine measured it to be faster; always with several ranks) or always.",
+        _choice(AUTO, ALWAYS),
     ),
 }
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..engine_adapter.arrays import Bools
 from ..engine_adapter.compiled import compiled
-from ..engine_adapter.protocol import LARGEST_NUMBER, Admission, Hello, MatchRule, Prune, StopRule
+from ..engine_adapter.protocol import LARGEST_NUMBER, RAGGED, Admission, Hello, MatchRule, Prune, StopRule
 from ..engine_adapter.steering.stop_rule import fitted
 
 Lengths = npt.NDArray[np.int64]
@@ -43,6 +43,7 @@ class Capabilities:
     frontier: int = 0  # most tokens that can be drafted ahead of a chunk
     copy_max: int = 0  # longest draft copied from a request's own text; 0: none is
     is_adaptive: bool = False  # of what is drafted, the engine verifies what pays
+    is_ragged: bool = True  # a request's own length saves drafting; False: all draft the batch's longest
 
     @classmethod
     def from_hello(cls, hello: Hello) -> Capabilities:
@@ -66,6 +67,7 @@ class Capabilities:
             frontier=hello.frontier,
             is_adaptive=hello.is_adaptive,
             copy_max=hello.copy_max,
+            is_ragged=hello.rounds == RAGGED,
         )
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from ..config import Config
 from .checks import CHECKS, Finding, Patient
-from .graph_check import check_graphs
+from .graph_check import check_graphs, check_rounds
 from .installation import Installation
 from .sidecar_checks import SIDECAR_CHECKS
 
@@ -36,7 +36,9 @@ def run_doctor(is_json: bool = False, config: Config | None = None) -> int:
 
 def examine(patient: Patient) -> list[Finding]:
     """Return the findings of every check, in order."""
-    return [finding for check in (*CHECKS, *SIDECAR_CHECKS, check_graphs) for finding in _run(check, patient)]
+    return [
+        finding for check in (*CHECKS, *SIDECAR_CHECKS, check_graphs, check_rounds) for finding in _run(check, patient)
+    ]
 
 
 def _run(check: Callable[[Patient], Iterator[Finding]], patient: Patient) -> Iterator[Finding]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..hook_guard import HookGuard
-from ..patches.v2_speculator import bounded_rounds, keeps_its_own_rounds
+from ..patches.v2_speculator import bounded_rounds, cuts_rounds, keeps_its_own_rounds
 from .catch_up_v2 import CatchUpV2
 from .late_confidences import Drawn, LateConfidences
 from .ragged_v2 import RaggedV2
+from .rounds_gate import rounds_gate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,9 +28,14 @@ class DraftingV2:
         speculator = runner.speculator
         self._speculator, self._guard = speculator, guard
         self._is_bounded = keeps_its_own_rounds(speculator)
-        self._ragged = RaggedV2(runner)
+        self._ragged = RaggedV2(runner, rounds_gate())
         self._confidences = LateConfidences(speculator, is_pinned)
         self.catch_up = CatchUpV2(runner, guard, room)
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether rows may leave the draft batch; known once vLLM has set up attention."""
+        return self._ragged.is_on and cuts_rounds(self._speculator)
 
     def draft(self, proposal: Proposal, lengths: list[int] | None, rounds: int) -> Tensor:
         """Draft for the next step.

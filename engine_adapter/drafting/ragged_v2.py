@@ -1,7 +1,7 @@
 """Ragged drafting on the V2 runner: a request leaves the draft batch after its own number of tokens.
 
 `lengths` never depend on a drawn token, so drafts stay lossless. After a failure vLLM drafts as it would without
-FASER: every request the batch's longest.
+FASER: every request the batch's longest. So it does where the gate (rounds_gate.py) measured that to be no slower.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from ..patches.v2_speculator import DecodeRounds, around_decode, has_peers
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .rounds_gate import RoundsGate
+
 logger = operator_log(__name__)
 
 FIRST_ROUND: Final = 1  # rounds behind the first pass; that one runs for every row
@@ -22,10 +24,11 @@ FIRST_ROUND: Final = 1  # rounds behind the first pass; that one runs for every 
 class RaggedV2:
     """Drafts of different length in one batch of vLLM's autoregressive speculators (eagle, eagle3, mtp)."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, gate: RoundsGate | None = None) -> None:
+        """`gate`: says in which steps rows leave; None: in all."""
         self.lengths: list[int] | None = None  # per batch row; None: no opinion
         self.rounds: tuple[int, ...] | None = None  # rows in each round of the last drafting; None: vLLM's own
-        self._runner = runner
+        self._runner, self._gate = runner, gate
         self.is_on = around_decode(runner.speculator, self._decode)
 
     def begin(self, lengths: list[int]) -> None:
@@ -38,6 +41,8 @@ class RaggedV2:
             return False
         decode: DecodeRounds | None = None
         try:
+            if not self._pays(requests, longest):
+                return False
             decode = DecodeRounds(self._runner, requests, upper_bound, longest)
             self.rounds = draft_ragged(decode, lengths)
         except Exception:
@@ -48,6 +53,10 @@ class RaggedV2:
             if decode is not None:
                 decode.restore()
         return self.rounds is not None
+
+    def _pays(self, requests: int, longest: int) -> bool:
+        gate = self._gate
+        return gate is None or gate.ask(requests, longest - FIRST_ROUND, getattr(self._runner, "events", None))
 
 
 def draft_ragged(decode: DecodeRounds, lengths: list[int]) -> tuple[int, ...]:

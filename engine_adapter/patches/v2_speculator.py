@@ -63,6 +63,16 @@ def around_decode(speculator: Any, decode: Decode) -> bool:
     return True
 
 
+def cuts_rounds(speculator: Any) -> bool:
+    """Tell whether vLLM, now that attention is set up, comes by `around_decode` in the rounds of this speculator."""
+    return (
+        is_autoregressive(speculator)
+        and bool(speculator.advance_draft_positions)
+        and not speculator.supports_decode_metadata_update
+        and not has_more_state(speculator)
+    )
+
+
 def has_peers() -> bool:
     """Tell whether other ranks run the same rounds at the same time."""
     from vllm.distributed.parallel_state import get_tp_group

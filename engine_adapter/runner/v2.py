@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ..drafting.draft_rounds import note_rounds
 from ..drafting.drafting_v2 import DraftingV2
 from ..drafting.late_confidences import Drawn
 from ..hook_guard import HookGuard
@@ -87,6 +88,7 @@ class FaserRunnerV2(RunnerV2Hooks):
         self._guard("adaptive verification", self._set_up_verification)
         if self.drafting is not None:
             self._guard("skipping of the drafter", self.drafting.catch_up.set_up)
+            self._guard("note on drafting rounds", self._note_rounds)
         self._guard(GUARDED, lambda: self._tell_of_seeds(around_comparison(self, self._say_by_seed)))
         if self.graphs is not None:
             self._guard("graphs", self.graphs.extend)
@@ -118,6 +120,9 @@ class FaserRunnerV2(RunnerV2Hooks):
         if self.faults[GUARDED] > failures:
             logger.warning("FASER could not draw by seed: what requests with one say in this step may differ next time")
         return said
+
+    def _note_rounds(self) -> None:
+        note_rounds(self.vllm_config, self.drafting is not None and self.drafting.is_ragged)  # type: ignore[attr-defined]
 
     def _mark(self, moment: str) -> None:
         if self.events is not None:

@@ -86,13 +86,14 @@ def test_an_action_set_of_an_older_controller_is_read(missing: int, untold: tupl
     assert wire.decode_from_controller(newer) == asked
 
 
-@pytest.mark.parametrize("missing", [1, 2, 3])
+@pytest.mark.parametrize("missing", [1, 2, 3, 4])
 def test_a_hello_of_an_engine_that_does_not_tell_what_came_later_is_read(missing: int) -> None:
     hello = wire.Hello(
         "boot", 1, "host", "0.1.0", "0.32.0", "target", "cpu", "v1", False, "eagle3", "drafter", 6, 0, [], 256, 8192,
         100_000, [], ["unsplit"], [], 1, 1, 1, 0, 32, 1000, [], epoch=9, is_adaptive=True, copy_max=8,
+        rounds="longest",
     )  # fmt: skip
-    later: list[tuple[str, Any]] = [("copy_max", 0), ("is_adaptive", False), ("epoch", 0)]
+    later: list[tuple[str, Any]] = [("rounds", "ragged"), ("copy_max", 0), ("is_adaptive", False), ("epoch", 0)]
     whole = msgspec.msgpack.decode(bytes(wire.encode(hello))[2:])
     older = wire.HEADER + msgspec.msgpack.encode(whole[:-missing])
     assert wire.decode_from_engine(wire.encode(hello)) == hello

@@ -192,6 +192,21 @@ def test_lengths_without_a_full_graph_are_named_with_what_to_do(
     assert all("cudagraph_mode FULL_AND_PIECEWISE" in each.remedy for each in findings if each.level == "note")
 
 
+@pytest.mark.parametrize(("rounds", "level"), [("ragged", "ok"), ("longest", "note")])
+def test_whether_a_requests_own_length_saves_drafting_is_told(
+    patient: Patient, rounds: Literal["ragged", "longest"], level: str
+) -> None:
+    announced = Hello(
+        "boot-1", 1, "host", "0.1.0", "0.32.0", "target", "cuda", "v2", True, "eagle3", "drafter", 4, 0, [], 256,
+        8192, 100_000, [], ["unsplit"], [], 1, 1, 1, 0, 32, 1000, [], rounds=rounds,
+    )  # fmt: skip
+    store = Store(patient.config.store.path, RunEntry(1, 1, "0", "{}"))
+    store.put(EngineEntry(announced, 1))
+    store.close()
+    (found,) = [finding for finding in examine(patient) if finding.name == "draft rounds"]
+    assert (found.level, "VLLM_USE_V2_MODEL_RUNNER=0" in found.remedy) == (level, level == "note")
+
+
 def test_an_open_runtime_folder_is_a_failure(patient: Patient, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o755)
     (tmp_path / "run").chmod(0o755)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import time
@@ -67,6 +68,7 @@ class Engine:
         if self.runner.adaptive_verification is not None:  # vLLM measures these while it captures graphs
             self.runner.adaptive_verification.set_cost_curves(*given.get("curves", CURVES))
         self.calls: Counter[str] = Counter()
+        self.gate: list[dict[str, Any]] = []
         self._count_passes()
         CONTROLS[given.get("control", "")](self)
 
@@ -99,8 +101,14 @@ class Engine:
             "check": self.steer.check() if self.steer else None,
             "log": self.steer.log if self.steer else [],
             "miscounted": self._miscounted(),
+            "gate": self.gate,
+            "hello_rounds": self._hello_rounds(),
             "governed": self.govern.facts() if self.govern else None,
         }
+
+    def _hello_rounds(self) -> str | None:
+        steering = getattr(self.scheduler, "steering", None)
+        return None if steering is None else str(steering.hello.rounds)
 
     def _miscounted(self) -> int:
         steering = getattr(self.scheduler, "steering", None)
@@ -188,6 +196,24 @@ def _failing_draws(engine: Engine) -> None:
     v2.amended = _raise
 
 
+def _overheard_gate(engine: Engine) -> None:
+    """Write down what the gate of drafting rounds is asked and told, each time with the newest step's number."""
+    from faser.engine_adapter.gate import Gate
+
+    ask, note = Gate.ask, Gate.note
+
+    def asked(gate: Gate, requests: int) -> bool:
+        answer = ask(gate, requests)
+        engine.gate.append({"step": engine.runner.order.step, "asked": requests, "answer": answer})
+        return answer
+
+    def noted(gate: Gate, requests: int, has_used: bool, time_s: float, tokens: int) -> None:
+        engine.gate.append({"step": engine.runner.order.step, "told": [requests, has_used, time_s, tokens]})
+        note(gate, requests, has_used, time_s, tokens)
+
+    Gate.ask, Gate.note = asked, noted  # type: ignore[method-assign]
+
+
 CONTROLS: dict[str, Callable[[Engine], None]] = {
     "": _whole,
     "vLLM's rule": _vllms_rule,
@@ -201,6 +227,7 @@ CONTROLS: dict[str, Callable[[Engine], None]] = {
     "failing confidences": _failing_confidences,
     "neighbour's rounds": _neighbours_rounds,
     "failing numbers": _failing_numbers,
+    "overheard gate": _overheard_gate,
     "failing copy": lambda engine: setattr(engine.runner.verification, "_copy", _raise),
 }
 
@@ -209,6 +236,7 @@ def generate(given: dict[str, Any]) -> dict[str, Any]:
     """Let a handful of requests run together; greedy unless `sampling` says otherwise."""
     from vllm import SamplingParams
 
+    os.environ.update(given.get("environment", {}))
     engine = Engine(given)
     plain = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
     asked = prompts(tuple(given.get("prompts", (5, 17, 40, 90))), given.get("vocabulary", VOCABULARY))

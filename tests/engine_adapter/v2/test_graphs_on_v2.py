@@ -45,6 +45,7 @@ def test_asynchronously_too(forks: Any, tiny: Any, eager: Any) -> None:
     assert run["tokens"] == eager["tokens"]
     assert (run["faults"], run["check"]["disobeyed"], run["check"]["misreported"]) == ({}, [], [])
     assert run["seen"]["verification"]["FULL"] > 4 * run["seen"]["verification"]["NONE"]
+    assert run["hello_rounds"] == "longest"  # since the rounds are fused
 
 
 def test_by_vllms_own_graphs_mixed_steps_run_eagerly_and_every_draft_runs_all_rounds(

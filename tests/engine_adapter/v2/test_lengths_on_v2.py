@@ -44,10 +44,37 @@ def test_outputs_are_the_targets_and_every_length_is_obeyed(
     assert (run["faults"], run["miscounted"], run["is_steered"]) == ({}, 0, True)
     has_logits = method != "ngram_gpu"
     assert run["check"]["confident"] == (run["check"]["drafting"] if has_logits else 0)
+    assert run["hello_rounds"] == ("ragged" if method in ("eagle", "eagle3") else "longest")
     if method in ("eagle", "eagle3"):
         assert run["check"]["draft_rows"] < 0.8 * run["check"]["rows_if_uniform"]
     if has_logits:  # where nobody drafts, at most a first pass keeps the drafter's KV cache in step
         assert run["passes"] <= run["check"]["rounds"] + run["check"]["records"]
+
+
+@pytest.mark.parametrize("is_async", MODES, ids=["sync", "async"])
+def test_rows_leave_in_those_steps_in_which_the_gate_lets_them(
+    forks: Any, tiny: Any, plain: Any, is_async: bool
+) -> None:
+    measured = {"environment": {"FASER_RAGGED": "auto"}, "control": "overheard gate"}
+    run = forks("generate", **tiny.scenario("eagle3"), is_async=is_async, rule=RANDOM, **measured)
+    assert run["tokens"] == plain("eagle3")
+    assert run["check"]["disobeyed"] == run["check"]["misreported"] == []
+    answers = {each["step"]: each["answer"] for each in run["gate"] if "asked" in each}
+    by_step = {entry["step"]: entry["rounds"] for entry in run["log"]}
+    left = {step: len(set(by_step[step])) > 1 for step in answers if len(by_step[step]) > 1}
+    assert left == {step: answers[step] for step in left}
+    assert sum(left.values()) > 4
+    assert len(left) - sum(left.values()) > 4
+
+
+def test_the_gate_is_told_what_each_kind_of_rounds_took_once_that_is_known(forks: Any, tiny: Any) -> None:
+    measured = {"environment": {"FASER_RAGGED": "auto"}, "control": "overheard gate"}
+    run = forks("generate", **tiny.scenario("eagle3"), is_async=True, rule=RANDOM, **measured)
+    asked = [[each["asked"], each["answer"]] for each in run["gate"] if "asked" in each]
+    told = [each["told"] for each in run["gate"] if "told" in each]
+    assert [each[:2] for each in told] == asked[: len(told)]
+    assert len(asked) - len(told) == 1  # the last
+    assert all(0.0 < time_s < 10.0 and 1 <= rounds <= 3 for _, _, time_s, rounds in told)
 
 
 @pytest.mark.parametrize("method", ["near", "eagle3"])

@@ -161,6 +161,37 @@ def test_dear_rounds_keep_one_eager_request_from_drafting_deep() -> None:
     assert cheap[1] > dear[1]
 
 
+def drafting_state(levels: dict[int, float], token_ms: float, is_ragged: bool) -> EngineState:
+    """Return the state of an engine of 10 ms a step on which a drafted token costs so much."""
+    state = make_state(levels, row_ms=0.01)
+    state.capabilities = replace(state.capabilities, is_ragged=is_ragged)
+    for _ in range(100):
+        for drafted in (8, 16, 24, 32, 40):
+            rows, draft_s = 8 + drafted, token_ms * 1e-3 * drafted
+            total_s = 0.01 + 1e-5 * rows + draft_s
+            state.unsplit_cost.learn(StepCost(rows, 0, 8, 0, drafted // 8, drafted, total_s, draft_s, 0.0))
+    return state
+
+
+FEW_EAGER = dict.fromkeys(range(1, 4), 0.95) | dict.fromkeys(range(4, 9), 0.05)
+
+
+def test_where_all_draft_the_longest_a_few_eager_requests_do_not_make_everybody_draft() -> None:
+    assert lengths_of(drafting_state(FEW_EAGER, 0.5, is_ragged=True))[1] > 1
+    assert set(lengths_of(drafting_state(FEW_EAGER, 0.5, is_ragged=False)).values()) == {0}
+
+
+def test_where_drafts_are_there_anyway_more_of_them_are_verified() -> None:
+    own, longest = (lengths_of(drafting_state(FEW_EAGER, 0.1, is_ragged)) for is_ragged in (True, False))
+    assert own[1] == longest[1] == K_MAX
+    assert all(longest[handle] > own[handle] for handle in range(4, 9))
+
+
+def test_where_all_draft_alike_it_does_not_matter_who_leaves() -> None:
+    even = dict.fromkeys(range(1, 9), 0.8)
+    assert lengths_of(drafting_state(even, 0.1, True)) == lengths_of(drafting_state(even, 0.1, False))
+
+
 def test_lengths_move_with_the_requests_when_these_are_permuted() -> None:
     levels = {handle: 0.1 * handle for handle in range(1, 10)}
     order = list(levels)
