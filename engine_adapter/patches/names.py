@@ -200,6 +200,7 @@ WORKER_NAMES: Final[tuple[tuple[str, str, str, tuple[str, ...] | None], ...]] = 
 WORKER_ATTRIBUTES: Final = (
     (_RUNNER, "AsyncGPUModelRunnerOutput", "_model_runner_output"),
     (_BASE, _PROPOSER, "_last_draft_probs"),
+    (_RUNNER, "GPUModelRunner", "_draft_probs"),
     (_RUNNER, "GPUModelRunner", "execute_model_state"),
     (_RUNNER, "GPUModelRunner", "attn_groups"),
     (_RUNNER, "GPUModelRunner", "effective_drafter_max_model_len"),

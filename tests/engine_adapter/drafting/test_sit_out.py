@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from faser.engine_adapter.drafting.catch_up import CacheShape, CatchUp, Limits
 from faser.engine_adapter.drafting.ragged import RaggedModelDrafter
+from faser.engine_adapter.hook_guard import HookGuard
 from faser.engine_adapter.runner.v1 import FaserRunnerV1
 from faser.engine_adapter.steering.orders import StepOrder
 
@@ -40,7 +41,8 @@ class Runner(FaserRunnerV1, VllmsRunner):
     """The mixin in front of a runner that has only what it reads."""
 
     def __init__(self, lengths: dict[str, int], in_prompt: tuple[bool, bool]) -> None:
-        self.faults = Counter()
+        self._guard = HookGuard("runner", logging.getLogger())
+        self.faults = self._guard.faults
         self.order = StepOrder(lengths, 1, 0.0, 0.0)
         self.input_batch = SimpleNamespace(num_reqs=ROWS, req_ids=["a", "b"])
         self.discard_request_mask = SimpleNamespace(np=np.array(in_prompt))

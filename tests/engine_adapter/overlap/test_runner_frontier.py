@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from faser.engine_adapter.drafter_process.drafted import Drafted
 from faser.engine_adapter.drafter_process.mailbox import Reply
+from faser.engine_adapter.hook_guard import HookGuard
 from faser.engine_adapter.overlap.remote_drafting import RemoteDrafting
 from faser.engine_adapter.protocol import StopRule
 from faser.engine_adapter.runner.phases import HostPhases
@@ -72,6 +74,7 @@ class Vllm:
 class Runner(FaserRunnerV1, Vllm):
     def __init__(self, is_list: bool, lengths: dict[str, int], stop: StopRule | None = None) -> None:
         self.is_list = is_list
+        self._guard = HookGuard("runner", logging.getLogger())
         self.order = self._order = StepOrder(lengths, frontier=2, stop=stop)
         self.process = Process()
         given: Any = self.process

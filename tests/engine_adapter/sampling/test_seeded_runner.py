@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from itertools import cycle
 from types import SimpleNamespace
@@ -95,6 +97,16 @@ def verification(drafts: list[list[int]]) -> Any:
     )  # fmt: skip
 
 
+@contextmanager
+def without_llvmlite() -> Iterator[None]:
+    """Hide what vLLM stumbles over while it looks through all modules, if another test has imported numba."""
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "llvmlite"}
+    try:
+        yield
+    finally:
+        sys.modules.update(hidden)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def cpu_kernels() -> Iterator[None]:
     """Let vLLM's samplers run as in its CPU worker, which FASER's worker mends."""
@@ -103,7 +115,8 @@ def cpu_kernels() -> Iterator[None]:
         from vllm.platforms import current_platform
         from vllm.v1.sample import rejection_sampler
 
-        current_platform.register_triton_kernel_overrides()
+        with without_llvmlite():
+            current_platform.register_triton_kernel_overrides()
         patch.setattr(rejection_sampler, "expand_batch_to_tokens", v1.expand_batch_to_tokens)
         yield
 

@@ -34,7 +34,10 @@ def test_every_decode_replays_full_graphs_and_drafts_and_outputs_are_those_witho
     assert (run["faults"], run["check"]["disobeyed"], run["check"]["misreported"]) == ({}, [], [])
     assert run["check"]["confident"] == run["check"]["drafting"] > 20
     verification, first_pass, rounds = (run["seen"][name] for name in ("verification", "first pass", "rounds"))
-    assert verification == first_pass
+    # A step in which nobody drafts, and none did before, leaves the drafter out.
+    left_out = verification["FULL"] - first_pass["FULL"]
+    assert 0 <= left_out < 4
+    assert verification == first_pass | {name: first_pass[name] + left_out for name in ("FULL", "replay any")}
     assert verification["replay any"] == verification["FULL"] > 4 * verification["NONE"]  # those have prompts in them
     assert set(rounds) == {"FULL", "replay 2", "replay 3", "replay 4"}
     assert run["graph_lengths"] == [0, 1, 2, 3, 4]
