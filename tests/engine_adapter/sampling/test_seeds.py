@@ -146,7 +146,9 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "eagle3", pytest.param("drawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "drafter", [pytest.param("ngram", marks=pytest.mark.slow), "eagle3", pytest.param("drawn", marks=pytest.mark.slow)]
+)
 def test_a_seed_says_the_same_under_any_drafts(
     engine: Callable[..., Any], pair: tuple[Path, Path], reference: Any, drafter: str
 ) -> None:
