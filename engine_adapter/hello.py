@@ -36,6 +36,12 @@ def refusal(config: VllmConfig) -> str | None:
         )
     if getattr(config, "diffusion_config", None) is not None:
         return "diffusion models do not draft"
+    rule = getattr(config.speculative_config, "rejection_sample_method", "standard")
+    if rule == "block" and config.use_v2_model_runner:
+        return (
+            "rejection_sample_method=block: on vLLM's V2 runner sampled answers leave the target's distribution; use "
+            "standard instead"
+        )
     return None
 
 

@@ -78,7 +78,7 @@ def test_the_controls_are_noticed(sampled: Any) -> None:
 
 @pytest.mark.timeout(1200)
 def test_vllms_block_verification_alone_is_biased(sampled: Any) -> None:
-    """When it fails vLLM has mended this, and the limit "block verification" can go from v2_limits.py."""
+    """When it fails vLLM has mended this: the limit can go from v2_limits.py, and the refusal from hello.py."""
     run = sampled({"rejection_sample_method": "block"}, requests=2000)
     assert (run["runner"], run["is_steered"]) == ("CPUModelRunner", False)
     assert run["p_value"] < 1e-6
