@@ -23,7 +23,6 @@ from faser.controller.calibrate.measured import ahead_steps, read_measured, tria
 from faser.controller.calibrate.profile import ProfileOptions, run_profile
 from faser.controller.calibrate.starvation import Waiting, freed, load_waiting, save_waiting
 from faser.controller.errors import EngineError, ModelError, StoreError, UsageError
-from faser.controller.telemetry.schema import ADDED
 from faser.controller.telemetry.store import EngineEntry, RunEntry, StepEntry, Store
 from faser.engine_adapter.protocol import Hello, Prune, RequestEvent, RequestRow, StepRecord
 from faser.env.calibration.accept_traces import SHIPPED
@@ -40,6 +39,8 @@ from faser.env.profile.engine_profile import (
 )
 from faser.env.simulator.serve_requests import Orders, replay
 
+from ..older_files import BEFORE_COPIES, older
+
 CONSOLE = Console(quiet=True)
 ERRORS = ("ttft_error", "tpot_error", "e2e_error", "tokens_per_s_error")
 
@@ -52,6 +53,8 @@ PRUNED_PROFILE = msgspec.structs.replace(
     exits=(Exit(15, 0.5, recall=0.7, false_alarm=0.1, look_s=1e-3, look_token_s=2e-5),),
     catch_up_tokens=512,
 )  # fmt: skip
+
+
 BASE_S, ROW_S, ROUND_S, PAUSE_S = 0.02, 0.0005, 0.002, 0.001
 
 
@@ -330,11 +333,7 @@ def test_copied_drafts_are_verified_by_the_target_and_nothing_of_the_drafters(tm
 def test_a_file_from_before_there_were_copies_is_measured_as_before(tmp_path: Path) -> None:
     path = write_telemetry(tmp_path / "old.sqlite", make_records(4))
     before = list(trials(read_measured(path)))
-    with closing(sqlite3.connect(path)) as raw:
-        for name, _, _ in ADDED[6]:
-            raw.execute(f"ALTER TABLE steps DROP COLUMN {name}")
-        raw.execute("PRAGMA user_version = 5")
-        raw.commit()
+    older(path, BEFORE_COPIES)
     measured = read_measured(path)
     assert list(trials(measured)) == before
     assert measured.copied_tokens == 0

@@ -28,10 +28,12 @@ from faser.controller.replay.offpolicy import Sample, estimate
 from faser.controller.replay.replay import replay
 from faser.controller.telemetry.maintenance import check
 from faser.controller.telemetry.retention import NS_PER_HOUR
-from faser.controller.telemetry.schema import ADDED, event_row, open_for_reading
+from faser.controller.telemetry.schema import event_row, open_for_reading
 from faser.controller.telemetry.sessions import _event, read_sessions
 from faser.engine_adapter.protocol import MAX_DRAFT_LENGTH, ActionSet, RequestEvent, RequestRow, StepRecord
 from faser.models.policies.policy import PolicyError
+
+from ..older_files import BEFORE_COPIES, older
 
 REQUESTS = 12
 
@@ -210,11 +212,7 @@ def test_copies_that_are_taken_for_the_drafters_change_decisions(run: Any) -> No
 
 def test_a_file_from_before_there_were_copies_is_replayed(run: Any) -> None:
     path = run()
-    with closing(sqlite3.connect(path)) as raw:
-        for name, _, _ in ADDED[6]:
-            raw.execute(f"ALTER TABLE steps DROP COLUMN {name}")
-        raw.execute("PRAGMA user_version = 5")
-        raw.commit()
+    older(path, BEFORE_COPIES)
     report = replay(path)
     assert report.identical == report.decisions > 290
     assert set(report.sources) == {"drafter"}

@@ -14,11 +14,13 @@ from sqlite_utils import Database
 from faser.controller.engine.load_summary import LoadSummary, RequestResult
 from faser.controller.errors import StoreError
 from faser.controller.reports.run_report import write_report
-from faser.controller.telemetry.schema import ADDED, open_for_reading
+from faser.controller.telemetry.schema import open_for_reading
 from faser.controller.telemetry.store import EngineEntry, RunEntry, StepEntry, Store
 from faser.controller.telemetry.tables import TelemetrySummary
 from faser.controller.telemetry.telemetry_file import TelemetryFile, read_whole
 from faser.engine_adapter.protocol import ActionSet, Hello, RequestRow, StepRecord
+
+from ..older_files import BEFORE_COPIES, older
 
 HELLO = Hello(
     boot_id="boot", pid=1, host="h", adapter_version="0", vllm_version="0.32.0", model="/models/tiny", device="cpu",
@@ -179,11 +181,7 @@ def test_the_report_has_a_row_and_a_line_for_copies_where_there_are_some(
 
 
 def test_a_file_from_before_there_were_copies_has_none(telemetry: Path) -> None:
-    with closing(sqlite3.connect(telemetry)) as raw:
-        for name, _, _ in ADDED[6]:
-            raw.execute(f"ALTER TABLE steps DROP COLUMN {name}")
-        raw.execute("PRAGMA user_version = 5")
-        raw.commit()
+    older(telemetry, BEFORE_COPIES)
     summary = figures(telemetry)
     assert summary.copies.verified_tokens == 0
     assert summary.drafter.acceptance_rate == summary.acceptance_rate == pytest.approx(60 / 160)

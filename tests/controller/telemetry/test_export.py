@@ -17,8 +17,9 @@ import pytest
 from faser.controller.config import Config
 from faser.controller.errors import StoreError, UsageError
 from faser.controller.telemetry.export import COLUMNS, run_export
-from faser.controller.telemetry.schema import ADDED
 from faser.engine_adapter.protocol import RequestRow, StepRecord
+
+from ..older_files import BEFORE_COPIES, older
 
 
 @pytest.fixture
@@ -54,6 +55,7 @@ def test_requests_are_one_line_per_request_and_step(recorded: list[StepRecord], 
 def test_copied_drafts_are_marked(
     start_daemon: Any, make_engine: Any, make_record: Any, config: Config, tmp_path: Path
 ) -> None:
+
     daemon = start_daemon()
     engine = make_engine()
     engine.hello(copy_max=6)
@@ -68,11 +70,7 @@ def test_copied_drafts_are_marked(
 def test_a_file_from_before_there_were_copies_is_exported_without_any(
     recorded: list[StepRecord], config: Config, tmp_path: Path
 ) -> None:
-    with closing(sqlite3.connect(config.store.path)) as raw:
-        for name, _, _ in ADDED[6]:
-            raw.execute(f"ALTER TABLE steps DROP COLUMN {name}")
-        raw.execute("PRAGMA user_version = 5")
-        raw.commit()
+    older(config.store.path, BEFORE_COPIES)
     lines = exported(config, tmp_path, "jsonl", "requests")
     assert {(line["is_drafted_copied"], line["is_verified_copied"]) for line in lines} == {(False, False)}
     assert {line["accepted_copies"] for line in exported(config, tmp_path, "jsonl", "steps")} == {0}

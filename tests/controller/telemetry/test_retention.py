@@ -20,6 +20,8 @@ from faser.controller.telemetry.store import EngineEntry, RunEntry, StepEntry, S
 from faser.controller.telemetry.telemetry_file import TelemetryFile
 from faser.engine_adapter.protocol import ActionSet
 
+from ..older_files import older
+
 RUN = RunEntry(7, 1_000, "0.1.0", "{}")
 HOUR_NS = 3_600_000_000_000
 
@@ -111,16 +113,6 @@ def test_without_limits_nothing_is_deleted(fill: Any, path: Path) -> None:
     with closing(open_for_reading(path)) as database:
         assert prune(database, Retention(), 1 << 62) is False
     assert count(path) == 50
-
-
-def older(path: Path, version: int) -> None:
-    """Make the file what an older FASER would have written."""
-    with closing(sqlite3.connect(path)) as database:
-        for since in range(version + 1, SCHEMA_VERSION + 1):
-            for name, _, _ in ADDED[since]:
-                database.execute(f"ALTER TABLE steps DROP COLUMN {name}")
-        database.execute(f"PRAGMA user_version = {version}")
-        database.commit()
 
 
 def test_a_column_that_the_first_schema_did_not_have_is_added_to_older_files() -> None:
