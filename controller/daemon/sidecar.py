@@ -74,14 +74,20 @@ def _remember_interrupts() -> list[int]:
     """Return where a Ctrl-C is noted that comes before the daemon is there.
 
     It raises KeyboardInterrupt as always; but what is imported here runs code of C and of destructors, in which an
-    exception is printed or lost.
+    exception is printed or lost. It is noted, so Python need not print it.
     """
     seen: list[int] = []
+    print_unraisable = sys.unraisablehook
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         seen.append(number)
         signal.default_int_handler(number, frame)
 
+    def print_others(unraisable: sys.UnraisableHookArgs) -> None:
+        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+            print_unraisable(unraisable)
+
+    sys.unraisablehook = print_others
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the shell said to ignore it
         signal.signal(signal.SIGINT, interrupt)
     return seen

@@ -39,6 +39,8 @@ ENGINE = {
     "seed": 0,
 }
 
+FEWER_BLOCKS = {"num_gpu_blocks_override": 10}  # requests that copy are done sooner, so fewer are there at once
+
 
 @pytest.fixture(scope="module")
 def target() -> Path:
@@ -104,7 +106,7 @@ def run_gauntlet(
     endpoint = f"ipc://{folder / 'engine.sock'}"
     scenario = {
         "model": str(target),
-        "engine": ENGINE | ({"speculative_config": drafter} if drafter else {}),
+        "engine": ENGINE | ({"speculative_config": drafter} if drafter else {}) | (FEWER_BLOCKS if is_copying else {}),
         "steered": drafter is not None,
         "endpoint": endpoint,
         "seed": seed,
@@ -258,11 +260,11 @@ def test_copied_drafts_change_nothing(
     assert counts["copied"] > 200
     assert 0.2 * counts["copied"] < counts["accepted_copies"] < counts["copied"]
     assert (counts["longest_copy"], counts["longest_draft"]) == (K_MAX, DRAFT_MAX)
-    assert counts["beside_copies"] > 40
+    assert counts["beside_copies"] > 25
     assert counts["lost_copies"] == 0
     assert counts["confident"] == counts["verified"] if method != "ngram" else counts["confident"] == counts["copied"]
     assert counts["chunked"] > 10
-    assert counts["events"].get("preempt", 0) >= (method == "eagle3")  # with the others they may be done too soon
+    assert counts["events"]["preempt"] >= 1
     assert counts["events"]["abort"] == ABORTED
     assert counts["excess"] == counts["miscounted"] == counts["dropped"] == 0
 

@@ -37,6 +37,8 @@ def process(command: list[str]) -> Iterator[int]:
     """A child that computes, on one core with all the others."""
     with subprocess.Popen(command, executable=sys.executable) as child:
         try:
+            while not Path(f"/proc/{child.pid}/cmdline").read_bytes():
+                time.sleep(0.001)  # the kernel ends Popen's wait before it shows the new command
             os.sched_setaffinity(child.pid, {CORE})
             yield child.pid
         finally:

@@ -80,13 +80,14 @@ def test_an_early_interrupt_ends_it_without_a_traceback(after_s: float, sockets:
 
 
 def test_an_interrupt_that_was_lost_in_somebody_elses_code_ends_it_all_the_same(sockets: Path) -> None:
-    """A destructor or C code that swallows KeyboardInterrupt while the daemon is made."""
+    """A destructor, or C code likewise, that swallows KeyboardInterrupt while the daemon is made."""
     code = (
         "import os, signal, sys, time, faser.controller.daemon.daemon as daemon\n"
         "real = daemon.Daemon\n"
+        "class Swallows:\n"
+        "    def __del__(self): os.kill(os.getpid(), signal.SIGINT); time.sleep(5.0)\n"
         "def made(*arguments):\n"
-        "    try: os.kill(os.getpid(), signal.SIGINT); time.sleep(5.0)\n"
-        "    except KeyboardInterrupt: pass\n"
+        "    Swallows()\n"
         "    return real(*arguments)\n"
         "daemon.Daemon = made\n"
         "from faser.controller.__main__ import main\n"
@@ -97,6 +98,7 @@ def test_an_interrupt_that_was_lost_in_somebody_elses_code_ends_it_all_the_same(
     ended = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0
     assert "sidecar ended" in ended.stderr
+    assert "Exception ignored" not in ended.stderr
 
 
 @pytest.mark.parametrize("command", COMMANDS)
