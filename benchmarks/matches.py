@@ -143,6 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=40, help="of each kind")
+    parser.add_argument("--answers", type=Path, help="keep the answers to held-out prompts here, for sources.py")
     arguments = parser.parse_args()
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -155,6 +156,7 @@ def main() -> None:
     result: dict[str, Any] = {"prompts": few, "tokens": TOKENS, "longest": LONGEST, "keep": KEEP, "rows": []}
     result["numbers"] = fitted(answers_of(engine, known, 0.0))
     print("fitted", *(f"{number:.2f}" for number in result["numbers"]), flush=True)
+    kept: list[dict[str, Any]] = []
     for temperature in TEMPERATURES:
         every: list[Answer] = []
         for kind in KINDS:
@@ -165,11 +167,14 @@ def main() -> None:
                 *(f"{value:.3f}" if isinstance(value, float) else value for value in result["rows"][-1].values()),
                 flush=True,
             )
+        kept += [asdict(answer) | {"temperature": temperature} for answer in every]
         result["rows"].append(asdict(judged("all", temperature, every)))
         print(
             *(f"{value:.3f}" if isinstance(value, float) else value for value in result["rows"][-1].values()),
             flush=True,
         )
+    if arguments.answers:
+        arguments.answers.write_text(json.dumps(kept))
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -113,24 +113,23 @@ def substituted(module: str, name: str, change: Callable[[type], type]) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class UndraftedStep:
-    """A step of the target none of whose rows is a draft: what a drafter's first pass would be made of."""
+    """A step of the target behind which nobody drafts: what a drafter's first pass would be made of."""
 
-    tokens: Tensor  # (rows,) the target's input
+    tokens: Tensor  # (rows,) the target's input, rejected drafts among them
     slots: Tensor  # (rows,) int64 where their KV went
     hidden: Tensor  # (rows, width) what the target hands to the drafter
     metadata: Any  # CommonAttentionMetadata
 
 
 def undrafted_step(runner: Any, scheduled: Any, step: tuple[Any, ...]) -> UndraftedStep | None:
-    """Return the step out of what vLLM gives to `propose_draft_token_ids`, None if it verified drafts.
+    """Return the step out of what vLLM gives to `propose_draft_token_ids`, None where the drafter reads other states.
 
-    The same as vLLM gathers itself (0.32 gpu_model_runner.py:4911), without the tokens that follow.
+    The same as vLLM gathers itself (0.32 gpu_model_runner.py:4911), without the tokens that follow. The slots of
+    rejected drafts are behind the end of their requests: whatever is kept of them, the next step writes over.
     """
     import torch
 
-    _, _, states, _, auxiliary, verified, metadata, _ = step
-    if verified is not None and any(verified.num_draft_tokens):
-        return None
+    _, _, states, _, auxiliary, _, metadata, _ = step
     if hasattr(type(runner.get_model()), "get_mtp_target_hidden_states"):  # a module that lacks a name looks for long
         return None
     rows = scheduled.total_num_scheduled_tokens

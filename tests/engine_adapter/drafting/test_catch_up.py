@@ -40,6 +40,10 @@ def batch(rule: dict[str, Any], control: str = "", given: list[list[int]] = PROM
     return {"prompts": given, "sampling": GREEDY, "rule": rule, "control": control}
 
 
+# Some copy, some draft, and all together sit out, also behind copies that are verified and in part rejected.
+COPYING = batch(phases(8)) | {"copies": 6}
+
+
 def scenario(drafter: dict[str, Any] | None, *batches: dict[str, Any], **engine: Any) -> dict[str, Any]:
     speculation = {} if drafter is None else {"speculative_config": {"num_speculative_tokens": LONGEST, **drafter}}
     return {
@@ -97,7 +101,7 @@ def itself(engine: Callable[..., Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def head(engine: Callable[..., Any]) -> Any:
-    return engine(scenario(eagle(), batch(phases(3)), batch({"cycle": [LONGEST]}), **WIDE))
+    return engine(scenario(eagle(), batch(phases(3)), COPYING, batch({"cycle": [LONGEST]}), **WIDE))
 
 
 def eagle() -> dict[str, Any]:
@@ -127,8 +131,8 @@ def test_control_without_catch_up_acceptance_is_lost(itself: Any) -> None:
 def test_an_eagle_head_accepts_step_by_step_what_it_would_without_skipping(
     engine: Callable[..., Any], head: Any, reference: Any
 ) -> None:
-    kept_in_step = engine(scenario(eagle(), batch(phases(3)), **WIDE), NEVER).batches[0]
-    skipping = head.batches[0]
+    never = engine(scenario(eagle(), batch(phases(3)), COPYING, **WIDE), NEVER)
+    kept_in_step, skipping = never.batches[0], head.batches[0]
     assert skipping.tokens == kept_in_step.tokens == reference
     assert [step.sampled for step in skipping.steps] == [step.sampled for step in kept_in_step.steps]
     assert skipping.acceptance() == kept_in_step.acceptance()
@@ -136,6 +140,11 @@ def test_an_eagle_head_accepts_step_by_step_what_it_would_without_skipping(
     assert caught_up(kept_in_step) == 0
     assert caught_up(skipping) > 200
     assert skipped_passes(skipping) > 10
+    beside_copies = head.batches[1]
+    assert beside_copies.tokens == reference
+    assert [step.sampled for step in beside_copies.steps] == [step.sampled for step in never.batches[1].steps]
+    behind_drafts = [step for step in beside_copies.steps if any(step.verified) and not step.first_rows]
+    assert sum(sum(step.verified) - sum(step.sampled) + len(step.sampled) for step in behind_drafts) > 10, "rejected"
     assert head.faults == {}
     assert head.is_ragged
 
@@ -149,7 +158,7 @@ def test_an_eagle_head_catches_up_in_small_portions_and_over_chunked_prompts(
     for run in chunked.batches:
         assert run.tokens == reference
     # vLLM gives the last token of a chunk a wrong successor; here the chunks of a prompt leave no trace.
-    whole, parts = by_request(head.batches[1]), by_request(chunked.batches[0])
+    whole, parts = by_request(head.batches[2]), by_request(chunked.batches[0])
     assert sum(sampled - 1 for steps in parts.values() for _, sampled in steps) > 20
     assert parts == whole
     late = chunked.batches[1]
