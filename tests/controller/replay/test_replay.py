@@ -29,7 +29,7 @@ from faser.controller.replay.replay import replay
 from faser.controller.telemetry.maintenance import check
 from faser.controller.telemetry.retention import NS_PER_HOUR
 from faser.controller.telemetry.schema import event_row, open_for_reading
-from faser.controller.telemetry.sessions import _event, read_sessions
+from faser.controller.telemetry.sessions import EVENT_CELLS, read_event, read_sessions
 from faser.engine_adapter.protocol import MAX_DRAFT_LENGTH, ActionSet, RequestEvent, RequestRow, StepRecord
 from faser.models.policies.policy import PolicyError
 
@@ -400,5 +400,4 @@ def test_a_report_never_replaces_its_input_and_is_whole_or_absent(run: Any, monk
 def test_a_clients_limit_comes_back_out_of_the_file(most: int) -> None:
     event = RequestEvent("arrival", 5, 1.0, 90, "r", 2, most)
     row = event_row(event, 1, 1)
-    cells = (row[name] for name in ("kind", "handle", "time_s", "tokens", "request_id", "priority", "detail"))
-    assert _event(*cells) == event
+    assert read_event(*(row[name] for name in EVENT_CELLS.split(", "))) == event
