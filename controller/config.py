@@ -67,6 +67,16 @@ class PolicyConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ObjectivesConfig:
+    """How soon requests are to have their tokens; what a request says itself goes first."""
+
+    classes: str = _option(
+        "",
+        "objectives by vLLM's priority, NAME:PRIORITY:TTFT_MS:TPOT_MS with commas between; one time may be empty",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseConfig:
     """How long a decision holds when no newer one arrives; the engine grants at most its own limit."""
 
@@ -173,6 +183,7 @@ class Config:
 
     link: LinkConfig = LinkConfig()
     policy: PolicyConfig = PolicyConfig()
+    objectives: ObjectivesConfig = ObjectivesConfig()
     lease: LeaseConfig = LeaseConfig()
     mode: ModeConfig = dataclasses.field(default_factory=ModeConfig)
     guard: GuardConfig = GuardConfig()

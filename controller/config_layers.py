@@ -20,6 +20,7 @@ from ..engine_adapter.settings import default_endpoint
 from .config import Config, ConfigSetting, Value, settings, value_of
 from .errors import ConfigError
 from .home import config_file, is_homeless
+from .objectives import parse_objectives
 
 Layer: TypeAlias = tuple[str, Mapping[str, tuple[Value, str]]]
 
@@ -175,6 +176,7 @@ def _build(values: Mapping[str, Value]) -> Config:
         raise ConfigError(f"log.format = {built['log'].format!r}", "text or json")
     if built["mode"].default not in get_args(Mode):
         raise ConfigError(f"mode.default = {built['mode'].default!r}", " or ".join(get_args(Mode)))
+    parse_objectives(built["objectives"].classes)
     return Config(**built)
 
 

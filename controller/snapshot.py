@@ -57,6 +57,13 @@ class SourceStatus(msgspec.Struct, frozen=True):
     accepted_total: int = 0
 
 
+class AttainmentStatus(msgspec.Struct, frozen=True):
+    """Requests of one class of objectives since the sidecar met the engine; aborted ones do not count."""
+
+    finished: int = 0
+    in_time: int = 0  # their first token within its objective, and the mean of the others
+
+
 class LastStep(msgspec.Struct, frozen=True):
     """The newest record: times in ms, and one entry per request in batch order, at most MAX_SHOWN."""
 
@@ -124,6 +131,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     unverified_tokens: int = 0  # drawn, and by a stop rule not handed over for verification
     sat_out: int = 0  # requests of the last step whose drafter sits out: a sequence is longer than its context
     sources: dict[Source, SourceStatus] = {}  # copies: only of an engine that can copy
+    attainment: dict[str, AttainmentStatus] = {}  # by class, "own" for requests that spoke for themselves
     miscounted: int = 0  # tokens since its boot by which the engine's records differ from vLLM's own counters
 
 

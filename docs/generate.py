@@ -34,6 +34,8 @@ MESSAGES = (
     (protocol.ActionSet, "controller → engine"),
     (protocol.Prune, "in ActionSet"),
     (protocol.StopRule, "in ActionSet"),
+    (protocol.Admission, "in ActionSet"),
+    (protocol.MatchRule, "in ActionSet"),
     (protocol.HelloRequest, "controller → engine"),
     (protocol.Release, "controller → engine"),
 )

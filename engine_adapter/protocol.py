@@ -26,6 +26,8 @@ RAGGED: Final = "ragged"
 LONGEST: Final = "longest"
 LARGEST_PRIORITY: Final = 1 << 62
 LARGEST_NUMBER: Final = 1e18  # of seconds, and of what a fit gives
+TTFT_MS: Final = (1.0, 600_000.0)  # least and most that an objective for the first token may be
+TPOT_MS: Final = (0.1, 60_000.0)  # ... for each further one
 
 Mode = Literal["active", "advisory", "canary", "off"]
 Rounds = Literal["ragged", "longest"]
@@ -45,6 +47,8 @@ Cost = Annotated[float, Meta(gt=0.0, le=1e6)]  # seconds
 Weight = Annotated[float, Meta(ge=1e-3, le=1e3)]  # of a request's tokens
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Priority = Annotated[int, Meta(ge=-LARGEST_PRIORITY, le=LARGEST_PRIORITY)]
+Ttft = Annotated[float, Meta(ge=TTFT_MS[0], le=TTFT_MS[1])]
+Tpot = Annotated[float, Meta(ge=TPOT_MS[0], le=TPOT_MS[1])]
 Confidences = Annotated[tuple[Share, ...], Meta(max_length=MAX_DRAFT_LENGTH)]
 PerPosition = Annotated[list[Number], Meta(min_length=1, max_length=MAX_DRAFT_LENGTH)]
 Split = Annotated[int, Meta(ge=0, le=64)]
@@ -79,6 +83,8 @@ class RequestEvent(msgspec.Struct, array_like=True, frozen=True, gc=False):
     priority: Priority = 0
     most: DraftLength = MAX_DRAFT_LENGTH  # longest draft that its client allows; with an arrival only
     may_be_stop: bool = False  # an abort that a stop string may have caused: vLLM aborts for both
+    ttft_ms: Ttft | None = None  # 1..600000, until its first token, as its client wants it; with an arrival only
+    tpot_ms: Tpot | None = None  # 0.1..60000, the mean per further token; with an arrival only
 
 
 class RequestRow(msgspec.Struct, array_like=True, gc=False):

@@ -34,6 +34,7 @@ from ..link.engine_router import EngineRouter, Incoming
 from ..link.gatekeeper import Gatekeeper
 from ..link.keys import load_keyring
 from ..link.status_orders import Questions, Refusal, carry_out, decode_order
+from ..objectives import parse_objectives
 from ..snapshot import (
     QUESTION,
     SNAPSHOT_VERSION,
@@ -71,6 +72,7 @@ class Daemon:
 
     def __init__(self, config: Config, reload: Callable[[], Config] | None = None) -> None:
         check_policy(config.policy.spec)
+        self._objectives = parse_objectives(config.objectives.classes)
         require_files(config)
         warm_up(config.policy.spec)
         # Time since the host booted, which cannot be set back; an engine that obeyed a higher one says so in its hello.
@@ -139,11 +141,13 @@ class Daemon:
         self._put_in_force(prepared)
 
     def _put_in_force(self, prepared: Prepared) -> None:
-        config = self._config = prepared.config
+        config, self._objectives = prepared.config, prepared.objectives
+        self._config = config
         self._board.set_default(config.mode.default)  # type: ignore[arg-type]
         self._router.limit(config.link.frames_per_s)
         for identity, session in self._sessions.items():
             session.follow(prepared.policies.get(identity, session.policy))
+            session.promise(self._objectives)
             session.governor.configure(LeaseTerms(config.lease.steps, config.lease.ms), config.mode, config.guard)
         if self._gatekeeper is not None and prepared.keyring is not None and self._gatekeeper.renew(prepared.keyring):
             self._poller.unregister(self._router.socket)
@@ -220,7 +224,7 @@ class Daemon:
             return
         self._asked_s.pop(identity, None)
         config = self._config
-        session = Session(hello, config.policy.spec, config.lease, self.epoch, now_s)
+        session = Session(hello, config.policy.spec, config.lease, self.epoch, now_s, self._objectives)
         session.governor = Governor(hello, session.governor.terms, self._board, config.mode, config.guard)
         self._sessions[identity] = session
         self._ledger.record(EngineEntry(hello, self._ledger.clock.now_ns()))

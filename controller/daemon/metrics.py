@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ...engine_adapter.protocol import Mode
-from ..snapshot import EngineStatus, Presence, Snapshot, SourceStatus, Stance
+from ..snapshot import AttainmentStatus, EngineStatus, Presence, Snapshot, SourceStatus, Stance
 
 Labels = tuple[str, ...]
 Sample = tuple[Labels, float]
@@ -80,6 +80,15 @@ def _by_source(read: Callable[[SourceStatus], float | None]) -> Callable[[Snapsh
             for name, source in engine.sources.items():
                 if (value := read(source)) is not None:
                     yield (engine.boot_id, name), value
+
+    return samples
+
+
+def _by_class(read: Callable[[AttainmentStatus], float]) -> Callable[[Snapshot], Iterator[Sample]]:
+    def samples(snapshot: Snapshot) -> Iterator[Sample]:
+        for engine in snapshot.engines:
+            for name, attained in engine.attainment.items():
+                yield (engine.boot_id, name), read(attained)
 
     return samples
 
@@ -152,6 +161,10 @@ METRICS: Final = (
            _by_source(lambda s: s.verified_total)),
     Series("faser_engine_source_accepted_tokens_total", "Its tokens that were accepted.", ("engine", "source"),
            _by_source(lambda s: s.accepted_total)),
+    Series("faser_engine_objective_finished_total", "Requests with objectives that finished, by class.",
+           ("engine", "class"), _by_class(lambda a: a.finished)),
+    Series("faser_engine_objective_in_time_total", "Those that kept all of their objectives.", ("engine", "class"),
+           _by_class(lambda a: a.in_time)),
     _each("faser_engine_draft_length_mean", "Drafted tokens per request and step, over 5 s.",
           lambda e: e.mean_draft_length),
     Series("faser_engine_draft_length_requests", "Request-steps by drafted tokens, over 5 s.", ("engine", "length"),

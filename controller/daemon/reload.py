@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ...env.estimate.objectives import ObjectiveClasses
 from ...models.policies.policy import Policy, PolicyError
 from ...models.registry import make_policy
 from ..config import Config, settings, value_of
 from ..decision.session import Session, check_policy
 from ..errors import ConfigError
 from ..link.keys import Keyring, load_keyring
+from ..objectives import parse_objectives
 
 # What is opened once, at start.
 FIXED: Final = frozenset(
@@ -35,6 +37,7 @@ class Prepared:
     config: Config
     changed: tuple[str, ...]
     policies: Mapping[bytes, Policy]
+    objectives: ObjectiveClasses
     keyring: Keyring | None
 
 
@@ -46,7 +49,8 @@ def prepare(before: Config, after: Config, sessions: Mapping[bytes, Session]) ->
             f"{', '.join(sorted(fixed))} changed", "settings that can change at run time", "restart the sidecar"
         )
     keyring = load_keyring(Path(after.link.keys)) if after.link.keys else None
-    return Prepared(after, changed, _policies(after, sessions) if "policy.spec" in changed else {}, keyring)
+    policies = _policies(after, sessions) if "policy.spec" in changed else {}
+    return Prepared(after, changed, policies, parse_objectives(after.objectives.classes), keyring)
 
 
 def _policies(config: Config, sessions: Mapping[bytes, Session]) -> dict[bytes, Policy]:

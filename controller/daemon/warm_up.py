@@ -56,6 +56,7 @@ def _decide_all(policy: str) -> None:
             pack_rows(state.lesson.rows)
             pack_lengths([1], [2])
         learn(state)
+    state.view().slack()
     state.unsplit_cost.confidence(REQUESTS)  # as the envelope watchdog asks
     state.unsplit_cost.verify_time_s(REQUESTS)
     if policy.partition(":")[0] == "learned":

@@ -16,11 +16,13 @@ from typing import Final
 
 from ...engine_adapter.protocol import MAX_DRAFT_LENGTH, Hello, StepRecord
 from ...env.estimate.engine_state import EngineState, learn, look
+from ...env.estimate.objectives import NO_CLASSES, ObjectiveClasses
 from ...env.spaces import Capabilities
 from ...models import registry
 from ...models.policies import policy as policies
 from ..config import LeaseConfig
 from ..snapshot import MAX_SHOWN, EngineStatus, LastStep, Presence, Source, SourceStatus
+from .attainment import Attainment
 from .decide import Decision, LeaseTerms, decide
 from .governor import Governor
 from .window import PruningTotals, Window
@@ -35,11 +37,22 @@ EPOCH_STEPS: Final = 1 << 32  # epochs above an engine's own that a start may ta
 class Session:
     """The sidecar's side of one engine's boot."""
 
-    def __init__(self, hello: Hello, policy: str, lease: LeaseConfig, epoch: int, now_s: float) -> None:
+    def __init__(
+        self,
+        hello: Hello,
+        policy: str,
+        lease: LeaseConfig,
+        epoch: int,
+        now_s: float,
+        objectives: ObjectiveClasses = NO_CLASSES,
+    ) -> None:
         self.hello = hello
         self.epoch = epoch_above(epoch, hello.epoch)
         capabilities = Capabilities.from_hello(hello)
-        self.state = EngineState(capabilities)
+        self.state = EngineState(capabilities, objectives)
+        self.state.meet(hello.roster)
+        self.attainment = Attainment(objectives)
+        self.attainment.take(hello.roster)
         self.governor = Governor(hello, LeaseTerms(lease.steps, lease.ms))
         self.window = Window(hello.longest)
         self.pruning = PruningTotals()
@@ -67,6 +80,11 @@ class Session:
         if policy is not self.policy:
             self._handed_over += registry.handed_over(self.policy)
             self.policy = policy
+
+    def promise(self, objectives: ObjectiveClasses) -> None:
+        """Go by other objectives for the requests that arrive from now on."""
+        self.state.objectives = objectives
+        self.attainment.follow(objectives)
 
     def admit(self, record: StepRecord, now_s: float) -> bool:
         """Take note of a record; False if it is not newer than the last one, and is to be dropped."""
@@ -133,6 +151,8 @@ class Session:
     def measure(self, record: StepRecord) -> None:
         """Take a record into the figures that need no learning."""
         self.pruning.add(record)
+        if record.events:
+            self.attainment.take(record.events)
         self.governor.measure(record, self.state, record.lease_epoch == self.epoch)
 
     def note_sent(self, is_sent: bool, now_s: float) -> None:
@@ -222,6 +242,7 @@ class Session:
             unverified_tokens=self.unverified_tokens,
             sat_out=record.sat_out if record else 0,
             sources=self._sources(),
+            attainment=self.attainment.status(),
             miscounted=record.miscounted if record else 0,
         )
 

@@ -22,6 +22,7 @@ from ..decision.modes import EVERY
 from ..errors import NotRunningError, UsageError
 from ..snapshot import (
     QUESTION,
+    AttainmentStatus,
     AuditStatus,
     EngineStatus,
     Snapshot,
@@ -196,6 +197,7 @@ def engine_lines(engine: EngineStatus) -> list[tuple[str, str]]:
         ("lengths", f"mean {engine.mean_draft_length:.2f} of {engine.k_max}"),
         ("acceptance", f"{rate}, by position {positions}"),
         *((name, source_line(source)) for name, source in engine.sources.items()),
+        *_objective_lines(engine),
         ("lease", f"{lease}, {engine.lease_share:.1%} of the last steps"),
         (
             "link",
@@ -219,6 +221,19 @@ def source_line(source: SourceStatus) -> str:
     rate, waste = ("-" if share is None else f"{share:.2f}" for share in (source.acceptance_rate, source.waste))
     accepted = f"{rate} of {source.verified} tokens accepted, {waste} wasted per token"
     return f"{accepted}; for {source.share:.0%} of the requests"
+
+
+def _objective_lines(engine: EngineStatus) -> list[tuple[str, str]]:
+    """Return a line about who was in time, nothing where nobody has objectives."""
+    if not engine.attainment:
+        return []
+    return [("in time", "; ".join(f"{name} {in_time_of(counts)}" for name, counts in engine.attainment.items()))]
+
+
+def in_time_of(counts: AttainmentStatus) -> str:
+    """Return how many of those that finished were in time."""
+    share = f" ({counts.in_time / counts.finished:.1%})" if counts.finished else ""
+    return f"{counts.in_time} of {counts.finished}{share}"
 
 
 def _miscount_lines(engine: EngineStatus) -> list[tuple[str, str]]:

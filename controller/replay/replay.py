@@ -113,7 +113,8 @@ class Replayer:
     def __init__(self, session: RecordedSession, policy: str | None) -> None:
         self._session = session
         self._capabilities = Capabilities.from_hello(session.hello)
-        self._state = EngineState(self._capabilities)
+        self._state = EngineState(self._capabilities, session.steps[0].settings.objectives)
+        self._state.meet(session.hello.roster)
         self._made: dict[str, Policy] = {}
         self._settings: RunSettings | None = None
         self._alternative = make_policy(policy, self._capabilities) if policy else None
@@ -144,6 +145,7 @@ class Replayer:
         if settings is self._settings:
             return
         self._settings = settings
+        self._state.objectives = settings.objectives
         self._governor.configure(
             LeaseTerms(settings.lease_steps, settings.lease_ms),
             ModeConfig(canary_share=settings.canary_share, canary_epsilon=settings.canary_epsilon),

@@ -6,7 +6,7 @@ Called by the demo and by anyone with a telemetry file; what clients saw is adde
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -14,6 +14,7 @@ from typing import Final
 from ...engine_adapter.protocol import Hello
 from ..engine.load_summary import LoadSummary
 from ..quantiles import Quantiles
+from ..snapshot import AttainmentStatus
 from ..telemetry.tables import SourceSummary, TelemetrySummary
 from ..telemetry.telemetry_file import WholeTelemetry
 from .figures import draw_figures
@@ -44,6 +45,8 @@ def write_report(
 ) -> None:
     """Write the report of a telemetry file; raise StoreError if it cannot be written."""
     sections = [Section("Engine and drafter", engine_rows(telemetry.summary))]
+    if telemetry.attainment:
+        sections.append(Section("Objectives", objective_rows(telemetry.attainment)))
     if load:
         sections.insert(0, Section("What clients saw", client_rows(load)))
     write_page(
@@ -99,6 +102,18 @@ def engine_rows(summary: TelemetrySummary) -> list[Row]:
             f"{_percent(summary.adapter_share)} of the engine's time",
         ),
         Row("records lost", str(summary.gaps), f"{summary.dropped_records} dropped by the engine"),
+    ]
+
+
+def objective_rows(attainment: Mapping[str, AttainmentStatus]) -> list[Row]:
+    """Return a line on each class of requests with objectives."""
+    return [
+        Row(
+            name,
+            _percent(counts.in_time / counts.finished if counts.finished else math.nan),
+            f"{counts.in_time} of {counts.finished} finished requests in time: first token, and mean per further token",
+        )
+        for name, counts in attainment.items()
     ]
 
 

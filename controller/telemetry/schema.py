@@ -10,7 +10,7 @@ import logging
 import sqlite3
 from operator import attrgetter
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 from sqlite_utils import Database
@@ -23,7 +23,7 @@ from .packing import SUMMED, PackedRows, pack_copies, pack_draws, pack_lengths, 
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION: Final = 6
+SCHEMA_VERSION: Final = 7
 APPLICATION_ID: Final = 0x46415345  # "FASE": tells our files from other SQLite files
 
 LARGEST: Final = (1 << 63) - 1  # SQLite's; a client may give its request any priority
@@ -58,21 +58,50 @@ TABLES: Final[dict[str, dict[str, type]]] = {
     "events": {
         "id": int, "engine": int, "run": int, "received_ns": int, "counter": int, "time_s": float, "kind": str,
         "handle": int, "request_id": str, "tokens": int, "priority": int, "detail": str,
+        "ttft_ms": float, "tpot_ms": float,
     },
 }  # fmt: skip
 
 _NO_DECISION: Final[Row] = {name: None for name in TABLES["steps"] if name.startswith("decision_")}
 
-# What each version added to the table steps: (column, type, value in older rows). Columns are only ever added.
-ADDED: Final[dict[int, tuple[tuple[str, str, str], ...]]] = {
-    2: (("caught_up", "INTEGER", "0"), ("draft_rounds", "INTEGER", "NULL"), ("drawn_tokens", "INTEGER", "NULL")),
-    3: (("decision_policy", "TEXT", "NULL"), ("decision_digest", "TEXT", "NULL"), ("decision_draws", "BLOB", "NULL")),
-    4: (
-        ("prune_layer", "INTEGER", "NULL"), ("prune_s", "FLOAT", "0"), ("saved_rows", "FLOAT", "0"),
-        ("wrongly_pruned", "INTEGER", "0"), ("frontier_hits", "INTEGER", "0"), ("frontier_misses", "INTEGER", "0"),
+
+class AddedColumn(NamedTuple):
+    """A column that older files lack."""
+
+    name: str
+    kind: str
+    value: str = "NULL"  # in older rows
+    table: str = "steps"
+
+    @property
+    def declaration(self) -> str:
+        """Return it as ALTER TABLE wants it."""
+        return f"{self.name} {self.kind}" + (f" DEFAULT {self.value}" if self.value != "NULL" else "")
+
+
+# What each version added. Columns are only ever added.
+ADDED: Final[dict[int, tuple[AddedColumn, ...]]] = {
+    2: (
+        AddedColumn("caught_up", "INTEGER", "0"), AddedColumn("draft_rounds", "INTEGER"),
+        AddedColumn("drawn_tokens", "INTEGER"),
     ),
-    6: (("copies", "BLOB", "NULL"), ("verified_copies", "INTEGER", "0"), ("accepted_copies", "INTEGER", "0")),
-    5: (("sat_out", "INTEGER", "0"), ("miscounted", "INTEGER", "0")),
+    3: (
+        AddedColumn("decision_policy", "TEXT"), AddedColumn("decision_digest", "TEXT"),
+        AddedColumn("decision_draws", "BLOB"),
+    ),
+    4: (
+        AddedColumn("prune_layer", "INTEGER"), AddedColumn("prune_s", "FLOAT", "0"),
+        AddedColumn("saved_rows", "FLOAT", "0"), AddedColumn("wrongly_pruned", "INTEGER", "0"),
+        AddedColumn("frontier_hits", "INTEGER", "0"), AddedColumn("frontier_misses", "INTEGER", "0"),
+    ),
+    5: (AddedColumn("sat_out", "INTEGER", "0"), AddedColumn("miscounted", "INTEGER", "0")),
+    6: (
+        AddedColumn("copies", "BLOB"), AddedColumn("verified_copies", "INTEGER", "0"),
+        AddedColumn("accepted_copies", "INTEGER", "0"),
+    ),
+    7: (
+        AddedColumn("ttft_ms", "FLOAT", table="events"), AddedColumn("tpot_ms", "FLOAT", table="events"),
+    ),
 }  # fmt: skip
 
 VIEWS: Final = {
@@ -93,7 +122,9 @@ VIEWS: Final = {
             max(CASE WHEN kind IN ('finish', 'abort') THEN kind END) AS end_kind,
             max(CASE WHEN kind = 'arrival' THEN tokens END) AS prompt_tokens,
             max(CASE WHEN kind IN ('finish', 'abort') THEN tokens END) AS output_tokens,
-            sum(kind = 'preempt') AS preemptions
+            sum(kind = 'preempt') AS preemptions,
+            max(CASE WHEN kind = 'arrival' THEN ttft_ms END) AS ttft_ms,
+            max(CASE WHEN kind = 'arrival' THEN tpot_ms END) AS tpot_ms
         FROM events WHERE handle IS NOT NULL GROUP BY engine, handle""",
 }
 
@@ -116,8 +147,7 @@ def create(database: Database) -> None:
         database.table("engines").create_index(["boot_id"], unique=True)
         database.table("steps").create_index(["engine", "step"])
         database.table("events").create_index(["engine", "handle"])
-        for name, sql in VIEWS.items():
-            database.create_view(name, " ".join(sql.split()))
+        _create_views(database)
         database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
@@ -127,14 +157,21 @@ def _migrate(database: Database, version: int) -> None:
     if version == SCHEMA_VERSION:
         return
     with database.atomic():
-        for name, kind, value in _added_since(version):
-            default = f" DEFAULT {value}" if value != "NULL" else ""
-            database.execute(f"ALTER TABLE steps ADD COLUMN {name} {kind}{default}")
+        for name in VIEWS:
+            database.execute(f"DROP VIEW IF EXISTS {name}")
+        for column in _added_since(version):
+            database.execute(f"ALTER TABLE {column.table} ADD COLUMN {column.declaration}")
+        _create_views(database)
         database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     logger.info("telemetry: the file's schema %d was brought to %d", version, SCHEMA_VERSION)
 
 
-def _added_since(version: int) -> list[tuple[str, str, str]]:
+def _create_views(database: Database) -> None:
+    for name, sql in VIEWS.items():
+        database.create_view(name, " ".join(sql.split()))
+
+
+def _added_since(version: int) -> list[AddedColumn]:
     return [column for since in range(version + 1, SCHEMA_VERSION + 1) for column in ADDED[since]]
 
 
@@ -160,13 +197,21 @@ def open_for_reading(path: Path) -> Database:
             connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
         )
         _require_ours(application, version)
-        if version != SCHEMA_VERSION:  # a view of this connection alone stands before the table
-            columns = ", ".join(f"{value} AS {name}" for name, _, value in _added_since(version))
-            connection.execute("PRAGMA temp_store = MEMORY")
-            connection.execute(f"CREATE TEMP VIEW steps AS SELECT *, {columns} FROM main.steps")
+        if version != SCHEMA_VERSION:
+            _stand_in_front(connection, _added_since(version))
     except sqlite3.Error as error:
         raise StoreError(f"{path} cannot be read: {error}", "a telemetry file") from None
     return Database(connection)
+
+
+def _stand_in_front(connection: sqlite3.Connection, missing: list[AddedColumn]) -> None:
+    """Put views of this connection alone before the tables that lack columns, and before the views of these."""
+    connection.execute("PRAGMA temp_store = MEMORY")
+    for table in dict.fromkeys(column.table for column in missing):
+        columns = ", ".join(f"{column.value} AS {column.name}" for column in missing if column.table == table)
+        connection.execute(f"CREATE TEMP VIEW {table} AS SELECT *, {columns} FROM main.{table}")
+    for name, sql in VIEWS.items():
+        connection.execute(f"CREATE TEMP VIEW {name} AS {sql}")
 
 
 def engine_row(hello: Hello, received_ns: int) -> Row:
@@ -248,6 +293,7 @@ def event_row(event: RequestEvent, received_ns: int, counter: int | None) -> Row
         "received_ns": received_ns, "counter": counter, "time_s": event.time_s, "kind": event.kind,
         "handle": event.handle, "request_id": event.request_id or None, "tokens": event.tokens,
         "priority": min(max(event.priority, -LARGEST), LARGEST), "detail": _detail_of(event),
+        "ttft_ms": event.ttft_ms, "tpot_ms": event.tpot_ms,
     }  # fmt: skip
 
 
@@ -261,5 +307,5 @@ def notice_row(kind: str, detail: str, received_ns: int) -> Row:
     """Return the row of table events for something the sidecar noticed: engine gone, gap, silence."""
     return {
         "received_ns": received_ns, "counter": None, "time_s": None, "kind": kind, "handle": None,
-        "request_id": None, "tokens": None, "priority": None, "detail": detail,
+        "request_id": None, "tokens": None, "priority": None, "detail": detail, "ttft_ms": None, "tpot_ms": None,
     }  # fmt: skip

@@ -25,9 +25,11 @@ from ...engine_adapter.protocol import (
     RequestEvent,
     StepRecord,
 )
+from ...env.estimate.objectives import NO_CLASSES, ObjectiveClasses
 from ..decision.canary import Draws
 from ..decision.session import epoch_above
-from ..errors import StoreError
+from ..errors import ConfigError, StoreError
+from ..objectives import parse_objectives
 from .packing import unpack_copies, unpack_draws, unpack_lengths, unpack_rows
 from .schema import MOST, PLAIN_FIELDS, STOP_OR_ABORT, hello_of
 
@@ -36,6 +38,7 @@ _DECISION: Final = (
     "decision_sequence", "decision_mode", "decision_policy", "decision_digest", "decision_draws",
     "decision_default_length", "decision_lengths",
 )  # fmt: skip
+EVENT_CELLS: Final = "kind, handle, time_s, tokens, request_id, priority, detail, ttft_ms, tpot_ms"  # of `read_event`
 STEP_CELLS: Final = (*PLAIN_FIELDS, "rows", "copies", *_DECISION)  # what `read_step` needs, besides the row's id
 
 
@@ -49,6 +52,7 @@ class RunSettings:
     dwell_records: int
     canary_share: float
     canary_epsilon: float
+    objectives: ObjectiveClasses = NO_CLASSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,7 @@ class _Part(msgspec.Struct, frozen=True):
     """One part of a configuration as it stands in the file."""
 
     spec: str = ""
+    classes: str = ""
     steps: int = 32
     ms: int = 1000
     dwell_records: int = 0
@@ -95,6 +100,7 @@ class _Config(msgspec.Struct, frozen=True):
     lease: _Part
     guard: _Part = _Part()
     mode: _Part = _Part()
+    objectives: _Part = _Part()
 
 
 def read_sessions(database: Database) -> Iterator[RecordedSession]:
@@ -156,11 +162,10 @@ def _events(
     """
     events: dict[int, list[RequestEvent]] = {}
     query = (
-        "SELECT counter, kind, handle, time_s, tokens, request_id, priority, detail FROM events"
-        " WHERE run = ? AND engine = ? AND counter IS NOT NULL ORDER BY id"
+        f"SELECT counter, {EVENT_CELLS} FROM events WHERE run = ? AND engine = ? AND counter IS NOT NULL ORDER BY id"
     )
     for counter, *cells in database.execute(query, [run, engine]):
-        events.setdefault(counter, []).append(_event(*cells))
+        events.setdefault(counter, []).append(read_event(*cells))
     starts = database.execute(
         "SELECT received_ns, detail FROM events WHERE run = ? AND engine = ? AND kind = 'hello' ORDER BY id",
         [run, engine],
@@ -181,19 +186,28 @@ def _obeyed(detail: object) -> int:
 
 def _roster(database: Database, run: int, engine: int, received_ns: int) -> list[RequestEvent]:
     query = (
-        "SELECT kind, handle, time_s, tokens, request_id, priority, detail FROM events WHERE run = ? AND engine = ?"
+        f"SELECT {EVENT_CELLS} FROM events WHERE run = ? AND engine = ?"
         " AND counter IS NULL AND handle IS NOT NULL AND received_ns = ? ORDER BY id"
     )
-    return [_event(*cells) for cells in database.execute(query, [run, engine, received_ns])]
+    return [read_event(*cells) for cells in database.execute(query, [run, engine, received_ns])]
 
 
-def _event(
-    kind: EventKind, handle: int, time_s: float, tokens: int, request_id: str | None, priority: int, detail: str | None
+def read_event(
+    kind: EventKind,
+    handle: int,
+    time_s: float,
+    tokens: int,
+    request_id: str | None,
+    priority: int,
+    detail: str | None,
+    *objectives_ms: float | None,
 ) -> RequestEvent:
+    """Return a row of the table events as what it was written from; raise StoreError for what no sidecar writes."""
     most = str(detail or "").removeprefix(MOST)
     limit = int(most) if most.isdecimal() else MAX_DRAFT_LENGTH
     may_be_stop = detail == STOP_OR_ABORT
-    cells = [kind, handle, time_s, tokens, request_id or "", priority, min(limit, MAX_DRAFT_LENGTH), may_be_stop]
+    limit = min(limit, MAX_DRAFT_LENGTH)
+    cells = [kind, handle, time_s, tokens, request_id or "", priority, limit, may_be_stop, *objectives_ms]
     return _checked("an event", cells, RequestEvent)
 
 
@@ -266,4 +280,12 @@ def _settings(config: str) -> RunSettings:
         read.guard.dwell_records,
         read.mode.canary_share,
         read.mode.canary_epsilon,
+        _objectives(read.objectives.classes),
     )
+
+
+def _objectives(text: str) -> ObjectiveClasses:
+    try:
+        return parse_objectives(text)
+    except ConfigError as error:
+        raise StoreError(f"a run's configuration cannot be read: {error}") from None

@@ -18,6 +18,8 @@ import numpy.typing as npt
 
 from ...engine_adapter.protocol import Hello, RequestRow
 from ..errors import StoreError
+from ..snapshot import AttainmentStatus
+from .attained import attained
 from .packing import StepCopies, step_copies, unpack_rows
 from .schema import hello_of, open_for_reading
 from .tables import DraftedLengths, StepTable, TelemetrySummary, summarise
@@ -35,13 +37,14 @@ class WholeTelemetry:
     steps: StepTable
     lengths: DraftedLengths
     summary: TelemetrySummary
+    attainment: dict[str, AttainmentStatus]  # by class
 
 
 def read_whole(path: Path) -> WholeTelemetry:
     """Read a file once for all of its figures; raise StoreError if it is damaged, or none of ours."""
     with TelemetryFile(path) as file:
         steps, lengths = file.steps(), file.lengths()
-        return WholeTelemetry(path, file.engines(), steps, lengths, summarise(steps, lengths))
+        return WholeTelemetry(path, file.engines(), steps, lengths, summarise(steps, lengths), file.attained())
 
 
 class TelemetryFile:
@@ -123,6 +126,11 @@ class TelemetryFile:
             ORDER BY arrival_s, handle"""
         with self._damage_told():
             return self._database.execute(query).fetchall()
+
+    def attained(self) -> dict[str, AttainmentStatus]:
+        """Return how many of the requests with objectives finished and were in time, by class."""
+        with self._damage_told():
+            return attained(self._database)
 
     @contextmanager
     def _damage_told(self) -> Iterator[None]:

@@ -45,6 +45,8 @@ class Entry:
     request: LiveRequest
     arrived_s: float
     most: int = MAX_DRAFT_LENGTH  # longest draft that its client allows
+    ttft_ms: float | None = None  # what its client wants; None: it did not say
+    tpot_ms: float | None = None
     was_preempted: bool = False  # what it had is read again
     emitted: int = 0  # tokens handed out so far; only ever grows, where vLLM's own list is emptied between two turns
     has_emitted: bool = False  # a record said so
@@ -56,8 +58,9 @@ class Entry:
         request = self.request
         priority = min(max(request.priority, -LARGEST_PRIORITY), LARGEST_PRIORITY)  # clients may ask for any
         return RequestEvent(
-            "arrival", self.handle, self.arrived_s, request.num_prompt_tokens, self.request_id, priority, self.most
-        )
+            "arrival", self.handle, self.arrived_s, request.num_prompt_tokens, self.request_id, priority, self.most,
+            ttft_ms=self.ttft_ms, tpot_ms=self.tpot_ms,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -18,7 +18,6 @@ import msgspec
 from ..link.quiet_moment import MOST_S, QUIET_MOMENTS
 from ..operator_log import operator_log
 from ..protocol import (
-    MAX_DRAFT_LENGTH,
     MAX_REQUESTS,
     ActionSet,
     Admission,
@@ -32,6 +31,7 @@ from ..protocol import (
     RequestEvent,
     StepRecord,
 )
+from .extra_args import wishes_of
 from .lease import Lease
 from .orders import StepOrder, StepReport
 from .record import Entry, LiveRequest, RawStep, RecordBuilder
@@ -45,7 +45,6 @@ _NO_REPORT = StepReport()
 # which an idle engine does not have; where the runner is in another process, so much later behind a long step.
 LONG_STEP_S: Final = 0.04
 REST_S: Final = 0.003
-CLIENT_LIMIT: Final = "faser_max_draft"  # in a request's extra_args
 
 
 class Link(Protocol):
@@ -130,10 +129,11 @@ class Steering:
     def arrive(self, request_id: str, request: LiveRequest) -> None:
         """Count a new request in."""
         self._handles += 1
-        most, fault = most_drafted(request)
-        if fault:
-            self._refuse("extra_args", fault)
-        entry = Entry(self._handles, request_id[:512], request, time.monotonic() - waited_s(request), most)
+        wishes = wishes_of(request)
+        for reason, fault in wishes.faults:
+            self._refuse(reason, fault)
+        arrived_s = time.monotonic() - waited_s(request)
+        entry = Entry(self._handles, request_id[:512], request, arrived_s, wishes.most, wishes.ttft_ms, wishes.tpot_ms)
         self.entries[request_id] = entry
         if self.is_sharing:
             self._salts[request_id] = str(getattr(request, "cache_salt", None) or "")
@@ -350,21 +350,6 @@ def rest_s(step_s: float) -> float:
     if QUIET_MOMENTS.is_told:
         return min(step_s, MOST_S)
     return REST_S if step_s >= LONG_STEP_S else 0.0
-
-
-def most_drafted(request: LiveRequest) -> tuple[int, str]:
-    """Return the longest draft that a request's client allows, and what is wrong with what it asked, if anything.
-
-    The client says so in SamplingParams.extra_args, `vllm_xargs` of the OpenAI API; 0 opts out of speculation.
-    """
-    extra = getattr(getattr(request, "sampling_params", None), "extra_args", None)
-    if not extra or CLIENT_LIMIT not in extra:
-        return MAX_DRAFT_LENGTH, ""
-    asked = extra[CLIENT_LIMIT]
-    is_whole = asked.is_integer() if isinstance(asked, float) else type(asked) is int  # True is an int too
-    if is_whole and asked >= 0:
-        return min(int(asked), MAX_DRAFT_LENGTH), ""
-    return MAX_DRAFT_LENGTH, f"{CLIENT_LIMIT} {str(asked)[:80]!r}; expected a whole number from 0 on; ignored"
 
 
 def waited_s(request: LiveRequest) -> float:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from ...engine_adapter.arrays import Bools, Floats, Ints
-from ...engine_adapter.protocol import MAX_DRAFT_LENGTH, MAX_REQUESTS, StepRecord, StopRule
+from ...engine_adapter.protocol import MAX_DRAFT_LENGTH, MAX_REQUESTS, RequestEvent, StepRecord, StopRule
 from ..cost.cost_curve import StepOctaves
 from ..cost.cost_table import MAX_ROWS, CostTable, StepCost
 from ..cost.split_cost import SplitCost
@@ -24,6 +24,7 @@ from ..spaces import Capabilities
 from .acceptance import Population
 from .confidence import Confidence, DraftRows
 from .matches import Matches, copies_of, drafters_rows
+from .objectives import NO_CLASSES, ObjectiveClasses
 from .planning_view import PlanningView
 from .requests import RequestTable
 from .step_rows import StepRows, StepSums
@@ -82,8 +83,9 @@ class Lesson(msgspec.Struct, frozen=True, eq=False, gc=False):
 class EngineState:
     """Everything a policy may look at."""
 
-    def __init__(self, capabilities: Capabilities) -> None:
+    def __init__(self, capabilities: Capabilities, objectives: ObjectiveClasses = NO_CLASSES) -> None:
         self.capabilities = capabilities
+        self.objectives = objectives  # of requests that arrive from now on
         self.boot_id = ""
         self.counter = -1
         self.step = 0
@@ -107,6 +109,10 @@ class EngineState:
         self.split = 0  # that the newest step showed, an index into `Capabilities.splits`; 0 is unsplit
         self.octave = 0  # of the running requests
         self.split_costs: dict[tuple[int, int], SplitCost] = {}  # by split and octave
+
+    def meet(self, roster: list[RequestEvent]) -> None:
+        """Take in who was alive when the engine introduced itself; before the first record."""
+        self.requests.apply(roster, self.link.records, self.objectives)
 
     def handles(self) -> Ints:
         """Return (n,) int64 handles of all live requests, in order of first appearance."""
@@ -174,7 +180,7 @@ def look(state: EngineState, record: StepRecord) -> None:
     if not _admit(state, record):
         return
     elapsed_s = _elapsed_s(state, record)
-    state.requests.apply(record.events, state.link.records)
+    state.requests.apply(record.events, state.link.records, state.objectives)
     told = rows = StepRows.of(record.rows)
     is_copy = NO_COPIES
     if state.capabilities.copy_max:
@@ -185,7 +191,7 @@ def look(state: EngineState, record: StepRecord) -> None:
     trials, successes = acceptance.count_trials(rows.verified, rows.pruned, rows.accepted, state.requests.k_max)
     # Under a stop rule only confident tokens are verified: their acceptance says nothing about drafts without one.
     fair = (trials, successes) if rule is None else (np.zeros(trials.shape),) * 2
-    limit = state.requests.update(rows, *fair, state.link.records, record.caught_up)
+    limit = state.requests.update(rows, *fair, state.link.records, record.caught_up, record.time_s)
     state.has_skipped |= record.caught_up > 0
     drafts = DraftRows(rows.confidences, limit, trials, successes, rule, state.link.records)
     state.requests.depart(record.events)

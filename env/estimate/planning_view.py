@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .confidence import Confidence, Forecast
     from .engine_state import Load
     from .matches import Matches
-    from .requests import RequestTable
+    from .requests import RequestTable, Slack
 
 LEAST_PROMPT_SHARE: Final = 1e-3  # of the steps; what is less has faded
 
@@ -61,6 +61,10 @@ class PlanningView(msgspec.Struct, frozen=True, eq=False, gc=False):
         """Return (n, k_max) chance that each position is accepted given the one before it; rows of who decodes only."""
         known = self.table.successes, self.table.trials, self.population.mean, self.population.level_variance
         return acceptance.shrink_some(*known, self.decoding)
+
+    def slack(self) -> Slack:
+        """Return how far each live request, (n,), is ahead of its objectives at this record."""
+        return self.table.slack(self.time_s)
 
     def prompts(self) -> Prompts:
         """Return what prompts add to steps, by running means.

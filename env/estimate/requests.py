@@ -7,7 +7,7 @@ abort, or when nothing was heard of them for very long. Never loops over rows in
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from ...engine_adapter.arrays import Bools, Floats, Ints
 from ...engine_adapter.protocol import LARGEST_PRIORITY, MAX_DRAFT_LENGTH, MAX_REQUESTS, RequestEvent
 from ..estimate import requests_kernel as kernel
 from .acceptance import REQUEST_MEMORY_STEPS, UNTRIED_RECORDS
+from .objectives import NO_CLASSES, ObjectiveClasses
 from .step_rows import StepRows
 
 IDLE_RECORDS = 64  # not in a step for this long: not counted as running
@@ -27,6 +28,16 @@ COLUMNS: Final = {
     "drafter": kernel.DRAFTER, "emitted": kernel.EMITTED, "limit": kernel.LIMIT, "priority": kernel.PRIORITY,
     "most": kernel.MOST, "is_prefill": kernel.IS_PREFILL, "is_preempted": kernel.IS_PREEMPTED,
 }  # fmt: skip
+TIMES: Final = {
+    "arrival_s": kernel.ARRIVED, "first_token_s": kernel.FIRST_TOKEN, "ttft_s": kernel.TTFT, "tpot_s": kernel.TPOT,
+}  # fmt: skip
+
+
+class Slack(NamedTuple):
+    """How far requests are ahead (+) of their objectives or behind (-), (n,) each; infinite where there is none."""
+
+    seconds: Floats  # that are left for the first token, while there is none
+    tokens: Floats  # after it: what is there beyond what was due
 
 
 @dataclass(slots=True)
@@ -37,7 +48,7 @@ class RequestTable:
     size: int = 0
     _table: Ints = field(init=False)  # (fields, capacity)
     _evidence: Floats = field(init=False)  # (trials, successes), (2, capacity, k_max)
-    _arrival_s: Floats = field(init=False)  # (capacity,)
+    _times: Floats = field(init=False)  # (TIMES, capacity)
     _places: Ints = field(init=False)  # (capacity,) of the last record's rows
     _batch: tuple[Bools, Bools] | None = None  # running and decoding, until something changes
     _batch_record: int = -1
@@ -45,12 +56,12 @@ class RequestTable:
     def __post_init__(self) -> None:
         self._table = np.zeros((kernel.FIELDS, 64), np.int64)
         self._evidence = np.zeros((2, 64, self.k_max))
-        self._arrival_s, self._places = np.zeros(64), np.zeros(64, np.int64)
+        self._times, self._places = np.zeros((kernel.TIMES, 64)), np.zeros(64, np.int64)
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """Return one column of the live requests, (size,); a view, but for what is true or false."""
-        if name == "arrival_s":
-            return self._arrival_s[: self.size]
+        if name in TIMES:
+            return self._times[TIMES[name], : self.size]
         values = self._table[COLUMNS[name], : self.size]
         return values != 0 if name.startswith("is_") else values
 
@@ -77,11 +88,15 @@ class RequestTable:
         lag = self.column("context") - self.column("drafter")
         return int(np.maximum(lag[chosen], 0).sum())
 
-    def apply(self, events: list[RequestEvent], record_number: int) -> None:
-        """Take in arrivals and preemptions."""
+    def slack(self, now_s: float) -> Slack:
+        """Return how far each request is ahead of its objectives at this time of the engine's clock."""
+        return Slack._make(kernel.slack(self._table, self._times, self.size, now_s))
+
+    def apply(self, events: list[RequestEvent], record_number: int, classes: ObjectiveClasses = NO_CLASSES) -> None:
+        """Take in arrivals, with the objectives that their classes give them, and preemptions."""
         for event in events:
             if event.kind == "arrival":
-                self._arrive(event, record_number)
+                self._arrive(event, record_number, classes)
             elif event.kind == "preempt":
                 place = kernel.find(self._table, self.size, event.handle, 0)
                 if place >= 0:
@@ -93,16 +108,25 @@ class RequestTable:
         if gone := [event.handle for event in events if event.kind in ("finish", "abort")]:
             self._remove(gone)
 
-    def update(self, rows: StepRows, trials: Floats, successes: Floats, record_number: int, caught_up: int = 0) -> Ints:
+    def update(
+        self,
+        rows: StepRows,
+        trials: Floats,
+        successes: Floats,
+        record_number: int,
+        caught_up: int = 0,
+        time_s: float = 0.0,
+    ) -> Ints:
         """Take in one step's rows; trials and successes are (n, k_max) as from `count_trials`.
 
+        :param time_s: of the step's end; the first tokens that were seen in it count as of then
         :param caught_up: tokens the drafter made up for: while it does, only who drafts is known to be up to date
         Return (n,) draft lengths that were in force when the verified drafts were made, 0 where not known.
         """
         self._reserve(rows.told.shape[1])
         self.size, limit = kernel.take_in(
-            self._table, self._evidence, self._places, self.size, rows.told, trials, successes,
-            record_number, MAX_DRAFT_LENGTH, caught_up > 0, KEEP, FADE,
+            self._table, self._evidence, self._times, self._places, self.size, rows.told, trials, successes,
+            record_number, float(time_s), MAX_DRAFT_LENGTH, caught_up > 0, KEEP, FADE,
         )  # fmt: skip
         self._batch = None
         return limit
@@ -124,11 +148,13 @@ class RequestTable:
             self._batch_record = record_number
         return self._batch
 
-    def _arrive(self, event: RequestEvent, record_number: int) -> None:
+    def _arrive(self, event: RequestEvent, record_number: int, classes: ObjectiveClasses) -> None:
         self._reserve(1)
+        wanted = classes.objective(event)
         self.size = kernel.arrive(
-            self._table, self._evidence, self._arrival_s, self.size, event.handle, record_number,
+            self._table, self._evidence, self._times, self.size, event.handle, record_number,
             float(event.time_s), max(min(event.priority, LARGEST_PRIORITY), -LARGEST_PRIORITY), event.most,
+            wanted.ttft_s, wanted.tpot_s,
         )  # fmt: skip
         self._batch = None
 
@@ -140,10 +166,10 @@ class RequestTable:
         wider = max(2 * capacity, self.size + more) - capacity
         self._table = np.concatenate([self._table, np.zeros((kernel.FIELDS, wider), np.int64)], axis=1)
         self._evidence = np.concatenate([self._evidence, np.zeros((2, wider, self.k_max))], axis=1)
-        self._arrival_s = np.concatenate([self._arrival_s, np.zeros(wider)])
+        self._times = np.concatenate([self._times, np.zeros((kernel.TIMES, wider))], axis=1)
         self._places = np.concatenate([self._places, np.zeros(wider, np.int64)])
 
     def _remove(self, handles: list[int]) -> None:
         gone = np.array(handles, np.int64)
-        self.size = kernel.remove(self._table, self._evidence, self._arrival_s, self.size, gone)
+        self.size = kernel.remove(self._table, self._evidence, self._times, self.size, gone)
         self._batch = None

@@ -33,6 +33,10 @@ FIELDS = 11
     IS_PREEMPTED,
 ) = range(FIELDS)
 
+# Rows of `times`, (TIMES, capacity), seconds; infinite where unknown, or where nobody wants it so.
+TIMES = 4
+ARRIVED, FIRST_TOKEN, TTFT, TPOT = range(TIMES)  # on the engine's clock; and what is wanted, per token the last
+
 MANY = 1 << 32  # tokens: more in one row is nonsense and must not overflow a sum
 
 
@@ -144,8 +148,8 @@ def add_up(told: Ints) -> tuple[float, int, int, int, bool]:
 
 @compiled
 def take_in(
-    table: Ints, evidence: Floats, places: Ints, size: int, told: Ints, trials: Floats, successes: Floats,
-    record: int, most: int, is_catching_up: bool, keep: float, fade: float,
+    table: Ints, evidence: Floats, times: Floats, places: Ints, size: int, told: Ints, trials: Floats,
+    successes: Floats, record: int, time_s: float, most: int, is_catching_up: bool, keep: float, fade: float,
 ) -> tuple[int, Ints]:  # fmt: skip
     """Take in one step's rows; return how many requests are alive now, and the (n,) limits before this record.
 
@@ -159,11 +163,13 @@ def take_in(
         place = _place(table, places[i], place + 1, size, told[ROW_HANDLE, i])
         if place < 0:
             place = size
-            _add(table, evidence, place, told[ROW_HANDLE, i], record, most)
+            _add(table, evidence, times, place, told[ROW_HANDLE, i], record, most)
             size += 1
         places[i] = place
         limit[i] = table[LIMIT, place]
         _update(table, told, i, place, record, is_catching_up)
+        if told[ROW_EMITTED, i] > 0 and times[FIRST_TOKEN, place] == np.inf:
+            times[FIRST_TOKEN, place] = time_s
         _weigh(evidence, trials, successes, i, place, keep, fade)
     return size, limit
 
@@ -189,26 +195,29 @@ def find(table: Ints, size: int, handle: int, start: int) -> int:
 
 @compiled
 def arrive(
-    table: Ints, evidence: Floats, arrival_s: Floats, size: int, handle: int, record: int,
-    time_s: float, priority: int, most: int,
+    table: Ints, evidence: Floats, times: Floats, size: int, handle: int, record: int,
+    time_s: float, priority: int, most: int, ttft_s: float, tpot_s: float,
 ) -> int:  # fmt: skip
     """Take in an arrival, also of a request that is known; return how many are alive now. There must be room."""
     place = find(table, size, handle, 0)
     if place < 0:
         place = size
-        _add(table, evidence, place, handle, record, most)
+        _add(table, evidence, times, place, handle, record, most)
         size += 1
-    arrival_s[place], table[PRIORITY, place], table[MOST, place] = time_s, priority, most
+    table[PRIORITY, place], table[MOST, place] = priority, most
+    times[ARRIVED, place], times[TTFT, place], times[TPOT, place] = time_s, ttft_s, tpot_s
     return size
 
 
 @compiled
-def _add(table: Ints, evidence: Floats, place: int, handle: int, record: int, most: int) -> None:
+def _add(table: Ints, evidence: Floats, times: Floats, place: int, handle: int, record: int, most: int) -> None:
     """Begin a request that nothing is known about."""
     for column in range(FIELDS):
         table[column, place] = 0
     for j in range(evidence.shape[2]):
         evidence[0, place, j] = evidence[1, place, j] = 0.0
+    times[ARRIVED, place] = 0.0
+    times[FIRST_TOKEN, place] = times[TTFT, place] = times[TPOT, place] = np.inf
     table[HANDLE, place], table[SEEN, place], table[BORN, place], table[MOST, place] = handle, -1, record, most
 
 
@@ -237,7 +246,7 @@ def _weigh(evidence: Floats, trials: Floats, successes: Floats, i: int, place: i
 
 
 @compiled
-def remove(table: Ints, evidence: Floats, arrival_s: Floats, size: int, handles: Ints) -> int:
+def remove(table: Ints, evidence: Floats, times: Floats, size: int, handles: Ints) -> int:
     """Let go of requests, known or not; those behind move up. Return how many are left."""
     is_gone, place = np.zeros(size, np.bool_), -1
     for i in range(len(handles)):
@@ -253,10 +262,25 @@ def remove(table: Ints, evidence: Floats, arrival_s: Floats, size: int, handles:
                 table[column, left] = table[column, place]
             for j in range(evidence.shape[2]):
                 evidence[0, left, j], evidence[1, left, j] = evidence[0, place, j], evidence[1, place, j]
-            arrival_s[left] = arrival_s[place]
+            for row in range(TIMES):
+                times[row, left] = times[row, place]
         left += 1
-    arrival_s[left:size] = 0.0  # as `_add` expects it
     return left
+
+
+@compiled
+def slack(table: Ints, times: Floats, size: int, now_s: float) -> tuple[Floats, Floats]:
+    """Return how far each request is ahead of what is wanted, (size,) each; infinite where nothing is.
+
+    Before its first token: seconds that are left for it. After it: tokens that it has beyond those that were due.
+    """
+    seconds, tokens = np.full(size, np.inf), np.full(size, np.inf)
+    for i in range(size):
+        if times[FIRST_TOKEN, i] == np.inf:
+            seconds[i] = times[ARRIVED, i] + times[TTFT, i] - now_s
+        elif times[TPOT, i] < np.inf:
+            tokens[i] = table[EMITTED, i] - 1 - (now_s - times[FIRST_TOKEN, i]) / times[TPOT, i]
+    return seconds, tokens
 
 
 @compiled

@@ -11,7 +11,16 @@ from typing import Any, Final
 import numpy as np
 
 from ...engine_adapter.arrays import Ints
-from ...engine_adapter.protocol import EventKind, Hello, Prune, RequestEvent, RequestRow, StepRecord
+from ...engine_adapter.protocol import (
+    TPOT_MS,
+    TTFT_MS,
+    EventKind,
+    Hello,
+    Prune,
+    RequestEvent,
+    RequestRow,
+    StepRecord,
+)
 from ..profile.engine_profile import EngineProfile
 from .constants import LOGITS
 from .simulator import Simulator
@@ -140,13 +149,25 @@ class Recorder:
             place = (at["queue_head"] + at["queue_length"] - 1 - (at["arrived"] - handle)) % QUEUE
             row = world.rows[state.queue_row[e, place]]
             arrival_s, priority = float(state.queue_s[e, place]), int(world.priority[row["service"]])
-            events.append(RequestEvent("arrival", handle, arrival_s, int(row["prompt"]), f"r{handle}", priority))
+            ttft_s, tpot_s = world.objectives[at["profile"], row["service"]].tolist()
+            events.append(
+                RequestEvent(
+                    "arrival", handle, arrival_s, int(row["prompt"]), f"r{handle}", priority,
+                    ttft_ms=_milliseconds(ttft_s, TTFT_MS), tpot_ms=_milliseconds(tpot_s, TPOT_MS),
+                )
+            )  # fmt: skip
         self._arrived = at["arrived"]
         for kind, column in _EVENTS:
             for i in np.flatnonzero(ints[column]).tolist():
                 if column == PREEMPTED_NOW or ints[SCHEDULED, i]:
                     events.append(RequestEvent(kind, int(ints[HANDLE, i]), now_s, int(ints[EMITTED, i])))
         return events
+
+
+def _milliseconds(objective_s: float, bounds: tuple[float, float]) -> float | None:
+    """Return an objective as a client may tell it, None where it is longer than any may be."""
+    least, most = bounds
+    return max(objective_s * 1e3, least) if objective_s * 1e3 <= most else None
 
 
 def _pruning(at: dict[str, Any], profile: EngineProfile, rows: list[RequestRow]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """One streaming-input session of three turns on a real engine, steered at random; run by test_streaming_session.py.
 
-Prints as JSON how many tokens the client got, how many FASER's records say, and what the end's event says.
+Prints as JSON how many tokens the client got, how many FASER's records say, and what events say of the end and of
+objectives: behind the session come a request with nonsense for one, and a request with two.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ async def serve(target: str, drafter: str, controller: RandomController) -> dict
 
     async for output in engine.generate(turns(), params, "session"):
         got += [token for sample in output.outputs for token in sample.token_ids]
-    async for _ in engine.generate("one", SamplingParams(max_tokens=2), "last"):  # events ride on records
-        pass
+    for name, asked in (("odd", {"faser_ttft_ms": "soon"}), ("last", {"faser_ttft_ms": "900", "faser_tpot_ms": 40.5})):
+        async for _ in engine.generate("one", SamplingParams(max_tokens=2, extra_args=asked), name):
+            pass  # events ride on records
     await asyncio.sleep(1.0)
     engine.shutdown()
     return {"delivered": len(got), **told(controller)}
@@ -67,8 +69,11 @@ def told(controller: RandomController) -> dict[str, Any]:
         "emitted": sum(row.emitted for row in rows),
         "accepted": sum(row.accepted for row in rows),
         "ends": ends,
+        "objectives": [(event.request_id.partition("-")[0], event.ttft_ms, event.tpot_ms)
+                       for record in controller.records for event in record.events if event.kind == "arrival"],
+        "rejected": controller.records[-1].rejected,
         "miscounted": controller.records[-1].miscounted,
-    }
+    }  # fmt: skip
 
 
 def main() -> None:

@@ -33,8 +33,8 @@ GOLDEN_STOP = GOLDEN_ACTION.removesuffix("c0c0c0") + (
 GOLDEN_RECORD = (
     "fa02dc0027a473746570a4626f6f740102cb4008000000000000cb3f947ae147ae147bcb3f50624dd2f1a9fccb3f8eb851eb"
     "851eb8cb3f50624dd2f1a9fccb3f689374bc6a7efacb0000000000000000cb3ef4f8b588e368f10100000103cb3fd0000000"
-    "000000c0c0090400009198a76172726976616c07cb3ff800000000000064aa63686174636d706c2d310040c2919b07040302"
-    "0301010278c292cb3fe0000000000000cb3fd00000000000001803050fcb3f40624dd2f1a9fccb3fe0000000000000010201"
+    "000000c0c009040000919aa76172726976616c07cb3ff800000000000064aa63686174636d706c2d310040c2c0c0919b0704"
+    "03020301010278c292cb3fe0000000000000cb3fd00000000000001803050fcb3f40624dd2f1a9fccb3fe0000000000000010201"
     "0406910392070a"
 )
 GOLDEN_RELEASE = "fa0293a772656c65617365a4626f6f7409"
@@ -98,6 +98,18 @@ def test_a_hello_of_an_engine_that_does_not_tell_what_came_later_is_read(missing
     older = wire.HEADER + msgspec.msgpack.encode(whole[:-missing])
     assert wire.decode_from_engine(wire.encode(hello)) == hello
     assert wire.decode_from_engine(older) == msgspec.structs.replace(hello, **dict(later[:missing]))
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2, 3])
+def test_an_event_of_an_engine_that_does_not_tell_objectives_is_read(missing: int) -> None:
+    event = msgspec.structs.replace(EVENT, may_be_stop=True, ttft_ms=300.0, tpot_ms=40.5)
+    later: list[tuple[str, Any]] = [("tpot_ms", None), ("ttft_ms", None), ("may_be_stop", False)]
+    whole = msgspec.msgpack.decode(bytes(wire.encode(msgspec.structs.replace(RECORD, events=[event])))[2:])
+    [told] = whole[wire.StepRecord.__struct_fields__.index("events") + 1]
+    del told[len(told) - missing :]
+    record = wire.decode_from_engine(wire.HEADER + msgspec.msgpack.encode(whole))
+    assert isinstance(record, wire.StepRecord)
+    assert record.events == [msgspec.structs.replace(event, **dict(later[:missing]))]
 
 
 @pytest.mark.parametrize(
@@ -169,6 +181,10 @@ def test_a_record_with_a_time_that_no_clock_shows_is_refused(name: str, broken: 
         {"events": [msgspec.structs.replace(EVENT, time_s=float("nan"))]},
         {"events": [msgspec.structs.replace(EVENT, priority=(1 << 62) + 1)]},
         {"events": [msgspec.structs.replace(EVENT, priority=-(1 << 63))]},
+        {"events": [msgspec.structs.replace(EVENT, ttft_ms=0.5)]},
+        {"events": [msgspec.structs.replace(EVENT, ttft_ms=600_001.0)]},
+        {"events": [msgspec.structs.replace(EVENT, tpot_ms=0.05)]},
+        {"events": [msgspec.structs.replace(EVENT, tpot_ms=float("nan"))]},
         {"rows": [msgspec.structs.replace(ROW, confidences=(0.5, float("nan")))]},
         {"rows": [msgspec.structs.replace(ROW, confidences=(1.5,))]},
     ],

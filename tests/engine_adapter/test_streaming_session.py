@@ -43,3 +43,6 @@ def test_records_hold_every_token_of_every_turn() -> None:
     assert counts["ends"] in ([60], [])  # a session that is closed between two turns leaves nothing to record
     assert counts["accepted"] > 10
     assert counts["miscounted"] == 0
+    # What two requests behind the session asked for in extra_args: the first is no number, and only counted.
+    assert counts["objectives"] == [["session", None, None], ["odd", None, None], ["last", 900.0, 40.5]]
+    assert counts["rejected"] >= 1

@@ -206,6 +206,10 @@ function drawHealth(snapshot, engine) {
   rows("sources", Object.entries(engine.sources).map(([name, source]) => [
     name, `${percent(source.acceptance_rate)} of ${count(source.verified)} tokens accepted, ${source.waste === null ? "–" : source.waste.toFixed(2)} wasted per token`,
   ]));
+  const attained = Object.entries(engine.attainment);
+  rows("objectives", attained.length ? attained.map(([name, { finished, in_time: inTime }]) => [
+    name, `${count(inTime)} of ${count(finished)}${finished ? `, ${percent(inTime / finished)}` : ""}`,
+  ]) : [["none", "nobody has objectives"]]);
   rows("lease", [
     ["in force", engine.lease_age_s === null ? "none: engine's default" : `held, ${(engine.lease_age_s * 1e3).toFixed(0)} ms old`],
     ["steps under it", percent(engine.lease_share)],

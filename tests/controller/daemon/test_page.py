@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import faser
+from faser.controller.config import ObjectivesConfig
 from faser.controller.link.ask import ask
 from faser.controller.snapshot import encode_snapshot
 
@@ -48,7 +49,9 @@ setImmediate(() => {
   frames.pop()();
   console.log(JSON.stringify({ fills, html, pixels, state: elements.get("state").textContent,
     overview: elements.get("overview").textContent, reason: elements.get("reason").textContent,
-    health: ["sources", "lease", "link", "deciding", "about"].map((id) => elements.get(id).children.length),
+    health: ["sources", "objectives", "lease", "link", "deciding", "about"]
+      .map((id) => elements.get(id).children.length),
+    inTime: elements.get("objectives").children.map((row) => row.children.map((cell) => cell.textContent)),
     engines: elements.get("engine").children.map((each) => each.value) }));
 });
 """
@@ -58,7 +61,7 @@ setImmediate(() => {
 def test_the_script_reads_a_stream_and_draws_it(
     start_daemon: Any, make_engine: Any, config: Any, tmp_path: Path
 ) -> None:
-    start_daemon()
+    start_daemon(objectives=ObjectivesConfig("interactive:0:300:40, batch:1::400"))
     engine = make_engine()
     engine.hello(copy_max=6)
     for _ in range(3):
@@ -73,7 +76,8 @@ def test_the_script_reads_a_stream_and_draws_it(
     drawn = json.loads(done.stdout)
     assert drawn["engines"] == ["boot-1"]
     assert drawn["reason"] == "policy fixed:3"
-    assert (drawn["html"], drawn["health"]) == (0, [2, 4, 4, 4, 4])
+    assert (drawn["html"], drawn["health"]) == (0, [2, 2, 4, 4, 4, 4])
+    assert drawn["inTime"] == [["interactive", "0 of 0"], ["batch", "0 of 0"]]
     # two snapshots: a pixel (four values) per request in the heat map, three lines between its lanes; elsewhere a bar
     # per position, five phases per step, and three lines in each of the four scales
     assert drawn["pixels"] == [2 * 4 * 4]

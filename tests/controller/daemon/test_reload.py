@@ -11,14 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from faser.controller.config import Config, PolicyConfig, settings
+from faser.controller.config import Config, ObjectivesConfig, PolicyConfig, settings
 from faser.controller.config_layers import load
 from faser.controller.daemon.daemon import Daemon
 from faser.controller.daemon.reload import FIXED, prepare
 from faser.controller.errors import ConfigError
 from faser.controller.link.ask import ask
+from faser.engine_adapter.protocol import RequestEvent
 from faser.models.policies.policy import PolicyError
 
 CHANGES: dict[type, Callable[[Any], Any]] = {
@@ -75,6 +77,29 @@ def test_what_a_policy_handed_over_stays_counted_behind_its_successor(
     daemon._put_in_force(prepare(config, dataclasses.replace(config, policy=PolicyConfig("off")), daemon._sessions))
     assert session.policy.name == "off"
     assert session.status(0.0).handed_over == 3
+
+
+def test_other_objectives_hold_for_who_arrives_behind_a_reload(
+    start_daemon: Any, make_engine: Any, make_record: Any, config: Config
+) -> None:
+    daemon: Daemon = start_daemon(objectives=ObjectivesConfig("interactive:0:300:40")).daemon
+    engine = make_engine()
+    engine.hello()
+    for counter, wanted in ((1, "interactive:0:300:40"), (2, "slow:0:9000:"), (3, "")):
+        changed = dataclasses.replace(config, objectives=ObjectivesConfig(wanted))
+        daemon._put_in_force(prepare(config, changed, daemon._sessions))
+        arrival = RequestEvent("arrival", 10 + counter, counter * 0.01, 90, "r", 0)
+        engine.send(msgspec.structs.replace(make_record("boot-1", counter), events=[arrival]))
+        engine.action()
+    (session,) = daemon._sessions.values()
+    assert session.state.requests.column("ttft_s")[session.state.requests.column("handle") > 10].tolist() == [
+        0.3,
+        9.0,
+        float("inf"),
+    ]
+    assert list(session.status(0.0).attainment) == ["interactive", "slow"]
+    with pytest.raises(ConfigError, match=r"objectives\.classes has"):
+        prepare(config, dataclasses.replace(config, objectives=ObjectivesConfig("a:0::")), daemon._sessions)
 
 
 def test_a_running_sidecar_takes_a_file_on_sighup_and_rejects_a_bad_one_whole(

@@ -14,8 +14,9 @@ from faser.controller.config import LeaseConfig
 from faser.controller.daemon.metrics import exposition
 from faser.controller.decision.session import Session
 from faser.controller.link.ask import engine_lines
+from faser.controller.objectives import parse_objectives
 from faser.controller.snapshot import SNAPSHOT_VERSION, LinkStatus, Snapshot, StoreStatus
-from faser.engine_adapter.protocol import StepRecord
+from faser.engine_adapter.protocol import RequestEvent, StepRecord
 from faser.env.estimate.engine_state import EngineState
 from faser.env.spaces import Action
 from faser.models.registry import make_policy
@@ -92,6 +93,41 @@ def test_what_a_learned_policy_left_to_price_is_counted_also_when_another_policy
     session.follow(make_policy("off", session.state.capabilities))
     hear(kv_usage=math.nan)
     assert session.status(1.0).handed_over == 4
+
+
+def test_who_was_in_time_is_shown_and_counted_by_class(
+    make_engine: Make, make_record: Callable[..., StepRecord]
+) -> None:
+    waiting = RequestEvent("arrival", 9, 0.0, 90, "r9", 0)
+    hello = msgspec.structs.replace(make_engine().hello(), roster=[waiting])
+    session = Session(hello, "fixed:2", LeaseConfig(), 7, 0.0, parse_objectives("interactive:0:300:40"))
+    assert session.state.requests.column("ttft_s").tolist() == [0.3]
+    lives = [
+        [RequestEvent("arrival", 1, 0.01, 90, "r1", 7, ttft_ms=5.0), RequestEvent("first_token", 9, 0.1, 1)],
+        [RequestEvent("first_token", 1, 0.02, 1)],
+        [RequestEvent("finish", handle, 0.13, 2) for handle in (1, 9)],
+    ]
+    for counter, events in enumerate(lives, 1):
+        record = msgspec.structs.replace(make_record("boot-1", counter), events=events)
+        assert session.admit(record, counter * 0.01)
+        assert session.decide(record) is not None
+        session.learn()
+        session.measure(record)
+    assert dict(engine_lines(session.status(1.0)))["in time"] == "interactive 1 of 1 (100.0%); own 0 of 1 (0.0%)"
+    _, metrics = shown(session)
+    for line in (
+        b'objective_finished_total{class="interactive",engine="boot-1"} 1.0',
+        b'objective_in_time_total{class="interactive",engine="boot-1"} 1.0',
+        b'objective_finished_total{class="own",engine="boot-1"} 1.0',
+        b'objective_in_time_total{class="own",engine="boot-1"} 0.0',
+    ):
+        assert b"faser_engine_" + line in metrics
+
+
+def test_where_nobody_has_objectives_nothing_is_said_of_them(start: Callable[..., Callable[..., Session]]) -> None:
+    session = start("fixed:2")()
+    assert "in time" not in dict(engine_lines(session.status(1.0)))
+    assert b"objective_finished_total{" not in shown(session)[1]
 
 
 def test_counts_that_are_not_vllms_are_shown_and_counted(start: Callable[..., Callable[..., Session]]) -> None:

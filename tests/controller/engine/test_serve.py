@@ -32,7 +32,10 @@ from faser.controller.engine.serve import (
 )
 from faser.controller.engine.sidecar_child import sidecar_environment
 from faser.controller.errors import EndpointError, EngineError, FaserError, ModelError, StoreError, UsageError
+from faser.controller.snapshot import AttainmentStatus
+from faser.controller.telemetry.attained import attained
 from faser.controller.telemetry.packing import unpack_rows
+from faser.controller.telemetry.schema import open_for_reading
 from faser.models.embedded.cache import STAMP
 from faser.models.embedded.pair import EmbeddedPair, ensure_embedded_pair
 
@@ -356,11 +359,14 @@ def test_serve_answers_a_chat_and_ends_with_its_parent(tmp_path: Path) -> None:
         assert choice["finish_reason"] == "stop"
         # A client that opts out is told in the telemetry, and nothing is drafted for it.
         assert choice_for(vllm_xargs={"faser_max_draft": 0})["message"] == choice["message"]
-        assert "Paris" in choice_for(vllm_xargs={"faser_max_draft": "all"})["message"]["content"]  # refused: no limit
+        asked = {"faser_max_draft": "all", "faser_ttft_ms": "600000", "faser_tpot_ms": 60_000}  # refused: no limit
+        assert "Paris" in choice_for(vllm_xargs=asked)["message"]["content"]
         told, drafted = _requests_of(tmp_path / "t.sqlite", 3)
         assert told == [None, "most 0", None]
         assert drafted[0] + drafted[2] > 0
         assert drafted[1] == 0
+        with contextlib.closing(open_for_reading(tmp_path / "t.sqlite")) as store:
+            assert attained(store) == {"own": AttainmentStatus(1, 1)}
         from faser.controller.engine.reaper import descendants
 
         below = descendants(serve.pid)

@@ -19,17 +19,17 @@ import msgspec
 import pytest
 
 from faser.controller.cli.replay import ReplayOptions, run_replay
-from faser.controller.config import Config, PolicyConfig
+from faser.controller.config import Config, ObjectivesConfig, PolicyConfig
 from faser.controller.daemon.daemon import Daemon
 from faser.controller.errors import StoreError, UsageError
 from faser.controller.link.ask import ask, order
 from faser.controller.link.status_orders import Switch
 from faser.controller.replay.offpolicy import Sample, estimate
-from faser.controller.replay.replay import replay
+from faser.controller.replay.replay import Replayer, replay
 from faser.controller.telemetry.maintenance import check
 from faser.controller.telemetry.retention import NS_PER_HOUR
 from faser.controller.telemetry.schema import event_row, open_for_reading
-from faser.controller.telemetry.sessions import _event, read_sessions
+from faser.controller.telemetry.sessions import EVENT_CELLS, read_event, read_sessions
 from faser.engine_adapter.protocol import MAX_DRAFT_LENGTH, ActionSet, RequestEvent, RequestRow, StepRecord
 from faser.models.policies.policy import PolicyError
 
@@ -120,6 +120,31 @@ def test_every_decision_comes_out_as_the_same_bytes_again(run: Any, spec: str, m
     assert report.differing == []
     assert (report.records, report.sessions, report.unrecorded) == (299, 1, 0)
     assert report.identical == report.decisions > (150 if mode == "advisory" else 290)
+
+
+def test_objectives_and_who_was_alive_are_lived_again(
+    start_daemon: Any, make_engine: Any, make_record: Any, config: Config
+) -> None:
+    daemon = start_daemon(policy=PolicyConfig("price"), objectives=ObjectivesConfig("slow:0:9000:"))
+    engine = make_engine()
+    roster = [RequestEvent("arrival", 1, -1.0, 90, "r1", 7, tpot_ms=20.0), RequestEvent("arrival", 99, 0.0, 90, "r99")]
+    engine.hello(roster=roster)
+    for counter in range(2, 6):
+        engine.send(make_record("boot-1", counter))
+        engine.action()
+    (lived,) = daemon.daemon._sessions.values()
+    daemon.stop()
+    with closing(open_for_reading(config.store.path)) as database:
+        session = list(read_sessions(database))[-1]
+    replayer = Replayer(session, None)
+    for recorded in session.steps:
+        replayer.step(recorded)
+    assert replayer._state.handles().tolist() == [1, 99, 2, 3, 4]
+    for name in ("arrival_s", "first_token_s", "ttft_s", "tpot_s"):
+        assert replayer._state.requests.column(name).tolist() == lived.state.requests.column(name).tolist()
+    assert replayer._state.requests.column("ttft_s").tolist()[:2] == [float("inf"), 9.0]
+    assert replayer._state.requests.column("tpot_s").tolist()[0] == 0.02
+    assert replay(config.store.path).differing == []
 
 
 def test_a_run_that_was_reloaded_is_replayed_with_what_was_in_force(
@@ -400,5 +425,4 @@ def test_a_report_never_replaces_its_input_and_is_whole_or_absent(run: Any, monk
 def test_a_clients_limit_comes_back_out_of_the_file(most: int) -> None:
     event = RequestEvent("arrival", 5, 1.0, 90, "r", 2, most)
     row = event_row(event, 1, 1)
-    cells = (row[name] for name in ("kind", "handle", "time_s", "tokens", "request_id", "priority", "detail"))
-    assert _event(*cells) == event
+    assert read_event(*(row[name] for name in EVENT_CELLS.split(", "))) == event

@@ -26,11 +26,11 @@ from faser.engine_adapter.link.engine_link import (
     EngineLink,
 )
 from faser.engine_adapter.link.quiet_moment import QuietMoments
+from faser.engine_adapter.steering.extra_args import CLIENT_LIMIT
 from faser.engine_adapter.steering.lease import Lease
 from faser.engine_adapter.steering.orders import StepReport
 from faser.engine_adapter.steering.sampled_tokens import SampledTokens
 from faser.engine_adapter.steering.steering import (
-    CLIENT_LIMIT,
     LONG_STEP_S,
     REST_S,
     BatchOutcome,
