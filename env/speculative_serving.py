@@ -227,7 +227,8 @@ SpeculativeServingEnv.__doc__ = f"""
     Requests arrive in an open loop, wait, and are served in one continuous batch with chunked prefill and paged KV
     blocks. In each step the engine verifies the drafts of the step before, emits tokens, and drafts anew. The agent
     says at which price requests draft. Step times come from an engine profile, acceptance from a model of the drafter
-    and its confidence. Pruning, overlap and splits are parametric and without effect unless a profile has them.
+    and its confidence. Pruning, overlap and splits are parametric and without effect unless a profile has them; where a
+    profile has matches, drafts are also copied from requests' own texts, at the action's price.
 
     ## Action Space
     `Box(-1, 1, ({len(ACTION)},), float32)`. -1 is the lowest meaning, 1 the highest, linear between.

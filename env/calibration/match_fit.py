@@ -126,7 +126,7 @@ def _lengths(drafts: Sequence[DraftTrial], longest: int) -> list[float]:
         ends = left * ended[length] / at_risk[length] if at_risk[length] else 0.0
         shares.append(float(ends))
         left -= ends
-    return [*shares, left]
+    return [*shares, float(left)]
 
 
 def _chances(steps: Sequence[CopyingStep]) -> tuple[float, float, float]:
