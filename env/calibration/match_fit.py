@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 
 from ...engine_adapter.arrays import Bools, Floats, Ints
 from ...engine_adapter.protocol import RequestRow
+from ..profile.acceptance_model import AcceptanceModel
 from ..profile.match_model import MatchModel
-from .acceptance_fit import DraftTrial, fit_acceptance
+from .acceptance_fit import LEAST_TRIALS, DraftTrial, fit_acceptance
 
 SPREADS: Final = tuple(0.25 * step for step in range(17))  # tried, on the logit scale
 NODES: Final = 41  # of a request's propensity
@@ -38,9 +40,13 @@ class CopyingStep:
 
 @dataclass(frozen=True, slots=True)
 class MatchTrials:
-    """The verified copies of a recording, and the steps behind which there could be some."""
+    """The verified copies of a recording, and the steps behind which there could be some.
+
+    :param behind_whole: of each draft, whether the step that it was found in accepted a copy as a whole
+    """
 
     drafts: Sequence[DraftTrial] = ()
+    behind_whole: Sequence[bool] = ()
     steps: Sequence[CopyingStep] = ()
 
 
@@ -59,7 +65,8 @@ def trials_of(records: Iterable[CopyRecord]) -> MatchTrials:
 
     A request's last step is none of these: nobody sees what would follow.
     """
-    drafts, steps, waiting = list[DraftTrial](), list[CopyingStep](), dict[tuple[int, int], CopyingStep]()
+    drafts, behind_whole, steps = list[DraftTrial](), list[bool](), list[CopyingStep]()
+    waiting: dict[tuple[int, int], CopyingStep] = {}
     for record in records:
         for row in record.rows:
             key, is_copy = (record.engine, row.handle), row.verified > 0 and row.handle in record.verified
@@ -67,10 +74,11 @@ def trials_of(records: Iterable[CopyRecord]) -> MatchTrials:
                 steps.append(step)
             if is_copy:
                 drafts.append(_copy_trial(key, row))
+                behind_whole.append(step is not None and step.is_behind_whole)
             if row.emitted and record.is_led:
                 is_whole = is_copy and row.accepted == row.verified
                 waiting[key] = CopyingStep(key, is_whole, row.handle in record.drafted)
-    return MatchTrials(drafts, steps)
+    return MatchTrials(drafts, behind_whole, steps)
 
 
 def _copy_trial(key: tuple[int, int], row: RequestRow) -> DraftTrial:
@@ -80,13 +88,14 @@ def _copy_trial(key: tuple[int, int], row: RequestRow) -> DraftTrial:
 
 def joined(parts: Iterable[MatchTrials]) -> MatchTrials:
     """Return those of all files, whose engines are numbered on: two files know the same numbers."""
-    drafts, steps, before = list[DraftTrial](), list[CopyingStep](), 0
+    drafts, behind_whole, steps, before = list[DraftTrial](), list[bool](), list[CopyingStep](), 0
     for part in parts:
         moved = [replace(one, request=(one.request[0] + before, one.request[1])) for one in part.steps]
         drafts += [replace(one, request=(one.request[0] + before, one.request[1])) for one in part.drafts]
+        behind_whole += part.behind_whole
         before = max((one.request[0] for one in moved), default=before) + 1
         steps += moved
-    return MatchTrials(drafts, steps)
+    return MatchTrials(drafts, behind_whole, steps)
 
 
 def fit_matches(trials: MatchTrials, longest: int, source: str = "") -> MatchModel | None:
@@ -97,15 +106,28 @@ def fit_matches(trials: MatchTrials, longest: int, source: str = "") -> MatchMod
     if not trials.drafts or not trials.steps or not longest:
         return None
     after_whole, after_other, spread = _chances(trials.steps)
+    tokens, quantiles_whole = _tokens(trials, longest, source)
     return MatchModel(
         after_whole=after_whole,
         after_other=after_other,
         spread=spread,
         lengths=tuple(_lengths(trials.drafts, longest)),
-        tokens=fit_acceptance(trials.drafts, longest, source),
+        tokens=tokens,
+        quantiles_whole=quantiles_whole,
         copies=len(trials.drafts),
         source=source,
     )
+
+
+def _tokens(trials: MatchTrials, longest: int, source: str) -> tuple[AcceptanceModel, tuple[tuple[float, ...], ...]]:
+    """Return the tokens of matches, and their quantiles behind copies accepted as a whole; of few, those of all."""
+    tokens = fit_acceptance(trials.drafts, longest, source)
+    pairs = list(zip(trials.drafts, trials.behind_whole, strict=True))
+    other, whole = ([draft for draft, is_whole in pairs if is_whole == kind] for kind in (False, True))
+    found = [fit_acceptance(own, longest) if len(own) >= LEAST_TRIALS else tokens for own in (other, whole)]
+    usual, surer = found
+    same = {"quantiles": usual.quantiles, "request_share": usual.request_share, "carry": usual.carry}
+    return msgspec.structs.replace(tokens, **same), surer.quantiles
 
 
 def _lengths(drafts: Sequence[DraftTrial], longest: int) -> list[float]:

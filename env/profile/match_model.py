@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 
 import msgspec
+from msgspec.structs import replace
 
-from .acceptance_model import AcceptanceModel
+from .acceptance_model import QUANTILES, AcceptanceModel
 
 LARGEST_LOGIT = 40.0
 
@@ -22,7 +23,9 @@ class MatchModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     P(a decoding request's step ends with a match) = sigmoid(after + spread * propensity), propensity ~ N(0, 1) once per
     request; after = `after_whole` where the step verified a copy and accepted all of it, else `after_other`.
     In `tokens` the confidences are the engine's own chances of a match's tokens, as it says them (a rule's slopes and
-    intercepts have no part in them); its request level and residual are the copies', not the drafter's.
+    intercepts have no part in them); its request level and residual are the copies', not the drafter's. Behind a copy
+    that was accepted as a whole a match is longer, and the engine surer: there `quantiles_whole` take the place of
+    those of `tokens`.
     """
 
     after_whole: float
@@ -30,6 +33,7 @@ class MatchModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spread: float  # standard deviation on the logit scale
     lengths: tuple[float, ...]  # share of the matches that offer 1, 2, ... tokens; they sum to 1
     tokens: AcceptanceModel
+    quantiles_whole: tuple[tuple[float, ...], ...]  # (longest, QUANTILES), as in AcceptanceModel
     copies: int = 0  # measured ones; for comparison
     source: str = ""
 
@@ -37,6 +41,11 @@ class MatchModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def longest(self) -> int:
         """The most tokens of a copy."""
         return len(self.lengths)
+
+    @property
+    def tokens_whole(self) -> AcceptanceModel:
+        """Return the tokens behind a copy that was accepted as a whole."""
+        return replace(self.tokens, quantiles=self.quantiles_whole)
 
 
 def fault_of(model: MatchModel) -> str:
@@ -49,4 +58,6 @@ def fault_of(model: MatchModel) -> str:
         return f"lengths {model.lengths}; expected shares of 1 to 64 lengths that sum to 1"
     if model.tokens.k_max != model.longest:
         return f"tokens of {model.tokens.k_max} positions; expected {model.longest}, as there are lengths"
+    if [len(row) for row in model.quantiles_whole] != [QUANTILES] * model.longest:
+        return f"quantiles_whole of {len(model.quantiles_whole)} positions; expected {model.longest} of {QUANTILES}"
     return ""

@@ -89,7 +89,7 @@ class World(NamedTuple):
     graphs: Floats  # (profiles, sizes) captured rows, ascending, filled up with 0
     splits: Floats  # (profiles, splits, 3) factor on verify, factor on draft, what groups hide
     tables: Singles  # (profiles, 3, positions, CELLS)
-    match_tables: Singles  # (profiles, 2, longest copy, CELLS): LOGITS of the engine's chance and VALUES
+    match_tables: Singles  # (profiles, 2, 2, longest copy, CELLS), the second behind a whole copy; LOGITS and VALUES
     match_lengths: Floats  # (profiles, longest copy) share of the matches that offer at most 1, 2, ... tokens
     sigmoid: Singles  # (SIGMOID_CELLS,)
     normal: Singles  # (NORMAL_CELLS,) quantiles

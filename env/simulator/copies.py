@@ -20,6 +20,7 @@ from .schedule import GOLDEN, gaussian, mixed, uniform
 from .state import (
     ACCEPTANCE,
     ACCEPTED,
+    BEHIND_WHOLE,
     COPIED,
     COPY_INTERCEPT,
     COPY_KEPT,
@@ -60,7 +61,7 @@ def copy(
 ) -> None:  # fmt: skip
     """Choose whose next draft is a copy; the drafter is not asked for theirs, nor for any if too few are left.
 
-    :param copies: (5, slots) of State.copies
+    :param copies: (6, slots) of State.copies
     :param lengths: (longest copy,) as World has them
     :param notes: as `want` left them
     """
@@ -130,6 +131,7 @@ def _found(
     own = mixed(key ^ _TEXT_KEY)
     place = own + (np.uint64(ints[EMITTED, i]) + FIRST_TOKEN) * GOLDEN
     is_whole = copies[WAS_COPY, i] != 0 and ints[ACCEPTED, i] == ints[VERIFIED, i]
+    copies[BEHIND_WHOLE, i] = 1 if is_whole else 0
     after = profile.match_after_whole if is_whole else profile.match_after_other
     logit = after + profile.match_spread * gaussian(normal, mixed(own + _PROPENSITY))
     if uniform(mixed(place ^ _MATCH_KEY)) >= sigmoid[np.uint64(sigmoid_cell(logit))]:
@@ -151,19 +153,20 @@ def _cut(
     residual = profile.match_hidden * gaussian(normal, mixed(own + _RESIDUAL))
     place = own + (np.uint64(ints[EMITTED, i]) + FIRST_TOKEN) * GOLDEN
     score, survival, net, kept, lucky, is_kept, is_alive = _ZERO, _ONE, 0.0, 0, 0, 1, 1
+    behind = copies[BEHIND_WHOLE, i]
     for j in range(copies[FOUND, i]):
         bits = mixed(place + np.uint64(j) * GOLDEN)
         fresh = gaussian(normal, bits)
         score = profile.match_carry * score + profile.match_fresh * fresh if j > 0 else fresh
         cell = np.uint64(score_cell(base + profile.match_token_share * score))
         cells[i, j] = cell
-        chance = sigmoid[np.uint64(sigmoid_cell(tables[VALUES, j, cell] + residual))]
+        chance = sigmoid[np.uint64(sigmoid_cell(tables[behind, VALUES, j, cell] + residual))]
         is_alive = is_alive if luck_of(bits) < chance else 0
-        said = rules[COPY_INTERCEPT, j] + rules[COPY_SLOPE, j] * tables[LOGITS, j, cell]
+        said = rules[COPY_INTERCEPT, j] + rules[COPY_SLOPE, j] * tables[behind, LOGITS, j, cell]
         survival *= sigmoid[np.uint64(sigmoid_cell(said))]
         is_kept = is_kept if survival >= rules[COPY_PRICE, j] else 0
         kept += is_kept
         lucky += is_alive
-        net += survival - rules[COPY_PRICE, j] if is_kept != 0 else _ZERO
+        net += float(survival - rules[COPY_PRICE, j]) if is_kept != 0 else 0.0
     copies[COPY_KEPT, i], copies[COPY_LUCKY, i] = kept, min(lucky, kept)
     return net

@@ -199,10 +199,11 @@ def _matching(matches: MatchModel | None) -> tuple[float, ...]:
 
 
 def _match_tables(matches: MatchModel | None, longest: int) -> Singles:
-    """Return (2, longest, CELLS) logits of the engine's chances and of acceptance by score cell, 0 where none is."""
-    tables = np.zeros((2, longest, CELLS), np.float32)
+    """Return (2, 2, longest, CELLS) logits of the engine's chances and of acceptance by score cell, 0 where none is."""
+    tables = np.zeros((2, 2, longest, CELLS), np.float32)
     if matches is not None:
-        tables[:, : matches.longest] = _acceptance_tables(matches.tokens, matches.longest)[[LOGITS, VALUES]]
+        for is_whole, tokens in enumerate((matches.tokens, matches.tokens_whole)):
+            tables[is_whole, :, : matches.longest] = _acceptance_tables(tokens, matches.longest)[[LOGITS, VALUES]]
     return tables
 
 

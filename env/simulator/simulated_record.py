@@ -17,6 +17,7 @@ from .constants import LOGITS
 from .simulator import Simulator
 from .state import (
     ACCEPTED,
+    BEHIND_WHOLE,
     CONTEXT,
     COPIED,
     COPY_KEPT,
@@ -147,7 +148,8 @@ class Recorder:
         state, e = self._simulator.state, self._engine
         copies = state.copies[e, :, slot]
         told = min(int(copies[COPY_KEPT]) + 1, int(copies[FOUND]))
-        logits = self._simulator.world.match_tables[profile, LOGITS, np.arange(told), state.copy_cells[e, slot, :told]]
+        tables = self._simulator.world.match_tables[profile, copies[BEHIND_WHOLE], LOGITS]
+        logits = tables[np.arange(told), state.copy_cells[e, slot, :told]]
         return tuple((1.0 / (1.0 + np.exp(-logits.astype(np.float64)))).tolist())
 
     def _handles(self, column: int) -> tuple[int, ...]:

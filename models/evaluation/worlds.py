@@ -236,9 +236,10 @@ def _random_matches(random: np.random.Generator) -> MatchModel:
     ).tolist()
     tokens = acceptance(LONGEST_COPY, mean, logits, share, hidden, fall)
     lengths = [ends * (1.0 - ends) ** length for length in range(LONGEST_COPY - 1)]
+    surer = acceptance(LONGEST_COPY, mean + 0.3 * rise, logits, share, hidden, fall)
     return MatchModel(
         other + rise, other, spread, (*lengths, 1.0 - sum(lengths)),
-        msgspec.structs.replace(tokens, intercepts=(lift,) * LONGEST_COPY),
+        msgspec.structs.replace(tokens, intercepts=(lift,) * LONGEST_COPY), surer.quantiles,
     )  # fmt: skip
 
 

@@ -19,11 +19,17 @@ LONGEST = 8
 
 
 def match_model(
-    after_whole: float = 2.0, after_other: float = -1.0, spread: float = 1.0, mean: float = 1.0, lift: float = 0.0
+    after_whole: float = 2.0,
+    after_other: float = -1.0,
+    spread: float = 1.0,
+    mean: float = 1.0,
+    lift: float = 0.0,
+    surer: float = 0.0,
 ) -> MatchModel:
     """Return a model of matches of one to eight tokens.
 
     :param mean: of the logit of the engine's chances; `lift`: by how much the true ones are above
+    :param surer: by how much the engine's chances are higher behind a copy that was accepted as a whole
     """
     ranks = np.clip(np.linspace(0.0, 1.0, QUANTILES), 0.01, 0.99)
     logits = mean + 1.2 * np.log(ranks / (1.0 - ranks)) / 1.7
@@ -31,7 +37,8 @@ def match_model(
         intercepts=(lift,) * LONGEST, slopes=(1.0,) * LONGEST, quantiles=(tuple(logits.tolist()),) * LONGEST,
         request_share=0.2, carry=0.6, hidden=0.3,
     )  # fmt: skip
-    return MatchModel(after_whole, after_other, spread, (0.1, 0.1, 0.1, 0.1, 0.0, 0.0, 0.1, 0.5), tokens)
+    whole = (tuple((logits + surer).tolist()),) * LONGEST
+    return MatchModel(after_whole, after_other, spread, (0.1, 0.1, 0.1, 0.1, 0.0, 0.0, 0.1, 0.5), tokens, whole)
 
 
 def copying_profile(matches: MatchModel | None, requests: int = 16) -> EngineProfile:

@@ -144,7 +144,8 @@ def test_matches_come_back_from_a_file_and_older_files_have_none(tmp_path: Path)
 @pytest.mark.parametrize(
     ("changes", "seen"),
     [({"after_other": float("inf")}, "finite logits"), ({"spread": -1.0}, "spread of at least 0"),
-     ({"lengths": (0.5, 0.4)}, "sum to 1"), ({"lengths": (1.5, -0.5)}, "shares"), ({"lengths": (1.0,)}, "expected 1")],
+     ({"lengths": (0.5, 0.4)}, "sum to 1"), ({"lengths": (1.5, -0.5)}, "shares"), ({"lengths": (1.0,)}, "expected 1"),
+     ({"quantiles_whole": ((0.0, 1.0),)}, "expected 8 of 33")],
 )  # fmt: skip
 def test_matches_that_cannot_be_are_refused(changes: dict[str, object], seen: str) -> None:
     bad = msgspec.structs.replace(match_model(), **changes)
