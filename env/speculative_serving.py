@@ -67,7 +67,7 @@ class SpeculativeServingEnv(gymnasium.Env[Observations, Singles]):
         self.scenario = scenario or Scenario()
         self.observation_space = cast(Any, observation_space(self.scenario.slots))
         self.action_space = cast(Any, action_space())
-        self._simulator = Simulator(self.scenario, 1)
+        self._simulator = Simulator(self.scenario, 1, copies=True)
         self._seed: int | None = None  # that what the simulator meets follows from
         self._history: list[tuple[float, ...]] = []
 
@@ -125,7 +125,7 @@ class SpeculativeServingVectorEnv(VectorEnv[Observations, Singles, npt.NDArray[A
         self.single_action_space = action_space()
         self.observation_space = gymnasium.vector.utils.batch_space(self.single_observation_space, num_envs)
         self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, num_envs)
-        self._simulator = Simulator(self.scenario, num_envs, threads=threads)
+        self._simulator = Simulator(self.scenario, num_envs, threads=threads, copies=True)
         self._seed: int | None = None  # that what the simulator meets follows from
 
     def reset(
@@ -227,7 +227,8 @@ SpeculativeServingEnv.__doc__ = f"""
     Requests arrive in an open loop, wait, and are served in one continuous batch with chunked prefill and paged KV
     blocks. In each step the engine verifies the drafts of the step before, emits tokens, and drafts anew. The agent
     says at which price requests draft. Step times come from an engine profile, acceptance from a model of the drafter
-    and its confidence. Pruning, overlap and splits are parametric and without effect unless a profile has them.
+    and its confidence. Pruning, overlap and splits are parametric and without effect unless a profile has them; where a
+    profile has matches, drafts are also copied from requests' own texts, at the action's price.
 
     ## Action Space
     `Box(-1, 1, ({len(ACTION)},), float32)`. -1 is the lowest meaning, 1 the highest, linear between.

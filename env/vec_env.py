@@ -38,7 +38,7 @@ class SimulatedVecEnv(VecEnv):
         self.scenario = scenario or Scenario()
         self.render_mode = None
         super().__init__(num_envs, observation_space(self.scenario.slots), action_space())
-        self.simulator = Simulator(self.scenario, num_envs, threads=threads, seed=seed or 0)
+        self.simulator = Simulator(self.scenario, num_envs, threads=threads, seed=seed or 0, copies=True)
         self.np_random_seed = np_random()[1] if seed is None else seed
         self.simulator.seed(self.np_random_seed)
         self.elapsed_s = np.zeros(num_envs)

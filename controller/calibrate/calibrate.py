@@ -18,6 +18,7 @@ from rich.console import Console
 from ...engine_adapter.protocol import Hello
 from ...env.calibration.accept_traces import SHIPPED, read_accept_trace, shipped_accept_trace
 from ...env.calibration.acceptance_fit import DraftTrial, describe
+from ...env.calibration.match_fit import joined
 from ...env.calibration.profile_fit import (
     LEAST_REPEATS,
     FitOptions,
@@ -39,8 +40,8 @@ from ...env.workload.request_trace import TraceError
 from ..engine.machine import commit, machine_facts
 from ..errors import ModelError, StoreError, UsageError
 from ..whole_file import replacing, require_place
-from .measured import Measured, ahead_steps, looks, read_measured, trials
-from .report import acceptance_table, ahead_line, drift_range, error_table, exit_table, figures
+from .measured import Measured, ahead_steps, looks, match_trials, read_measured, trials
+from .report import acceptance_table, ahead_line, drift_range, error_table, exit_table, figures, match_line
 from .starvation import freed, load_waiting
 
 _SAME: Final = ("model", "drafter", "method", "vllm_version", "device", "k_max", "graph_sizes")
@@ -81,7 +82,8 @@ def calibrate(options: CalibrateOptions, console: Console) -> int:
         drafts = accept_trace(options.acceptance)
     source = Path(options.acceptance or ", ".join(path.name for path in options.telemetry)).name
     base = require_fitting(load_profile_or_fail(options.base), hello, options.base) if options.base else None
-    engine = MeasuredEngine(hello, [recorded_steps(one) for one in measured], drafts, source)
+    copies = joined(match_trials(one) for one in measured)
+    engine = MeasuredEngine(hello, [recorded_steps(one) for one in measured], drafts, source, copies)
     try:
         fitted = profile_from(engine, base, fit_options(hello, options))
     except CalibrationError as error:
@@ -142,6 +144,8 @@ def print_tables(fitted: Fitted, drafts: list[DraftTrial]) -> None:
         out.print(exit_table(fitted.profile.exits, fitted.looks))
     if fitted.busy_steps and fitted.profile.ahead is not None:
         out.print(ahead_line(fitted.profile.ahead, fitted.busy_steps))
+    if fitted.profile.matches is not None:
+        out.print(match_line(fitted.profile.matches))
 
 
 def require_same(measured: list[Measured]) -> Hello:

@@ -110,7 +110,7 @@ def compare(measured: Measured, profile: EngineProfile, options: FidelityOptions
 def recorded_requests(measured: Measured, waiting: Waiting) -> list[tuple[Life, RecordedRequest]]:
     """Return every whole request with what is replayed of it, by the clock that leaves noted waiting out.
 
-    Copied drafts are left out: the simulator knows none.
+    Copied drafts are left out: a replay draws none, whatever the profile knows of matches.
     """
     drafts: dict[tuple[int, int], list[RecordedDraft]] = {}
     emitted: dict[tuple[int, int], int] = {}

@@ -19,6 +19,7 @@ from ...engine_adapter.protocol import Hello, RequestRow
 from ...env.calibration.acceptance_fit import DraftTrial
 from ...env.calibration.ahead_fit import AheadSteps, Chains
 from ...env.calibration.exit_fit import PruneObservation
+from ...env.calibration.match_fit import CopyRecord, MatchTrials, trials_of
 from ...env.calibration.step_samples import StepSamples
 from ..errors import StoreError
 from ..telemetry.packing import StepCopies
@@ -223,6 +224,13 @@ def trials(measured: Measured) -> Iterator[DraftTrial]:
             if row.verified and not row.is_prefill and row.handle not in copied:
                 tested = row.verified - max(row.pruned - 1, 0)
                 yield DraftTrial((engine, row.handle), row.verified, tested, row.accepted, row.confidences)
+
+
+def match_trials(measured: Measured) -> MatchTrials:
+    """Return a file's copies, and the steps behind which there could be one."""
+    steps = measured.steps
+    told = zip(steps.engine.tolist(), measured.rows, measured.copies, steps.lease_epoch.tolist(), strict=True)
+    return trials_of([CopyRecord(engine, rows, *copies, epoch > 0) for engine, rows, copies, epoch in told])
 
 
 def lives(path: Path) -> list[Life]:

@@ -17,6 +17,7 @@ from ...env.calibration.acceptance_fit import Description, DraftTrial, describe
 from ...env.calibration.exit_fit import PruneObservation
 from ...env.calibration.step_fit import COUNTED_REPEATS, Fit
 from ...env.profile.engine_profile import Ahead, EngineProfile, Exit
+from ...env.profile.match_model import MatchModel
 from ...env.profile.step_basis import Phase
 
 BAR_MEDIAN: Final = 0.05
@@ -85,6 +86,17 @@ def ahead_line(ahead: Ahead, steps: int) -> str:
     )
 
 
+def match_line(matches: MatchModel) -> str:
+    """Return what copied drafts came to."""
+    whole, other = (_percent(1.0 / (1.0 + math.exp(-after))) for after in (matches.after_whole, matches.after_other))
+    means = ", ".join(map(_percent, matches.tokens.means))
+    return (
+        f"{matches.copies} copied drafts: a usual request has one behind {whole} of the steps that accepted one as a "
+        f"whole and behind {other} of the others, spread {matches.spread:.2f} on the logit scale; accepted by "
+        f"position {means}"
+    )
+
+
 def figures(fits: dict[Phase, Fit], profile: EngineProfile, drafts: list[DraftTrial]) -> dict[str, object]:
     """Return what --json prints."""
     found: dict[str, object] = {
@@ -107,6 +119,7 @@ def figures(fits: dict[Phase, Fit], profile: EngineProfile, drafts: list[DraftTr
         "model_auc": acceptance.model_auc if acceptance else [],
     }
     found["exits"] = [msgspec.to_builtins(each) for each in profile.exits]
+    found["matches"] = msgspec.to_builtins(profile.matches)
     found["ahead"] = msgspec.to_builtins(profile.ahead)
     return found
 

@@ -71,7 +71,7 @@ class Counterfactual:
     runs: int
     refusal: str = ""
     speeds: tuple[Speed, ...] = ()
-    copied_tokens: int = 0  # accepted in the recording, of copied drafts; the simulator has none
+    copied_tokens: int = 0  # accepted in the recording, of copied drafts; both runs are without any
 
 
 def estimate_speed(path: Path, policy: str, profile: Path | None = None, runs: int = RUNS) -> Counterfactual:

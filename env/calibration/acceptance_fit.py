@@ -37,13 +37,17 @@ DEFAULT_SPREAD: Final = 1.5  # of the confidence's logit, where a trace has none
 
 @dataclass(frozen=True, slots=True)
 class DraftTrial:
-    """One verified draft: whose it is, tokens verified and tested, tokens accepted, and the confidences if known."""
+    """One verified draft: whose it is, tokens verified and tested, tokens accepted, and the confidences if known.
+
+    :param dropped: tokens behind the verified ones that were left out for their confidence, which is told
+    """
 
     request: tuple[int, int]
     verified: int
     tested: int
     accepted: int
     confidences: tuple[float, ...] = ()
+    dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,8 @@ def fit_acceptance(drafts: Iterable[DraftTrial], k_max: int, source: str = "") -
         means=tuple(_means(tokens, k_max)),
         source=source,
     )
-    return _matched(model, drafts)
+    # Drafts that end by their confidence cannot be drawn again by length alone.
+    return model if any(draft.dropped for draft in drafts) else _matched(model, drafts)
 
 
 def _fit_blind(tokens: Tokens, k_max: int, share: float, carry: float, source: str) -> AcceptanceModel:
@@ -154,7 +159,7 @@ def unfold(drafts: Iterable[DraftTrial], k_max: int) -> tuple[Tokens, list[list[
         request = numbers.setdefault(draft.request, len(numbers))
         if request == len(scores):
             scores.append([])
-        logits = [logit(value) for value in draft.confidences[: min(draft.verified, k_max)]]
+        logits = [logit(value) for value in draft.confidences[: min(draft.verified + draft.dropped, k_max)]]
         if logits:
             scores[request].append(np.array(logits))
         for position in range(min(draft.tested, draft.accepted + 1, k_max)):

@@ -1,11 +1,12 @@
-"""From the measured steps of one kind of engine to its profile: step costs, acceptance, exit heads, drafting ahead.
+"""From the measured steps of one kind of engine to its profile: step costs, acceptance, matches, exit heads, drafting
+ahead.
 
 Called by controller/calibrate/calibrate.py, which reads the files and prints. Nothing here reads or writes any.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import msgspec
@@ -20,6 +21,7 @@ from .acceptance_fit import DraftTrial, fit_acceptance
 from .ahead_fit import LEAST_STEPS, AheadSteps, fit_ahead
 from .drift import WINDOW_S, drift
 from .exit_fit import PruneObservation, fit_exits
+from .match_fit import MatchTrials, fit_matches
 from .step_fit import HELD_OUT_SHARE, CalibrationError, Fit, domain_of, fit_phase, fitted_kinds, phase_level
 from .step_samples import StepSamples
 
@@ -50,12 +52,13 @@ class RecordedSteps:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredEngine:
-    """What is known of one kind of engine: how it introduced itself, its files, and drafts, of `source`."""
+    """What is known of one kind of engine: how it introduced itself, its files, drafts, of `source`, and copies."""
 
     hello: Hello
     files: list[RecordedSteps]
     drafts: list[DraftTrial]
     source: str
+    copies: MatchTrials = field(default_factory=MatchTrials)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,8 @@ def profile_from(measured: MeasuredEngine, base: EngineProfile | None, options: 
     else:
         levels = {} if options.keeps_costs else _levels_of(base, alone)
         profile = msgspec.structs.replace(_levelled(base, levels), acceptance=acceptance)
+    matches = fit_matches(measured.copies, measured.hello.copy_max, measured.source)
+    profile = msgspec.structs.replace(profile, matches=matches)
     looks = [look for one in measured.files for look in one.looks]
     if looks:  # else a base keeps the exits that it has
         profile = msgspec.structs.replace(profile, exits=fit_exits(looks, measured.hello.released_prune))

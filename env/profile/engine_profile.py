@@ -21,6 +21,7 @@ from msgspec import Meta
 from ...engine_adapter.arrays import Floats
 from ...engine_adapter.errors import ModelError
 from .acceptance_model import AcceptanceModel, default_acceptance
+from .match_model import MatchModel, fault_of
 from .step_basis import (
     BASES,
     DRAFT_BASIS,
@@ -148,6 +149,7 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     exits: tuple[Exit, ...] = ()
     ahead: Ahead | None = None  # None: this engine drafts nothing ahead
     is_adaptive: bool = False  # all rounds are drafted in full, and of the drafts what pays is verified
+    matches: MatchModel | None = None  # None: this engine copies no drafts from requests' own texts
 
     def packed(self) -> PackedProfile:
         """Return the numbers as arrays, for compiled code."""
@@ -307,6 +309,8 @@ def check(profile: EngineProfile, where: str) -> None:
         shares = (ahead.ready, ahead.hidden, ahead.acceptance)
         if not all(0.0 <= share <= 1.0 for share in shares) or not 0.0 < ahead.verify_factor < math.inf:
             raise ProfileError(f"{where}, ahead: {ahead}; expected shares in 0..1 and a finite factor above 0")
+    if profile.matches is not None and (fault := fault_of(profile.matches)):
+        raise ProfileError(f"{where}, matches: {fault}")
     if unknown := sorted(set(profile.domain) - set(DOMAIN)):
         raise ProfileError(f"{where}, domain: {', '.join(unknown)}; expected {', '.join(DOMAIN)}")
 

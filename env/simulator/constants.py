@@ -49,6 +49,15 @@ PROFILE: Final = np.dtype(
         ("carry", np.float32),
         ("fresh", np.float32),  # sqrt(1 - carry^2)
         ("hidden", np.float32),
+        ("match_longest", np.int64),  # as match_model.MatchModel has them; 0: nothing is copied
+        ("match_after_whole", np.float32),
+        ("match_after_other", np.float32),
+        ("match_spread", np.float32),
+        ("match_request_share", np.float32),  # factors, as above
+        ("match_token_share", np.float32),
+        ("match_carry", np.float32),
+        ("match_fresh", np.float32),
+        ("match_hidden", np.float32),
     ],
     align=True,
 )
@@ -63,11 +72,12 @@ ROW: Final = np.dtype(
     ],
     align=True,
 )
-_WHOLE = ("positions", "staleness", "mode", "own_rules", "repeats")
+_WHOLE = ("positions", "staleness", "mode", "own_rules", "repeats", "copies")
 _REAL = (
     "noise", "discount_per_s", "good_weight", "token_weight", "request_weight", "waste_weight",
 )  # fmt: skip
 # Numbers that are the same for all engines; see env/simulator/scenario.py. own_rules: stop rules are set from outside.
+# copies: where nobody says when, drafts are copied at the action's price.
 SETTINGS: Final = np.dtype([*((name, np.int64) for name in _WHOLE), *((name, np.float64) for name in _REAL)])
 
 
@@ -79,6 +89,8 @@ class World(NamedTuple):
     graphs: Floats  # (profiles, sizes) captured rows, ascending, filled up with 0
     splits: Floats  # (profiles, splits, 3) factor on verify, factor on draft, what groups hide
     tables: Singles  # (profiles, 3, positions, CELLS)
+    match_tables: Singles  # (profiles, 2, 2, longest copy, CELLS), the second behind a whole copy; LOGITS and VALUES
+    match_lengths: Floats  # (profiles, longest copy) share of the matches that offer at most 1, 2, ... tokens
     sigmoid: Singles  # (SIGMOID_CELLS,)
     normal: Singles  # (NORMAL_CELLS,) quantiles
     rows: Records  # (rows,) of ROW, all workloads one behind the other

@@ -55,7 +55,7 @@ from .state import (
     Words,
 )
 
-_S8, _LOW_24, _FIRST_TOKEN = np.uint64(8), np.uint64(0xFFFFFF), np.uint64(16)
+_S8, _LOW_24, FIRST_TOKEN = np.uint64(8), np.uint64(0xFFFFFF), np.uint64(16)
 _ONE, _HALF_RANGE = np.float32(1.0), np.float32(12.0)
 _PER_LOGIT, _PER_SIGMA, _UNIT = np.float32(SIGMOID_CELLS / 24.0), np.float32(CELLS / 8.0), np.float32(2.0**-24)
 _AHEAD_KEY = np.uint64(0xD1342543DE82EF95)
@@ -66,15 +66,15 @@ KEEP_BAR, GO_ON_BAR, BARS = range(3)  # by position: survivals below which a dra
 
 @apart
 def draft(
-    engine: Any, profile: Any, settings: Any, ints: Shorts, traits: Singles, keys: Words, population: Floats,
-    named: Bytes, vector: Singles, rules: Singles, chances: Singles, cells: Cells, values: Singles, sigmoid: Singles,
-    normal: Singles, offsets: Ints, decisions: Bytes, told: Singles, work: Floats, notes: Shorts, token: Singles,
-    bars: Singles,
+    engine: Any, profile: Any, settings: Any, ints: Shorts, traits: Singles, keys: Words, was_copy: Column,
+    vector: Singles, rules: Singles, chances: Singles, cells: Cells, values: Singles, sigmoid: Singles,
+    normal: Singles, offsets: Ints, told: Singles, work: Floats, notes: Shorts, token: Singles, bars: Singles,
 ) -> None:  # fmt: skip
-    """Draft for the next step: fill each slot's draft limit, kept and lucky tokens, and `work` (DRAFTING ...).
+    """Draft for the next step: fill each slot's kept and lucky tokens, and `work` (DRAFTING ...).
 
     The step's tokens are emitted already; the column CONTEXT still holds what was computed before the step.
-    :param notes: (NOTES, slots) scratch
+    :param was_copy: (slots,) whether what was verified was no draft of the drafter's
+    :param notes: (NOTES, slots) scratch, as `want` left it
     :param token: (TOKEN, slots) scratch
     :param bars: (BARS, positions) scratch
     """
@@ -82,9 +82,8 @@ def draft(
     engine.prunes = 1 if vector[PRUNE] > 0.0 else 0
     goes_ahead = profile.ahead_verify > 0.0 and int(vector[OVERLAP] * OVERLAPS) >= AHEAD
     engine.frontier = settings.positions if goes_ahead else 0
-    _want(settings, ints, named, stranger_length(settings, population, vector), offsets, decisions, notes)
     _catch_up(engine, profile, ints, notes, work)
-    _go_ahead(profile, ints, keys, goes_ahead, notes)
+    _go_ahead(profile, ints, keys, was_copy, goes_ahead, notes)
     _first_token(engine, profile, ints, traits, keys, chances, values, sigmoid, normal, notes, token)
     _further_tokens(
         engine, profile, traits, keys, ints, rules, chances, cells, values, sigmoid, normal, notes, token, bars
@@ -95,11 +94,13 @@ def draft(
 
 
 @apart
-def _want(
-    settings: Any, ints: Shorts, named: Bytes, default: int, offsets: Ints, decisions: Bytes, notes: Shorts
-) -> None:
+def want(
+    settings: Any, ints: Shorts, population: Floats, named: Bytes, vector: Singles, offsets: Ints, decisions: Bytes,
+    notes: Shorts,
+) -> None:  # fmt: skip
     """Note how long each draft may be: the draft length in force, less what could never be emitted."""
-    length, want, size = notes[LENGTH], notes[WANT], ints.shape[1]
+    length, allowed, size = notes[LENGTH], notes[WANT], ints.shape[1]
+    default = stranger_length(settings, population, vector)
     if settings.mode == RECORDED:
         for i in range(size):
             chosen = recorded(offsets, decisions, ints[HANDLE, i], ints[EMITTED, i]) if ints[SCHEDULED, i] > 0 else 0
@@ -109,7 +110,7 @@ def _want(
             chosen = named[i]
             length[i] = chosen if chosen >= 0 else default
     _limit(
-        settings.positions, ints[LIMIT], ints[EMITTED], ints[FRESH], ints[SCHEDULED], ints[DRAFT_LIMIT], length, want
+        settings.positions, ints[LIMIT], ints[EMITTED], ints[FRESH], ints[SCHEDULED], ints[DRAFT_LIMIT], length, allowed
     )
 
 
@@ -159,15 +160,15 @@ def _catch_up(engine: Any, profile: Any, ints: Shorts, notes: Shorts, work: Floa
 
 
 @apart
-def _go_ahead(profile: Any, ints: Shorts, keys: Words, goes_ahead: bool, notes: Shorts) -> None:
+def _go_ahead(profile: Any, ints: Shorts, keys: Words, was_copy: Column, goes_ahead: bool, notes: Shorts) -> None:
     """Note whose draft was made while the target verified: behind drafts that were accepted as a whole."""
     ahead = notes[IS_AHEAD]
     ahead[:] = 0
     if goes_ahead:
         for i in range(ints.shape[1]):
-            key = keys[i] + (np.uint64(ints[EMITTED, i]) + _FIRST_TOKEN) * GOLDEN
+            key = keys[i] + (np.uint64(ints[EMITTED, i]) + FIRST_TOKEN) * GOLDEN
             is_ready = uniform(mixed(key ^ _AHEAD_KEY)) < profile.ahead_ready
-            is_behind = ints[VERIFIED, i] > 0 and ints[ACCEPTED, i] == ints[VERIFIED, i]
+            is_behind = ints[VERIFIED, i] > 0 and ints[ACCEPTED, i] == ints[VERIFIED, i] and was_copy[i] == 0
             ahead[i] = 1 if is_ready and is_behind else 0
 
 
@@ -194,8 +195,8 @@ def _first_token(
 @apart
 def _draw(keys: Words, emitted: Column, place: Column, luck: Singles) -> None:
     for i in range(len(place)):
-        bits = mixed(keys[i] + (np.uint64(emitted[i]) + _FIRST_TOKEN) * GOLDEN)
-        place[i], luck[i] = np.int32(bits >> NORMAL_SHIFT), _luck(bits)
+        bits = mixed(keys[i] + (np.uint64(emitted[i]) + FIRST_TOKEN) * GOLDEN)
+        place[i], luck[i] = np.int32(bits >> NORMAL_SHIFT), luck_of(bits)
 
 
 @apart
@@ -208,7 +209,7 @@ def _rank(profile: Any, hardness: np.float32, level: Singles, score: Singles, ce
 @apart
 def _lean(hidden: np.float32, logit: Singles, residual: Singles, place: Column) -> None:
     for i in range(len(place)):
-        place[i] = _sigmoid_cell(logit[i] + hidden * residual[i])
+        place[i] = sigmoid_cell(logit[i] + hidden * residual[i])
 
 
 @apart
@@ -248,17 +249,17 @@ def _further_tokens(
         base, residual = request_share * (traits[LEVEL, slot] + hardness), hidden * traits[RESIDUAL, slot]
         score, lucky, is_alive, now, kept, draws = token[SCORE, slot], alive[slot], alive[slot], survival[slot], 1, 1
         last, is_on, factor_here = want[slot], 1, factor if ahead[slot] != 0 else _ONE
-        key = keys[slot] + (np.uint64(ints[EMITTED, slot]) + _FIRST_TOKEN) * GOLDEN
+        key = keys[slot] + (np.uint64(ints[EMITTED, slot]) + FIRST_TOKEN) * GOLDEN
         for j in range(1, longest):  # as often for every draft: processors would guess each one's own end wrongly
             place = np.uint64(j)
             key += GOLDEN
             bits = mixed(key)
             score = carry * score + fresh * gaussian(normal, bits)
             cell = np.uint64(score_cell(base + token_share * score))
-            chance = sigmoid[np.uint64(_sigmoid_cell(values[VALUES, place, cell] + residual))] * factor_here
+            chance = sigmoid[np.uint64(sigmoid_cell(values[VALUES, place, cell] + residual))] * factor_here
             is_on = is_on if j < last else 0
             cells[slot, place] = cell if is_on != 0 else cells[slot, place]
-            is_alive = is_alive if _luck(bits) < chance else 0
+            is_alive = is_alive if luck_of(bits) < chance else 0
             lucky += is_alive & is_on
             draws += is_on
             now *= chances[place, cell]
@@ -284,8 +285,8 @@ def _toss_as_told(
         factor = np.float32(profile.ahead_acceptance) if notes[IS_AHEAD, i] != 0 else _ONE
         key, lean, lucky = keys[i] + np.uint64(ints[EMITTED, i]) * GOLDEN, profile.hidden * traits[RESIDUAL, i], 0
         for j in range(kept):
-            bits = mixed(key + (_FIRST_TOKEN + np.uint64(j)) * GOLDEN)
-            if _luck(bits) >= sigmoid[np.uint64(_sigmoid_cell(told[place, j] + lean))] * factor:
+            bits = mixed(key + (FIRST_TOKEN + np.uint64(j)) * GOLDEN)
+            if luck_of(bits) >= sigmoid[np.uint64(sigmoid_cell(told[place, j] + lean))] * factor:
                 break
             lucky += 1
         ints[LUCKY, i] = lucky
@@ -329,13 +330,13 @@ def _count_drafts(engine: Any, profile: Any, ints: Shorts, notes: Shorts, work: 
 
 
 @apart
-def _luck(bits: np.uint64) -> np.float32:
+def luck_of(bits: np.uint64) -> np.float32:
     """Return a number in [0, 1) from bits that a quantile does not use."""
     return np.float32(np.int32((bits >> _S8) & _LOW_24)) * _UNIT
 
 
 @apart
-def _sigmoid_cell(logit: np.float32) -> int:
+def sigmoid_cell(logit: np.float32) -> int:
     return min(max(int((logit + _HALF_RANGE) * _PER_LOGIT), 0), SIGMOID_CELLS - 1)
 
 

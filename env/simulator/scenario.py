@@ -14,16 +14,20 @@ import msgspec
 import numpy as np
 
 from ...engine_adapter.arrays import Floats, Singles
+from ..profile.acceptance_model import AcceptanceModel
 from ..profile.engine_profile import Ahead, EngineProfile, Exit, Split, Work, synthetic_profile
+from ..profile.match_model import MatchModel
 from ..workload.request_trace import Trace, TraceError, shipped_trace
 from .constants import (
     CELLS,
+    LOGITS,
     NORMAL_CELLS,
     PRICED,
     PROFILE,
     ROW,
     SETTINGS,
     SIGMOID_CELLS,
+    VALUES,
     Origins,
     RecordedDrafts,
     Records,
@@ -97,12 +101,17 @@ class Scenario:
         """The longest draft, tokens: what all profiles can do."""
         return min(profile.k_max for profile in self.profiles)
 
-    def settings(self, mode: int = PRICED, *, own_rules: bool = False) -> Records:
+    @property
+    def longest_copy(self) -> int:
+        """The most tokens of a copied draft that any profile has; 0: none copies."""
+        return max(profile.matches.longest if profile.matches else 0 for profile in self.profiles)
+
+    def settings(self, mode: int = PRICED, *, own_rules: bool = False, copies: bool = False) -> Records:
         """Return the numbers that the kernel takes, (1,) of SETTINGS."""
         weights = self.weights
         values = (
-            self.positions, self.staleness, mode, own_rules, self.randomises, self.noise, weights.discount_per_s,
-            weights.good, weights.token, weights.request, weights.waste,
+            self.positions, self.staleness, mode, own_rules, self.randomises, copies, self.noise,
+            weights.discount_per_s, weights.good, weights.token, weights.request, weights.waste,
         )  # fmt: skip
         return np.array([values], SETTINGS)
 
@@ -130,7 +139,9 @@ def build_world(
         profiles=np.array([_profile_numbers(profile, scenario) for profile in profiles], PROFILE),
         graphs=np.array(graphs, np.float64).reshape(len(profiles), sizes),
         splits=np.array([_padded_splits(profile, splits) for profile in profiles]),
-        tables=np.stack([_acceptance_tables(profile, scenario.positions) for profile in profiles]),
+        tables=np.stack([_acceptance_tables(profile.acceptance, scenario.positions) for profile in profiles]),
+        match_tables=np.stack([_match_tables(profile.matches, scenario.longest_copy) for profile in profiles]),
+        match_lengths=np.stack([_match_lengths(profile.matches, scenario.longest_copy) for profile in profiles]),
         sigmoid=_sigmoid(np.linspace(-12.0, 12.0, SIGMOID_CELLS, endpoint=False) + 12.0 / SIGMOID_CELLS),
         normal=_normal(),
         rows=_rows(scenario, seed),
@@ -159,7 +170,7 @@ def _profile_numbers(profile: EngineProfile, scenario: Scenario) -> tuple[float,
         int(profile.is_adaptive),
         *_released_exit(profile), *_ahead(profile), *noise,
         math.sqrt(model.request_share), math.sqrt(1.0 - model.request_share), model.carry,
-        math.sqrt(1.0 - model.carry * model.carry), model.hidden,
+        math.sqrt(1.0 - model.carry * model.carry), model.hidden, *_matching(profile.matches),
     )  # fmt: skip
 
 
@@ -174,6 +185,33 @@ def _ahead(profile: EngineProfile) -> tuple[float, ...]:
     if (ahead := profile.ahead) is None:
         return (0.0,) * 4
     return ahead.ready, ahead.hidden, ahead.verify_factor, ahead.acceptance
+
+
+def _matching(matches: MatchModel | None) -> tuple[float, ...]:
+    if matches is None:
+        return (0,) + (0.0,) * 8
+    tokens = matches.tokens
+    return (
+        matches.longest, matches.after_whole, matches.after_other, matches.spread, math.sqrt(tokens.request_share),
+        math.sqrt(1.0 - tokens.request_share), tokens.carry, math.sqrt(1.0 - tokens.carry * tokens.carry),
+        tokens.hidden,
+    )  # fmt: skip
+
+
+def _match_tables(matches: MatchModel | None, longest: int) -> Singles:
+    """Return (2, 2, longest, CELLS) logits of the engine's chances and of acceptance by score cell, 0 where none is."""
+    tables = np.zeros((2, 2, longest, CELLS), np.float32)
+    if matches is not None:
+        for is_whole, tokens in enumerate((matches.tokens, matches.tokens_whole)):
+            tables[is_whole, :, : matches.longest] = _acceptance_tables(tokens, matches.longest)[[LOGITS, VALUES]]
+    return tables
+
+
+def _match_lengths(matches: MatchModel | None, longest: int) -> Floats:
+    shares = np.zeros(longest)
+    if matches is not None:
+        shares[: matches.longest] = matches.lengths
+    return np.asarray(np.cumsum(shares))
 
 
 def _rows(scenario: Scenario, seed: int) -> Records:
@@ -210,9 +248,9 @@ def _normal() -> Singles:
     return np.array([normal.inv_cdf((i + 0.5) / NORMAL_CELLS) for i in range(NORMAL_CELLS)], np.float32)
 
 
-def _acceptance_tables(profile: EngineProfile, positions: int) -> Singles:
+def _acceptance_tables(model: AcceptanceModel, positions: int) -> Singles:
     """Return (3, positions, CELLS) confidence logits, logits of acceptance and calibrated chances by score cell."""
-    intercepts, slopes, quantiles, _ = profile.acceptance.tables()
+    intercepts, slopes, quantiles, _ = model.tables()
     normal = NormalDist()
     ranks = np.array([normal.cdf((cell + 0.5) * (8.0 / CELLS) - 4.0) for cell in range(CELLS)])
     points = np.linspace(0.0, 1.0, quantiles.shape[1])

@@ -10,7 +10,8 @@ import numpy as np
 
 from ...engine_adapter.arrays import Singles
 from ...engine_adapter.gate import Gate
-from ...engine_adapter.protocol import ActionSet, StepRecord, StopRule
+from ...engine_adapter.protocol import ActionSet, MatchRule, StepRecord, StopRule
+from ...engine_adapter.steering.stop_rule import fitted_to
 from ..layout.action_vector import AHEAD, OVERLAPS, PING_PONG, outside
 from ..spaces import Capabilities
 from .constants import LOGITS, NAMED
@@ -59,6 +60,7 @@ class SimulatedEngine:
         state, k_max = self.simulator.state, self.capabilities.k_max
         self._lengths[:] = -1
         if actions is None:
+            self._set_match_rule(None)
             return outside()
         named = dict(zip(actions.handles, actions.lengths, strict=True))
         taken = np.flatnonzero(state.ints[0, PHASE] != FREE)
@@ -70,12 +72,22 @@ class SimulatedEngine:
             state.chances[0] = 1.0 / (1.0 + np.exp(-(intercept + slope * self._logits())))
             state.rules[0, KEEP_FROM], state.rules[0, GO_ON_FROM] = rule.keep[:k_max], rule.go_on[:k_max]
         self._rule = actions.stop
+        self._set_match_rule(actions.match)
         return outside(
             depth=actions.default_length / max(k_max, 1),
             keep=0.0 if self._rule is None else 1.0,
             prune=0.0 if actions.prune is None else 1.0,
             **self._side_by_side(actions.split, may_go_on),
         )
+
+    def _set_match_rule(self, rule: MatchRule | None) -> None:
+        """Let drafts be copied by this rule from now on; None: none are."""
+        engine, longest = self.simulator.state.engines[0], self.capabilities.copy_max
+        engine["copy_most"] = min(rule.most, longest) if rule is not None else 0
+        if rule is not None and longest:
+            engine["copy_fewest"], engine["copy_worth"] = rule.fewest, rule.worth
+            curves = (rule.slopes, rule.intercepts, rule.keep)
+            self.simulator.state.copy_rules[0, :, :longest] = [fitted_to(values, longest) for values in curves]
 
     def _side_by_side(self, split: int | None, may_go_on: bool) -> dict[str, float]:
         """Return the meanings of a split, on whose shares two groups take turns, or of drafting ahead, if any."""

@@ -26,11 +26,15 @@ from .constants import LOGITS
 from .simulator import Simulator
 from .state import (
     ACCEPTED,
+    BEHIND_WHOLE,
     CONTEXT,
+    COPIED,
+    COPY_KEPT,
     DRAFT_LIMIT,
     EMITTED,
     FINISHED,
     FIRST,
+    FOUND,
     FRESH,
     GO_ON_FROM,
     HANDLE,
@@ -41,6 +45,7 @@ from .state import (
     QUEUE,
     SCHEDULED,
     VERIFIED,
+    WAS_COPY,
 )
 
 BOOT_ID: Final = "simulated"
@@ -65,7 +70,7 @@ def hello(simulator: Simulator, engine: int = 0) -> Hello:
         released_prune=Prune(profile.exits[0].layer, 0.5) if profile.exits else None,
         tensor_parallel=1, pipeline_parallel=1, data_parallel=1, data_parallel_rank=0, lease_steps=32, lease_ms=1000,
         roster=[], frontier=simulator.scenario.positions if profile.ahead is not None else 0,
-        is_adaptive=profile.is_adaptive,
+        is_adaptive=profile.is_adaptive, copy_max=profile.matches.longest if profile.matches else 0,
     )  # fmt: skip
 
 
@@ -78,6 +83,7 @@ class Recorder:
     def __init__(self, simulator: Simulator, engine: int = 0, *, has_confidence: bool = True) -> None:
         self._simulator, self._engine, self._has_confidence = simulator, engine, has_confidence
         slots = simulator.scenario.slots
+        self._can_copy = simulator.scenario.longest_copy > 0
         self._arrived = 0
         # Of drafts that wait for verification, and of one token more that a stop rule dropped.
         self._confidences: list[tuple[float, ...]] = [()] * slots
@@ -104,7 +110,8 @@ class Recorder:
             frontier=(at["frontier"] if frontier is None else frontier) or None,
             lease_epoch=epoch if sequence else 0, lease_sequence=sequence, dropped=0, rejected=0,
             events=self._events(at), rows=rows, caught_up=at["caught_up"], draft_rounds=at["rounds"],
-            drawn_tokens=at["drawn"], frontier_hits=at["frontier_hits"], **_pruning(at, profile, rows),
+            drawn_tokens=at["drawn"], frontier_hits=at["frontier_hits"], copied=self._handles(COPIED),
+            verified_copies=self._handles(WAS_COPY), **_pruning(at, profile, rows),
         )  # fmt: skip
 
     def _rows(self, profile: int, *, is_ruled: bool) -> list[RequestRow]:
@@ -129,7 +136,8 @@ class Recorder:
     def _keep_confidences(self, busy: Ints, profile: int, is_ruled: bool) -> None:
         state, e = self._simulator.state, self._engine
         ints, cells = state.ints[e], state.cells[e, busy]
-        positions, kept = np.arange(cells.shape[1]), ints[KEPT, busy]
+        is_copied = state.copies[e, COPIED, busy] != 0
+        positions, kept = np.arange(cells.shape[1]), np.where(is_copied, 0, ints[KEPT, busy])
         shown = kept.copy()
         if is_ruled and len(busy):
             survival = state.chances[e][positions, cells].cumprod(axis=1)
@@ -140,7 +148,26 @@ class Recorder:
         sure = 1.0 / (1.0 + np.exp(-logits[positions, cells].astype(np.float64)))
         for i, values, many in zip(busy.tolist(), sure.tolist(), shown.tolist(), strict=True):
             self._confidences[i] = tuple(values[:many])
+        for i in busy[is_copied].tolist():
+            self._confidences[i] = self._chances_of_copy(i, profile)
         self._drafted_for[busy] = ints[HANDLE, busy]
+
+    def _chances_of_copy(self, slot: int, profile: int) -> tuple[float, ...]:
+        """Return what the engine says of a copy: of each token, and of one behind it that was found and not kept."""
+        state, e = self._simulator.state, self._engine
+        copies = state.copies[e, :, slot]
+        told = min(int(copies[COPY_KEPT]) + 1, int(copies[FOUND]))
+        tables = self._simulator.world.match_tables[profile, copies[BEHIND_WHOLE], LOGITS]
+        logits = tables[np.arange(told), state.copy_cells[e, slot, :told]]
+        return tuple((1.0 / (1.0 + np.exp(-logits.astype(np.float64)))).tolist())
+
+    def _handles(self, column: int) -> tuple[int, ...]:
+        """Return the handles of the step's requests that are marked in a column of State.copies."""
+        state, e = self._simulator.state, self._engine
+        if not self._can_copy:
+            return ()
+        marked = (state.copies[e, column] != 0) & (state.ints[e, SCHEDULED] > 0)
+        return tuple(np.sort(state.ints[e, HANDLE, marked]).tolist())
 
     def _events(self, at: dict[str, Any]) -> list[RequestEvent]:
         state, world, e = self._simulator.state, self._simulator.world, self._engine

@@ -37,23 +37,33 @@ class Simulator:
         seed: int = 0,
         results: int = 0,
         own_rules: bool = False,
+        copies: bool = False,
         recording: RecordedDrafts | None = None,
     ) -> None:
         """Build the constants (kinds and classes of the workloads' rows depend on `seed`) and empty engines.
 
         :param results: requests per engine whose times are kept in `state.results`
         :param own_rules: thresholds of stop rules are written to `state.rules` by the caller
+        :param copies: engines that can copy drafts do so at the action's price; else only by `state.copy_rules`
         :param recording: what the mode RECORDED replays
         """
         if engines < 1 or threads < 1:
             raise ValueError(f"{engines} engines, {threads} threads; expected at least 1 of each")
         self.scenario = scenario
-        self.world: World = build_world(scenario, seed, scenario.settings(mode, own_rules=own_rules), recording)
+        settings = scenario.settings(mode, own_rules=own_rules, copies=copies)
+        self.world: World = build_world(scenario, seed, settings, recording)
         self.origins = build_origins(scenario)
         self.engines = engines
         terms = len(VERIFY_BASIS) + len(DRAFT_BASIS) + len(HOST_BASIS)
         self.state: State = allocate(
-            engines, scenario.slots, scenario.positions, CELLS, scenario.staleness, terms, results
+            engines,
+            scenario.slots,
+            scenario.positions,
+            CELLS,
+            scenario.staleness,
+            terms,
+            results,
+            scenario.longest_copy,
         )
         self.rewards: Floats = np.zeros(engines)
         self._seed = seed

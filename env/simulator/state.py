@@ -53,6 +53,11 @@ ARRIVED, BEGAN = range(2)  # State.times, (engines, 2, slots) float64: arrival a
 TRIALS, SUCCESSES, ACCEPTANCE = range(3)  # State.evidence, (engines, 3, positions, slots) float32
 TRIED, HIT, MEAN = range(3)  # State.population, (engines, 3, positions) float64
 OCTAVE_LOG, OCTAVE_VISITS = range(2)  # State.octaves, (engines, 2, OCTAVES) float64
+# State.copies, (engines, 6, slots) int32: whether the draft that waits is a copy, and what the step verified was one,
+# tokens that the newest match offered, that are kept of it, and hidden: how many of these would be accepted; whether it
+# was found behind a copy that was accepted as a whole.
+COPIED, WAS_COPY, FOUND, COPY_KEPT, COPY_LUCKY, BEHIND_WHOLE = range(6)
+COPY_SLOPE, COPY_INTERCEPT, COPY_PRICE = range(3)  # State.copy_rules, (engines, 3, longest copy) float32
 KEEP_FROM, GO_ON_FROM = range(2)  # State.rules, (engines, 2, positions) float32: thresholds of the stop rule in force
 
 # Rows of the kernel's scratch `notes`, (NOTES, slots) int32, which every stage uses anew. The scheduler: slots in order
@@ -85,6 +90,8 @@ _WHOLE = (
     "wrongly_pruned",  # drafts cut at a token that was then accepted
     "frontier",  # tokens that may be drafted ahead of each draft of this step
     "frontier_hits",  # requests whose draft was made ahead
+    "copy_most",  # as protocol.MatchRule has it; 0: nothing is copied
+    "copy_fewest",
 )  # fmt: skip
 _REAL = (
     "clock_s", "next_arrival_s",
@@ -102,6 +109,7 @@ _REAL = (
     # running estimates, as env/estimate/engine_state.py keeps them
     "mean_prefill_rows", "mean_prefill_share", "mean_step_s", "mean_tokens_per_s", "arrival_rate", "observed_s",
     "excess", "leverage", "mean_draft_s", "mean_rounds",
+    "copy_worth",  # of the rule, tokens
 )  # fmt: skip
 # One record per engine. Times in seconds, on the engine's own clock that starts at 0.
 ENGINE: Final = np.dtype(
@@ -128,6 +136,9 @@ class State(NamedTuple):
     rules: Singles
     chances: Singles  # (engines, positions, cells) chance of acceptance by score cell, as the stop rule has it
     cells: Cells  # (engines, slots, positions) scores of the last draft
+    copies: Shorts
+    copy_cells: Cells  # (engines, slots, longest copy) scores of the newest match
+    copy_rules: Singles
     coefficients: Floats  # (engines, terms of verify, draft and host), seconds per unit
     shown: Singles  # (engines, len(REQUEST_FEATURES), slots)
     globals: Singles  # (engines, len(GLOBAL_FEATURES))
@@ -135,8 +146,10 @@ class State(NamedTuple):
     results: Floats  # (engines, requests, 4) arrival, first token, end in seconds; tokens. For replays, else empty
 
 
-def allocate(engines: int, slots: int, positions: int, cells: int, delay: int, terms: int, results: int) -> State:
-    """Return arrays of zeros."""
+def allocate(
+    engines: int, slots: int, positions: int, cells: int, delay: int, terms: int, results: int, copied: int
+) -> State:
+    """Return arrays of zeros; `copied`: tokens of the longest copy."""
     return State(
         engines=np.zeros(engines, ENGINE),
         ints=np.zeros((engines, len(INT_COLUMNS), slots), np.int32),
@@ -153,6 +166,9 @@ def allocate(engines: int, slots: int, positions: int, cells: int, delay: int, t
         rules=np.zeros((engines, 2, positions), np.float32),
         chances=np.zeros((engines, positions, cells), np.float32),
         cells=np.zeros((engines, slots, positions), np.uint8),
+        copies=np.zeros((engines, 6, slots), np.int32),
+        copy_cells=np.zeros((engines, slots, copied), np.uint8),
+        copy_rules=np.zeros((engines, 3, copied), np.float32),
         coefficients=np.zeros((engines, terms)),
         shown=np.zeros((engines, len(REQUEST_FEATURES), slots), np.float32),
         globals=np.zeros((engines, len(GLOBAL_FEATURES)), np.float32),

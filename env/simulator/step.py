@@ -14,6 +14,7 @@ import numpy as np
 
 from ...engine_adapter.arrays import Floats, Singles
 from ...engine_adapter.compiled import kept
+from ..imported_sources import digest_of
 from ..layout.action_vector import OVERLAP, OVERLAPS, PING_PONG, SPLIT
 from ..layout.reward import reward
 from ..profile.step_basis import (
@@ -28,8 +29,8 @@ from ..profile.step_basis import (
 from ..vectorised import apart, borrowed, hold, row
 from .action import take_action
 from .constants import World
-from .draft import AHEAD_TOKENS, BARS, DRAFT_ATTENDED, DRAFTING, DRAWN, FIRST_ROWS, KEPT_ROWS, ROUNDS, draft
-from .imported_sources import digest_of
+from .copies import copy, hand_over_copies
+from .draft import AHEAD_TOKENS, BARS, DRAFT_ATTENDED, DRAFTING, DRAWN, FIRST_ROWS, KEPT_ROWS, ROUNDS, draft, want
 from .observe import SCRATCH, observe
 from .schedule import arrive, drawn, gaussian, move_in, next_admission, schedule, set_verified
 from .state import (
@@ -54,6 +55,7 @@ from .state import (
     SCHEDULED,
     SERVICE,
     TOKEN,
+    WAS_COPY,
     Bytes,
     Column,
     Shorts,
@@ -291,11 +293,21 @@ def _entry(sources: str) -> Any:
             set_verified(ints)
             engine.was_ruled = engine.is_ruled
             verify(engine, profile, settings, ints, keys, offsets, decisions, work, notes)
+            want(settings, ints, population, lengths[place], vector, offsets, decisions, notes)
+            copies = row(state.copies, e)
+            if profile.match_longest > 0:
+                copy(
+                    engine, profile, settings, ints, keys, evidence, vector, copies, row(state.copy_cells, e),
+                    row(state.copy_rules, e), row(world.match_tables, engine.profile),
+                    row(world.match_lengths, engine.profile), sigmoid, normal, notes,
+                )  # fmt: skip
             draft(
-                engine, profile, settings, ints, traits, keys, population, lengths[place], vector, rules,
+                engine, profile, settings, ints, traits, keys, copies[WAS_COPY], vector, rules,
                 row(state.chances, e), row(state.cells, e), row(world.tables, engine.profile), sigmoid, normal, offsets,
-                decisions, told, work, notes, token, bars,
+                told, work, notes, token, bars,
             )  # fmt: skip
+            if profile.match_longest > 0:
+                hand_over_copies(ints, copies)
             _hand_over(ints)
             _time(
                 engine, profile, settings, vector, coefficients, row(world.graphs, engine.profile),
@@ -308,7 +320,7 @@ def _entry(sources: str) -> Any:
             engine.busy_s += engine.elapsed_s - (engine.idle_s - idle_s)
             engine.steps += 1
             observe(
-                engine, profile, settings, ints, times, evidence, population, row(state.octaves, e), priority,
+                engine, profile, settings, ints, copies, times, evidence, population, row(state.octaves, e), priority,
                 row(state.shown, e), row(state.globals, e), scratch, counts, work[ALL_FRESH],
             )  # fmt: skip
             terms[0], terms[1], terms[2], terms[3] = (

@@ -23,6 +23,7 @@ from ...env.profile.engine_profile import (
     shipped_profile,
     synthetic_profile,
 )
+from ...env.profile.match_model import MatchModel
 from ...env.simulator.scenario import Scenario, ServiceClass
 from ...env.workload.request_trace import Trace
 
@@ -108,6 +109,7 @@ def _profile(name: str, model: AcceptanceModel, **costs: float) -> EngineProfile
 
 
 K_MAX: Final = 6
+LONGEST_COPY: Final = 8
 
 
 def held_out() -> tuple[WorldSpec, ...]:
@@ -193,12 +195,15 @@ def going_ahead() -> tuple[WorldSpec, ...]:
     )  # fmt: skip
 
 
-def training(worlds: int, seed: int, exits_share: float = 0.0) -> tuple[EngineProfile, ...]:
+def training(
+    worlds: int, seed: int, exits_share: float = 0.0, copies_share: float = 0.0
+) -> tuple[EngineProfile, ...]:  # fmt: skip
     """Return random engines: costs log-uniform from CPUs to large GPUs, drafters from poor to good.
 
     :param exits_share: of the engines, have exit heads, from useless to good ones
+    :param copies_share: of the engines, copy drafts from requests' own texts, seldom to most of the time
     """
-    random, exits_random = (np.random.default_rng([seed, key]) for key in (0x7A41, 0xE817))
+    random, exits_random, copies_random = (np.random.default_rng([seed, key]) for key in (0x7A41, 0xE817, 0xC0B1))
 
     def between(low: float, high: float) -> float:
         return float(np.exp(random.uniform(math.log(low), math.log(high))))
@@ -217,8 +222,25 @@ def training(worlds: int, seed: int, exits_share: float = 0.0) -> tuple[EnginePr
         )  # fmt: skip
         if exits_random.random() < exits_share:
             profile = msgspec.structs.replace(profile, exits=(_random_exit(exits_random, step_s),))
+        if copies_random.random() < copies_share:
+            profile = msgspec.structs.replace(profile, matches=_random_matches(copies_random))
         profiles.append(profile)
     return tuple(profiles)
+
+
+def _random_matches(random: np.random.Generator) -> MatchModel:
+    """Return a model whose chances are what the engine says, less or more by up to a logit."""
+    other, rise, spread, ends = random.uniform((-4.0, 0.5, 0.0, 0.0), (0.0, 4.0, 1.5, 0.2)).tolist()
+    mean, logits, share, hidden, fall, lift = random.uniform(
+        (0.0, 0.6, 0.0, 0.0, -0.3, -1.0), (2.5, 1.8, 0.4, 0.5, 0.1, 1.0)
+    ).tolist()
+    tokens = acceptance(LONGEST_COPY, mean, logits, share, hidden, fall)
+    lengths = [ends * (1.0 - ends) ** length for length in range(LONGEST_COPY - 1)]
+    surer = acceptance(LONGEST_COPY, mean + 0.3 * rise, logits, share, hidden, fall)
+    return MatchModel(
+        other + rise, other, spread, (*lengths, 1.0 - sum(lengths)),
+        msgspec.structs.replace(tokens, intercepts=(lift,) * LONGEST_COPY), surer.quantiles,
+    )  # fmt: skip
 
 
 def _random_exit(random: np.random.Generator, step_s: float) -> Exit:

@@ -46,7 +46,7 @@ class BaselineTask:
 def tasks(config: TrainConfig, seed: int, count: int) -> list[BaselineTask]:
     """Return random engines of the training worlds under random loads."""
     random = np.random.default_rng([seed, 5])
-    profiles = training(config.worlds, seed, config.exits_share)
+    profiles = training(config.worlds, seed, config.exits_share, config.copies_share)
     found = []
     for _ in range(count):
         profile = profiles[int(random.integers(len(profiles)))]

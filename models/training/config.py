@@ -23,6 +23,7 @@ class TrainConfig:
     hidden: int = 32
     worlds: int = 48  # random engines to train in
     exits_share: float = 0.0  # of these, have exit heads, and prune
+    copies_share: float = 0.0  # of these, copy drafts from requests' own texts
     slots: int = 64  # most requests in a batch
     engines: int = 32  # simulated at once
     rollout_steps: int = 64
@@ -43,7 +44,7 @@ class TrainConfig:
             "seed": (0, 2**31 - 1), "hidden": (4, 256), "worlds": (1, 1024), "slots": (1, 256), "engines": (1, 4096),
             "rollout_steps": (2, 4096), "spans": (1, 10_000), "minibatch": (2, 65536), "epochs": (1, 100),
             "judge_every": (1, 10**6), "patience": (1, 10**6),
-            "exits_share": (0.0, 1.0), "learning_rate": (1e-7, 1.0),
+            "exits_share": (0.0, 1.0), "copies_share": (0.0, 1.0), "learning_rate": (1e-7, 1.0),
             "total_steps": (0, 10**10), "discount": (0.0, 10.0), "trace_decay": (0.0, 1.0), "clip": (0.01, 1.0),
         }  # fmt: skip
         for name, (low, high) in bounds.items():

@@ -15,10 +15,10 @@ from faser.engine_adapter import compiled
 from faser.env import speculative_serving
 from faser.env import vectorised as kernel
 from faser.env.cost import cost_table_kernel
+from faser.env.imported_sources import digest_of, imported_sources
 from faser.env.layout.action_vector import ACTION, meant
 from faser.env.simulator import simulator
 from faser.env.simulator import step as simulator_step
-from faser.env.simulator.imported_sources import digest_of, imported_sources
 from faser.env.simulator.simulator import Simulator
 from faser.env.simulator.speed import scenario
 

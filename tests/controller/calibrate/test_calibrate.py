@@ -38,7 +38,10 @@ from faser.env.profile.engine_profile import (
     synthetic_profile,
 )
 from faser.env.simulator.serve_requests import Orders, replay
+from faser.env.simulator.simulated_record import hello
+from faser.env.simulator.simulator import Simulator
 
+from ...env.copying import copying_profile, match_model, match_rule, scenario, served
 from ..older_files import BEFORE_COPIES, older
 
 CONSOLE = Console(quiet=True)
@@ -139,6 +142,24 @@ def profile(telemetry: Path) -> Path:
     path = telemetry.with_name("profile.json")
     assert calibrate(CalibrateOptions((telemetry,), path, held_out=False), CONSOLE) == 0
     return path
+
+
+def test_copies_in_telemetry_give_a_model_of_matches_and_none_give_none(
+    tmp_path: Path, profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, found, model = tmp_path / "base.json", tmp_path / "found.json", match_model()
+    save_profile(copying_profile(None), base)
+    records = list(served(model, match_rule(), 2))
+    telemetry = write_telemetry(tmp_path / "run.sqlite", records, hello(Simulator(scenario(model), 1)))
+    options = CalibrateOptions((telemetry,), found, base=base, keeps_costs=True, held_out=False)
+    assert calibrate(options, CONSOLE) == 0
+    matches = load_profile(found).matches
+    assert matches is not None
+    assert matches.longest == model.longest
+    assert matches.copies == sum(len(record.verified_copies) for record in records)
+    assert matches.after_whole > matches.after_other + 1.0
+    assert f"{matches.copies} copied drafts" in capsys.readouterr().out
+    assert load_profile(profile).matches is None
 
 
 def test_known_costs_are_found_again_from_telemetry(profile: Path) -> None:

@@ -14,11 +14,14 @@ from faser.env.profile.engine_profile import (
     ProfileError,
     Range,
     Work,
+    check,
     load_profile,
     save_profile,
     synthetic_profile,
 )
 from faser.env.profile.step_basis import DRAFT_BASIS, VERIFY_BASIS, padded_rows
+
+from ..copying import match_model
 
 WORK = Work(requests=8, decode_rows=24, draft_tokens=16, sampled_rows=24, kv_tokens=4000, drafting_requests=8,
             rounds=2, draft_rows=16, first_rows=20)  # fmt: skip
@@ -126,3 +129,25 @@ def test_a_missing_profile_is_named(tmp_path: Path) -> None:
 
 def test_the_domain_covers_every_measured_quantity() -> None:
     assert set(WORK.quantities()) == set(DOMAIN)
+
+
+def test_matches_come_back_from_a_file_and_older_files_have_none(tmp_path: Path) -> None:
+    path, profile = tmp_path / "p.json", msgspec.structs.replace(synthetic_profile(), matches=match_model())
+    save_profile(profile, path)
+    assert load_profile(path) == profile
+    older = json.loads(path.read_bytes())
+    del older["matches"]
+    path.write_text(json.dumps(older))
+    assert load_profile(path).matches is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "seen"),
+    [({"after_other": float("inf")}, "finite logits"), ({"spread": -1.0}, "spread of at least 0"),
+     ({"lengths": (0.5, 0.4)}, "sum to 1"), ({"lengths": (1.5, -0.5)}, "shares"), ({"lengths": (1.0,)}, "expected 1"),
+     ({"quantiles_whole": ((0.0, 1.0),)}, "expected 8 of 33")],
+)  # fmt: skip
+def test_matches_that_cannot_be_are_refused(changes: dict[str, object], seen: str) -> None:
+    bad = msgspec.structs.replace(match_model(), **changes)
+    with pytest.raises(ProfileError, match=f"engine, matches: .*{seen}"):
+        check(msgspec.structs.replace(synthetic_profile(), matches=bad), "engine")

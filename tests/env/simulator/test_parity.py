@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -22,11 +23,14 @@ from faser.env.layout.action_vector import (
 )
 from faser.env.layout.observation import GLOBAL_FEATURES, REQUEST_FEATURES, observe_vector
 from faser.env.profile.engine_profile import synthetic_profile
+from faser.env.profile.match_model import MatchModel
 from faser.env.simulator.scenario import Scenario, with_mechanisms
 from faser.env.simulator.simulated_record import Recorder, hello
 from faser.env.simulator.simulator import Simulator
 from faser.env.simulator.state import HANDLE, PHASE, RUNNING
 from faser.env.spaces import Action, Capabilities, Lengths, clamp
+
+from ..copying import match_model
 
 SLOTS = 24
 STEPS = 500
@@ -76,18 +80,21 @@ def _prune(sign: float, capabilities: Capabilities) -> Prune | None:
     return capabilities.released_prune if sign > 0.0 else None
 
 
-def scenario() -> Scenario:
-    profile = synthetic_profile(max_requests=SLOTS, kv_blocks=650, k_max=5, token_budget=1024)
-    return Scenario(profiles=(with_mechanisms(profile),), slots=SLOTS, load=(1.3, 1.3), max_output_tokens=400)
+def scenario(matches: MatchModel | None = None) -> Scenario:
+    blocks = 480 if matches else 650  # with copies requests end sooner
+    profile = synthetic_profile(max_requests=SLOTS, kv_blocks=blocks, k_max=5, token_budget=1024)
+    profile = msgspec.structs.replace(with_mechanisms(profile), matches=matches)
+    return Scenario(profiles=(profile,), slots=SLOTS, load=(1.3, 1.3), max_output_tokens=400)
 
 
+@pytest.mark.parametrize("matches", [None, match_model()], ids=["without copies", "with copies"])
 @pytest.mark.parametrize("rule", [-1.0, None], ids=["without stop rules", "with random stop rules"])
-def test_state_vectors_from_records_and_from_the_kernel_agree(rule: float | None) -> None:
-    simulator = Simulator(scenario(), 1, seed=3)
+def test_state_vectors_from_records_and_from_the_kernel_agree(rule: float | None, matches: MatchModel | None) -> None:
+    simulator = Simulator(scenario(matches), 1, seed=3, copies=True)
     simulator.reset()
     state = EngineState(Capabilities.from_hello(hello(simulator)))
     recorder, random = Recorder(simulator), np.random.default_rng(0)
-    preempted = prefilling = 0
+    preempted = prefilling = copies = 0
     for step in range(STEPS):
         vector = random.uniform(-1.0, 1.0, len(ACTION)).astype(np.float32)
         if rule is not None:
@@ -105,9 +112,11 @@ def test_state_vectors_from_records_and_from_the_kernel_agree(rule: float | None
         look(state, record)
         preempted += sum(event.kind == "preempt" for event in record.events)
         prefilling += record.prefill_tokens > 0
+        copies += len(record.verified_copies)
         assert_same_vector(simulator, state)
     assert preempted > 1  # or the test says little
     assert prefilling > 25
+    assert copies > 150 if matches else copies == 0
     assert state.link.gaps == state.link.regressions == 0
 
 

@@ -25,10 +25,11 @@ from faser.controller.cli.evaluate import decided
 from faser.controller.cli.main import app
 from faser.controller.errors import FaserError
 from faser.env.layout.observation import GLOBAL_FEATURES, REQUEST_FEATURES
+from faser.env.profile.match_model import fault_of
 from faser.env.spaces import Capabilities
 from faser.env.speculative_serving import observation_space
 from faser.models.evaluation.evaluate import Decide
-from faser.models.evaluation.worlds import training
+from faser.models.evaluation.worlds import LONGEST_COPY, training
 from faser.models.policies.network import OUTPUTS, load_network
 from faser.models.policies.policy import PolicyError
 from faser.models.registry import make_policy
@@ -258,6 +259,15 @@ def test_a_run_does_not_go_on_under_another_configuration(changes: dict[str, flo
     with pytest.raises(PolicyError, match=r"^[^\n]+expected a checkpoint of this configuration$") as caught:
         train(replace(TINY, **changes), tmp_path, decided, resume=True)  # type: ignore[arg-type]
     assert hint in str(caught.value)
+
+
+def test_a_share_of_the_training_engines_copies() -> None:
+    having = [profile.matches for profile in training(60, 0, copies_share=0.5) if profile.matches]
+    assert 15 < len(having) < 45
+    assert not any(map(fault_of, having))
+    assert not any(profile.matches for profile in training(60, 0))
+    (task,) = tasks(replace(TINY, copies_share=1.0, worlds=1), TINY.seed, 1)
+    assert task.engine(4).capabilities.copy_max == LONGEST_COPY
 
 
 def test_a_share_of_the_training_engines_prunes() -> None:
