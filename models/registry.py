@@ -15,7 +15,6 @@ POLICIES = {
     "price:history": "the same without the drafter's confidence",
     "price:drafter": "the same without drafts copied from a request's own text",
     "price:pace=LIMITS": "price within milliseconds per token by vLLM's priority, e.g. price:pace=0:40,1:400",
-    "price:slack": "price, but first the drafts that requests with objectives need to be in time",
     "learned": "trained in simulation, see models/weights/policy.json; learned:PATH takes another manifest",
     "goodput": "rival: as vLLM's adaptive verification, tokens ranked by survival over the cost of verifying",
     "smartspec": "rival: one length by goodput under a moving acceptance rate (SmartSpec)",
@@ -53,10 +52,6 @@ def make_policy(spec: str, capabilities: Capabilities) -> Policy:
 
         limits = argument.removeprefix("pace=")
         return PacedPolicy(PricePolicy(capabilities), Pace.parse(limits), limits)
-    if name == "price" and argument == "slack":
-        from .policies.on_time import OnTimePolicy
-
-        return OnTimePolicy(PricePolicy(capabilities))
     if name == "learned":
         from .policies.learned import LearnedPolicy
 
