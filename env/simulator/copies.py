@@ -14,32 +14,38 @@ import numpy as np
 from ...engine_adapter.arrays import Floats, Singles
 from ..layout.action_vector import THRESHOLD
 from ..vectorised import apart
+from .action import stranger_length
 from .constants import LOGITS, VALUES
 from .draft import FIRST_TOKEN, luck_of, score_cell, sigmoid_cell
 from .schedule import GOLDEN, gaussian, mixed, uniform
 from .state import (
     ACCEPTANCE,
     ACCEPTED,
+    ASKED,
     BEHIND_WHOLE,
     COPIED,
+    COPIES_ACCEPTED,
+    COPIES_PRUNED,
+    COPIES_VERIFIED,
     COPY_INTERCEPT,
     COPY_KEPT,
     COPY_LUCKY,
     COPY_PRICE,
     COPY_SLOPE,
+    DRAFT_LIMIT,
     EMITTED,
     FOUND,
     FRESH,
     KEPT,
-    LENGTH,
     LIMIT,
     LUCKY,
+    PRUNED,
     SCHEDULED,
     VERIFIED,
-    WANT,
+    WANTED,
     WAS_COPY,
+    Bytes,
     Cells,
-    Column,
     Shorts,
     Words,
 )
@@ -55,24 +61,25 @@ LARGEST_PRICE = np.float32(0.97)
 
 @apart
 def copy(
-    engine: Any, profile: Any, settings: Any, ints: Shorts, keys: Words, evidence: Singles, vector: Singles,
-    copies: Shorts, cells: Cells, rules: Singles, tables: Singles, lengths: Floats, sigmoid: Singles, normal: Singles,
-    notes: Shorts,
+    engine: Any, profile: Any, settings: Any, ints: Shorts, keys: Words, evidence: Singles, population: Floats,
+    vector: Singles, named: Bytes, copies: Shorts, cells: Cells, rules: Singles, tables: Singles, lengths: Floats,
+    sigmoid: Singles, normal: Singles,
 ) -> None:  # fmt: skip
     """Choose whose next draft is a copy; the drafter is not asked for theirs, nor for any if too few are left.
 
-    :param copies: (6, slots) of State.copies
+    What copies did in the step is out of sight until `show_copies`.
+    :param named: (slots,) lengths in force, changed until `hand_over_copies`
     :param lengths: (longest copy,) as World has them
-    :param notes: as `want` left them
     """
-    _note_verified(ints[SCHEDULED], ints[VERIFIED], copies[COPIED], copies[WAS_COPY])
+    _note_verified(ints, copies)
+    _note_asked(settings, ints, named, stranger_length(settings, population, vector), copies)
     if settings.copies != 0:
         _ask_at_price(engine, profile, vector, rules)
     if engine.copy_most == 0:
         return
     left = 0
     for i in range(ints.shape[1]):
-        most = min(engine.copy_most, max(ints[LIMIT, i] - (ints[EMITTED, i] - ints[FRESH, i]) - 2, 0))
+        most, wanted = min(engine.copy_most, _room(ints, i)), copies[WANTED, i]
         if ints[SCHEDULED, i] > 0 and ints[FRESH, i] > 0 and most > 0:
             found = _found(profile, keys[i], i, int(most), ints, copies, lengths, sigmoid, normal)
             if found > 0:
@@ -80,27 +87,67 @@ def copy(
                 net = _cut(profile, keys[i], i, ints, copies, cells, rules, tables, sigmoid, normal)
                 worth = engine.copy_worth
                 if settings.copies != 0:
-                    worth = _drafters_worth(i, notes[WANT, i], evidence, rules)
-                if copies[COPY_KEPT, i] > 0 and (net > worth or notes[WANT, i] == 0):
-                    copies[COPIED, i], notes[LENGTH, i], notes[WANT, i] = 1, 0, 0
-        left += 1 if notes[WANT, i] > 0 else 0
+                    worth = _drafters_worth(i, wanted, evidence, rules)
+                if copies[COPY_KEPT, i] > 0 and (net > worth or wanted == 0):
+                    copies[COPIED, i], named[i] = 1, 0
+        left += 1 if wanted > 0 and named[i] != 0 else 0
     if left < engine.copy_fewest:
-        notes[LENGTH, :], notes[WANT, :] = 0, 0
+        named[:] = 0
 
 
 @apart
-def hand_over_copies(ints: Shorts, copies: Shorts) -> None:
+def hand_over_copies(engine: Any, ints: Shorts, named: Bytes, copies: Shorts) -> None:
     """Hand the copies over beside what was drafted."""
+    if engine.copy_most == 0:
+        return
     for i in range(ints.shape[1]):
-        if ints[SCHEDULED, i] > 0 and copies[COPIED, i] != 0:
-            ints[KEPT, i], ints[LUCKY, i] = copies[COPY_KEPT, i], copies[COPY_LUCKY, i]
+        named[i] = copies[ASKED, i]
+        if ints[SCHEDULED, i] > 0:
+            ints[DRAFT_LIMIT, i] = 0 if copies[COPIED, i] != 0 else copies[WANTED, i]
+            if copies[COPIED, i] != 0:
+                ints[KEPT, i], ints[LUCKY, i] = copies[COPY_KEPT, i], copies[COPY_LUCKY, i]
 
 
 @apart
-def _note_verified(scheduled: Column, verified: Column, copied: Column, was_copy: Column) -> None:
-    for i in range(len(copied)):
-        was_copy[i] = copied[i] if scheduled[i] > 0 and verified[i] > 0 else 0
-        copied[i] = 0 if scheduled[i] > 0 else copied[i]
+def show_copies(ints: Shorts, copies: Shorts) -> None:
+    """Let what copies did be seen: the drafter's acceptance has been learnt."""
+    for i in range(ints.shape[1]):
+        if copies[WAS_COPY, i] != 0:
+            ints[VERIFIED, i], ints[ACCEPTED, i] = copies[COPIES_VERIFIED, i], copies[COPIES_ACCEPTED, i]
+            ints[PRUNED, i] = copies[COPIES_PRUNED, i]
+        if copies[COPIED, i] != 0 and ints[SCHEDULED, i] > 0:
+            ints[DRAFT_LIMIT, i] = copies[WANTED, i]
+
+
+@apart
+def _note_verified(ints: Shorts, copies: Shorts) -> None:
+    """Note what copies did, and put it out of sight."""
+    for i in range(ints.shape[1]):
+        is_scheduled, verified = ints[SCHEDULED, i] > 0, ints[VERIFIED, i]
+        was_copy = is_scheduled and verified > 0 and copies[COPIED, i] != 0
+        copies[COPIED, i] = 0 if is_scheduled else copies[COPIED, i]
+        copies[WAS_COPY, i] = 1 if was_copy else 0
+        copies[BEHIND_WHOLE, i] = 1 if was_copy and ints[ACCEPTED, i] == verified else 0
+        if was_copy:
+            copies[COPIES_VERIFIED, i], copies[COPIES_ACCEPTED, i] = verified, ints[ACCEPTED, i]
+            copies[COPIES_PRUNED, i] = ints[PRUNED, i]
+            ints[VERIFIED, i] = ints[ACCEPTED, i] = ints[PRUNED, i] = 0
+
+
+@apart
+def _note_asked(settings: Any, ints: Shorts, named: Bytes, default: int, copies: Shorts) -> None:
+    """Note the lengths in force, and what of them could be emitted."""
+    for i in range(ints.shape[1]):
+        copies[ASKED, i] = named[i]
+        longest = min(named[i] if named[i] >= 0 else default, settings.positions)
+        copies[WANTED, i] = min(longest, _room(ints, i)) if ints[FRESH, i] > 0 else 0
+
+
+@apart
+def _room(ints: Shorts, i: int) -> int:
+    """Return how many tokens of a draft could be emitted, as draft.py has it."""
+    room: int = max(ints[LIMIT, i] - (ints[EMITTED, i] - ints[FRESH, i]) - 2, 0)
+    return room
 
 
 @apart
@@ -130,9 +177,7 @@ def _found(
     """Return how many tokens a request's text offers now, `most` at most; 0: nothing follows its end."""
     own = mixed(key ^ _TEXT_KEY)
     place = own + (np.uint64(ints[EMITTED, i]) + FIRST_TOKEN) * GOLDEN
-    is_whole = copies[WAS_COPY, i] != 0 and ints[ACCEPTED, i] == ints[VERIFIED, i]
-    copies[BEHIND_WHOLE, i] = 1 if is_whole else 0
-    after = profile.match_after_whole if is_whole else profile.match_after_other
+    after = profile.match_after_whole if copies[BEHIND_WHOLE, i] != 0 else profile.match_after_other
     logit = after + profile.match_spread * gaussian(normal, mixed(own + _PROPENSITY))
     if uniform(mixed(place ^ _MATCH_KEY)) >= sigmoid[np.uint64(sigmoid_cell(logit))]:
         return 0

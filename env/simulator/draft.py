@@ -66,15 +66,15 @@ KEEP_BAR, GO_ON_BAR, BARS = range(3)  # by position: survivals below which a dra
 
 @apart
 def draft(
-    engine: Any, profile: Any, settings: Any, ints: Shorts, traits: Singles, keys: Words, was_copy: Column,
-    vector: Singles, rules: Singles, chances: Singles, cells: Cells, values: Singles, sigmoid: Singles,
-    normal: Singles, offsets: Ints, told: Singles, work: Floats, notes: Shorts, token: Singles, bars: Singles,
+    engine: Any, profile: Any, settings: Any, ints: Shorts, traits: Singles, keys: Words, population: Floats,
+    named: Bytes, vector: Singles, rules: Singles, chances: Singles, cells: Cells, values: Singles, sigmoid: Singles,
+    normal: Singles, offsets: Ints, decisions: Bytes, told: Singles, work: Floats, notes: Shorts, token: Singles,
+    bars: Singles,
 ) -> None:  # fmt: skip
-    """Draft for the next step: fill each slot's kept and lucky tokens, and `work` (DRAFTING ...).
+    """Draft for the next step: fill each slot's draft limit, kept and lucky tokens, and `work` (DRAFTING ...).
 
     The step's tokens are emitted already; the column CONTEXT still holds what was computed before the step.
-    :param was_copy: (slots,) whether what was verified was no draft of the drafter's
-    :param notes: (NOTES, slots) scratch, as `want` left it
+    :param notes: (NOTES, slots) scratch
     :param token: (TOKEN, slots) scratch
     :param bars: (BARS, positions) scratch
     """
@@ -82,8 +82,9 @@ def draft(
     engine.prunes = 1 if vector[PRUNE] > 0.0 else 0
     goes_ahead = profile.ahead_verify > 0.0 and int(vector[OVERLAP] * OVERLAPS) >= AHEAD
     engine.frontier = settings.positions if goes_ahead else 0
+    _want(settings, ints, named, stranger_length(settings, population, vector), offsets, decisions, notes)
     _catch_up(engine, profile, ints, notes, work)
-    _go_ahead(profile, ints, keys, was_copy, goes_ahead, notes)
+    _go_ahead(profile, ints, keys, goes_ahead, notes)
     _first_token(engine, profile, ints, traits, keys, chances, values, sigmoid, normal, notes, token)
     _further_tokens(
         engine, profile, traits, keys, ints, rules, chances, cells, values, sigmoid, normal, notes, token, bars
@@ -94,13 +95,11 @@ def draft(
 
 
 @apart
-def want(
-    settings: Any, ints: Shorts, population: Floats, named: Bytes, vector: Singles, offsets: Ints, decisions: Bytes,
-    notes: Shorts,
-) -> None:  # fmt: skip
+def _want(
+    settings: Any, ints: Shorts, named: Bytes, default: int, offsets: Ints, decisions: Bytes, notes: Shorts
+) -> None:
     """Note how long each draft may be: the draft length in force, less what could never be emitted."""
-    length, allowed, size = notes[LENGTH], notes[WANT], ints.shape[1]
-    default = stranger_length(settings, population, vector)
+    length, want, size = notes[LENGTH], notes[WANT], ints.shape[1]
     if settings.mode == RECORDED:
         for i in range(size):
             chosen = recorded(offsets, decisions, ints[HANDLE, i], ints[EMITTED, i]) if ints[SCHEDULED, i] > 0 else 0
@@ -110,7 +109,7 @@ def want(
             chosen = named[i]
             length[i] = chosen if chosen >= 0 else default
     _limit(
-        settings.positions, ints[LIMIT], ints[EMITTED], ints[FRESH], ints[SCHEDULED], ints[DRAFT_LIMIT], length, allowed
+        settings.positions, ints[LIMIT], ints[EMITTED], ints[FRESH], ints[SCHEDULED], ints[DRAFT_LIMIT], length, want
     )
 
 
@@ -160,7 +159,7 @@ def _catch_up(engine: Any, profile: Any, ints: Shorts, notes: Shorts, work: Floa
 
 
 @apart
-def _go_ahead(profile: Any, ints: Shorts, keys: Words, was_copy: Column, goes_ahead: bool, notes: Shorts) -> None:
+def _go_ahead(profile: Any, ints: Shorts, keys: Words, goes_ahead: bool, notes: Shorts) -> None:
     """Note whose draft was made while the target verified: behind drafts that were accepted as a whole."""
     ahead = notes[IS_AHEAD]
     ahead[:] = 0
@@ -168,7 +167,7 @@ def _go_ahead(profile: Any, ints: Shorts, keys: Words, was_copy: Column, goes_ah
         for i in range(ints.shape[1]):
             key = keys[i] + (np.uint64(ints[EMITTED, i]) + FIRST_TOKEN) * GOLDEN
             is_ready = uniform(mixed(key ^ _AHEAD_KEY)) < profile.ahead_ready
-            is_behind = ints[VERIFIED, i] > 0 and ints[ACCEPTED, i] == ints[VERIFIED, i] and was_copy[i] == 0
+            is_behind = ints[VERIFIED, i] > 0 and ints[ACCEPTED, i] == ints[VERIFIED, i]
             ahead[i] = 1 if is_ready and is_behind else 0
 
 

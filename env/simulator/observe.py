@@ -32,7 +32,6 @@ from .state import (
     ACCEPTED,
     ARRIVED,
     CONTEXT,
-    COPIED,
     DRAFT_LIMIT,
     EMITTED,
     FREE,
@@ -51,7 +50,6 @@ from .state import (
     TRIALS,
     TRIED,
     VERIFIED,
-    WAS_COPY,
     Column,
     Shorts,
 )
@@ -67,18 +65,16 @@ _CONTEXT, _ANSWER, _AGE, _EIGHT = np.float32(1024.0), np.float32(128.0), np.floa
 
 @apart
 def observe(
-    engine: Any, profile: Any, settings: Any, ints: Shorts, copies: Shorts, times: Floats, evidence: Singles,
-    population: Floats, octaves: Floats, priority: Floats, shown: Singles, overall: Singles, scratch: Singles,
-    counts: Floats, emitted: float,
+    engine: Any, profile: Any, settings: Any, ints: Shorts, times: Floats, evidence: Singles, population: Floats,
+    octaves: Floats, priority: Floats, shown: Singles, overall: Singles, scratch: Singles, counts: Floats,
+    emitted: float,
 ) -> None:  # fmt: skip
     """See, show, learn: the order in which the decision core does it."""
     is_fair = engine.was_ruled == 0
-    _count_trials(profile, ints, copies, evidence, population, scratch, counts, is_fair)
+    _count_trials(ints, evidence, population, scratch, counts, is_fair)
     _see_load(engine, emitted)
     _shrink(engine, evidence, population, scratch)
     _show_requests(engine, ints, times, evidence, priority, shown, scratch[LIVE])
-    if profile.match_longest > 0:
-        _hide_copies(copies[COPIED], shown[6])
     _show_engine(engine, profile, settings, ints, population, octaves, overall)
     if is_fair:
         _learn_population(population, counts)
@@ -88,15 +84,12 @@ def observe(
 
 @apart
 def _count_trials(
-    profile: Any, ints: Shorts, copies: Shorts, evidence: Singles, population: Floats, scratch: Singles,
-    counts: Floats, is_fair: bool,
-) -> None:  # fmt: skip
+    ints: Shorts, evidence: Singles, population: Floats, scratch: Singles, counts: Floats, is_fair: bool
+) -> None:
     """Add this step's trials to each request's evidence, with forgetting, and to the sums; see what is expected."""
     tries, hits, keeps = scratch[TRIES], scratch[HITS], scratch[KEEPS]
     expected, variance, had = scratch[EXPECTED], scratch[VARIANCE], scratch[HAD]
     deepest = _try(ints[SCHEDULED], ints[VERIFIED], ints[PRUNED], ints[ACCEPTED], is_fair, tries, hits, keeps)
-    if profile.match_longest > 0:
-        _leave_copies_out(copies[WAS_COPY], ints[SCHEDULED], tries, hits, keeps)
     weight = _ONE if is_fair else _ZERO
     expected[:], variance[:], had[:] = _ZERO, _ZERO, _ZERO
     for j in range(evidence.shape[1]):
@@ -123,20 +116,6 @@ def _try(
         keeps[i] = keep if rows > 0 else _ONE
         deepest = max(deepest, tested)
     return deepest
-
-
-@apart
-def _leave_copies_out(was_copy: Column, scheduled: Column, tries: Singles, hits: Singles, keeps: Singles) -> None:
-    """Forget what copies did: it says nothing of the drafter."""
-    for i in range(len(tries)):
-        if was_copy[i] != 0:
-            tries[i], hits[i], keeps[i] = _ZERO, _ZERO, _FADE if scheduled[i] > 0 else _ONE
-
-
-@apart
-def _hide_copies(copied: Column, limits: Singles) -> None:
-    for i in range(len(limits)):
-        limits[i] = _ZERO if copied[i] != 0 else limits[i]
 
 
 @apart

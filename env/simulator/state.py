@@ -53,10 +53,12 @@ ARRIVED, BEGAN = range(2)  # State.times, (engines, 2, slots) float64: arrival a
 TRIALS, SUCCESSES, ACCEPTANCE = range(3)  # State.evidence, (engines, 3, positions, slots) float32
 TRIED, HIT, MEAN = range(3)  # State.population, (engines, 3, positions) float64
 OCTAVE_LOG, OCTAVE_VISITS = range(2)  # State.octaves, (engines, 2, OCTAVES) float64
-# State.copies, (engines, 6, slots) int32: whether the draft that waits is a copy, and what the step verified was one,
-# tokens that the newest match offered, that are kept of it, and hidden: how many of these would be accepted; whether it
-# was found behind a copy that was accepted as a whole.
-COPIED, WAS_COPY, FOUND, COPY_KEPT, COPY_LUCKY, BEHIND_WHOLE = range(6)
+# State.copies, (engines, COPY_COLUMNS, slots) int32: whether the draft that waits is a copy, and what the step verified
+# was one; tokens that the newest match offered, that are kept of it, and hidden: how many of these would be accepted;
+# whether it was found behind a copy that was accepted as a whole; what the drafter was asked for, and could draft of
+# that; and what the step did with a copy while nobody shall take it for the drafter's.
+COPIED, WAS_COPY, FOUND, COPY_KEPT, COPY_LUCKY, BEHIND_WHOLE, ASKED, WANTED = range(8)
+COPIES_VERIFIED, COPIES_ACCEPTED, COPIES_PRUNED, COPY_COLUMNS = range(8, 12)
 COPY_SLOPE, COPY_INTERCEPT, COPY_PRICE = range(3)  # State.copy_rules, (engines, 3, longest copy) float32
 KEEP_FROM, GO_ON_FROM = range(2)  # State.rules, (engines, 2, positions) float32: thresholds of the stop rule in force
 
@@ -166,7 +168,7 @@ def allocate(
         rules=np.zeros((engines, 2, positions), np.float32),
         chances=np.zeros((engines, positions, cells), np.float32),
         cells=np.zeros((engines, slots, positions), np.uint8),
-        copies=np.zeros((engines, 6, slots), np.int32),
+        copies=np.zeros((engines, COPY_COLUMNS, slots), np.int32),
         copy_cells=np.zeros((engines, slots, copied), np.uint8),
         copy_rules=np.zeros((engines, 3, copied), np.float32),
         coefficients=np.zeros((engines, terms)),

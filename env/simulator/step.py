@@ -29,8 +29,8 @@ from ..profile.step_basis import (
 from ..vectorised import apart, borrowed, hold, row
 from .action import take_action
 from .constants import World
-from .copies import copy, hand_over_copies
-from .draft import AHEAD_TOKENS, BARS, DRAFT_ATTENDED, DRAFTING, DRAWN, FIRST_ROWS, KEPT_ROWS, ROUNDS, draft, want
+from .copies import copy, hand_over_copies, show_copies
+from .draft import AHEAD_TOKENS, BARS, DRAFT_ATTENDED, DRAFTING, DRAWN, FIRST_ROWS, KEPT_ROWS, ROUNDS, draft
 from .observe import SCRATCH, observe
 from .schedule import arrive, drawn, gaussian, move_in, next_admission, schedule, set_verified
 from .state import (
@@ -55,7 +55,6 @@ from .state import (
     SCHEDULED,
     SERVICE,
     TOKEN,
-    WAS_COPY,
     Bytes,
     Column,
     Shorts,
@@ -293,21 +292,19 @@ def _entry(sources: str) -> Any:
             set_verified(ints)
             engine.was_ruled = engine.is_ruled
             verify(engine, profile, settings, ints, keys, offsets, decisions, work, notes)
-            want(settings, ints, population, lengths[place], vector, offsets, decisions, notes)
-            copies = row(state.copies, e)
             if profile.match_longest > 0:
                 copy(
-                    engine, profile, settings, ints, keys, evidence, vector, copies, row(state.copy_cells, e),
-                    row(state.copy_rules, e), row(world.match_tables, engine.profile),
-                    row(world.match_lengths, engine.profile), sigmoid, normal, notes,
+                    engine, profile, settings, ints, keys, evidence, population, vector, lengths[place],
+                    row(state.copies, e), row(state.copy_cells, e), row(state.copy_rules, e),
+                    row(world.match_tables, engine.profile), row(world.match_lengths, engine.profile), sigmoid, normal,
                 )  # fmt: skip
             draft(
-                engine, profile, settings, ints, traits, keys, copies[WAS_COPY], vector, rules,
+                engine, profile, settings, ints, traits, keys, population, lengths[place], vector, rules,
                 row(state.chances, e), row(state.cells, e), row(world.tables, engine.profile), sigmoid, normal, offsets,
-                told, work, notes, token, bars,
+                decisions, told, work, notes, token, bars,
             )  # fmt: skip
             if profile.match_longest > 0:
-                hand_over_copies(ints, copies)
+                hand_over_copies(engine, ints, lengths[place], row(state.copies, e))
             _hand_over(ints)
             _time(
                 engine, profile, settings, vector, coefficients, row(world.graphs, engine.profile),
@@ -320,9 +317,11 @@ def _entry(sources: str) -> Any:
             engine.busy_s += engine.elapsed_s - (engine.idle_s - idle_s)
             engine.steps += 1
             observe(
-                engine, profile, settings, ints, copies, times, evidence, population, row(state.octaves, e), priority,
+                engine, profile, settings, ints, times, evidence, population, row(state.octaves, e), priority,
                 row(state.shown, e), row(state.globals, e), scratch, counts, work[ALL_FRESH],
             )  # fmt: skip
+            if profile.match_longest > 0:
+                show_copies(ints, row(state.copies, e))
             terms[0], terms[1], terms[2], terms[3] = (
                 good, work[ALL_FRESH], engine.in_system_s - served_s, work[WASTED],
             )  # fmt: skip

@@ -81,7 +81,7 @@ def _prune(sign: float, capabilities: Capabilities) -> Prune | None:
 
 
 def scenario(matches: MatchModel | None = None) -> Scenario:
-    blocks = 480 if matches else 650  # with copies requests end sooner
+    blocks = 520 if matches else 650  # with copies requests end sooner
     profile = synthetic_profile(max_requests=SLOTS, kv_blocks=blocks, k_max=5, token_budget=1024)
     profile = msgspec.structs.replace(with_mechanisms(profile), matches=matches)
     return Scenario(profiles=(profile,), slots=SLOTS, load=(1.3, 1.3), max_output_tokens=400)
