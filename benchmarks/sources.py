@@ -39,9 +39,9 @@ from faser.models.embedded.pair import ensure_embedded_pair
 DEPTH: Final = 4  # of the head's drafts
 LONGEST: Final = 8  # of copies
 LOADS: Final = (1, 2, 4, 8, 16, 32)
-TOKENS: Final = 6000  # to serve at each load
-KEEPS: Final = (0.1, 0.2, 0.35, 0.5, 0.7)  # survivals from which a row of a copy is verified
-WORTHS: Final = (0.0, 0.4, 0.8, 1.2, 1.6)  # tokens that a copy must promise beyond its rows, where the head drafts
+TOKENS: Final = 3000  # to serve at each load
+KEEPS: Final = (0.1, 0.3, 0.6)  # survivals from which a row of a copy is verified
+WORTHS: Final = (0.0, 0.6, 1.2)  # tokens that a copy must promise beyond its rows, where the head drafts
 NEVER: Final = 2.0  # a survival that no copy has
 HINTS: Final = 4  # times that hindsight's prices are made from what they led to
 
