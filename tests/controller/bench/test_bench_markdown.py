@@ -182,6 +182,16 @@ def test_what_matches_are_worth_is_told_as_in_their_file() -> None:
         assert cells == figures
 
 
+def test_how_far_two_sources_can_go_is_told_as_in_its_file() -> None:
+    rows = [row for row in found_in("sources")["rows"] if row["kind"] == "all"]
+    told = table_below("How far two sources can go")
+    assert [row[:2] for row in told] == [[f"{row['temperature']:g}", str(row["load"])] for row in rows]
+    for row, (_, _, head, copies, mixed, _, hindsight, over_single) in zip(rows, told, strict=True):
+        rates = max(row["heads"]), row["copies"], row["mixed"], row["hindsight"]
+        assert [head, copies, mixed, hindsight] == [f"{rate / row['none']:.2f}" for rate in rates]
+        assert over_single == f"{row['mixed_of_single']:.3f}"
+
+
 def test_a_file_that_holds_no_results_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
