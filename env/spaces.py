@@ -84,6 +84,7 @@ class Action(msgspec.Struct, frozen=True):
     admission: Admission | None = None  # what adaptive verification reckons with; None: the engine's own numbers
     match: MatchRule | None = None  # when a draft is copied in place of a drafter's
     reason: str = ""
+    favours: bool = False  # some requests' objectives over tokens per second
 
 
 def clamp(action: Action, capabilities: Capabilities) -> Action:
@@ -107,7 +108,9 @@ def clamp(action: Action, capabilities: Capabilities) -> Action:
         and admission is action.admission and match is action.match
     ):  # fmt: skip
         return action
-    return Action(lengths, default, price, split, frontier, prune, stop, admission, match, action.reason)
+    return Action(
+        lengths, default, price, split, frontier, prune, stop, admission, match, action.reason, action.favours
+    )
 
 
 def is_other(asked: Action, given: Action) -> bool:

@@ -12,6 +12,7 @@ POLICIES = {
     "fixed:K": "K draft tokens for every request, e.g. fixed:3",
     "table:ROWS": "draft tokens by requests in the batch, e.g. table:1-4=3,5-16=1,17-=0",
     "price": "each request drafts until its next token stops paying for its row, by history and drafter confidence",
+    "price:even": "the same without objectives: a token is worth the same whoever's it is",
     "price:history": "the same without the drafter's confidence",
     "price:drafter": "the same without drafts copied from a request's own text",
     "price:pace=LIMITS": "price within milliseconds per token by vLLM's priority, e.g. price:pace=0:40,1:400",
@@ -21,6 +22,9 @@ POLICIES = {
     "adaspec": "rival: rounds and threshold by goodput for the batch; adaspec:MS within a time per token (AdaSpec)",
     "hybrid:K": "rival: a copy of what followed the same words before, else K draft tokens (vLLM's pull request 24344)",
     "arctic:K": "rival: a copy if it promises K tokens, else K draft tokens (Arctic Inference)",
+    "adaserve": "rival: first the drafts that requests need for their objectives, then price's (AdaServe)",
+    "urgent:K": "rival: K draft tokens for who needs more than a token a step to be in time, none for others",
+    "behind:K": "rival: K draft tokens for who is behind its objective, none for others (least slack first)",
     "ema": "rival: a tier by the running mean of accepted tokens (SGLang's adaptive mode)",
     "bandit": "rival: UCB over lengths, for each octave of batch sizes (BanditSpec, Nightjar)",
     "gplcb": "rival: a Gaussian process' lower bound on seconds per token (the FASER paper); needs the extra train",
@@ -37,6 +41,7 @@ def make_policy(spec: str, capabilities: Capabilities) -> Policy:
     from .policies.baselines import FixedLength, LengthTable, Off
     from .policies.price import PricePolicy
     from .policies.profiling import ProfilingPolicy
+    from .policies.token_values import TokenValues
 
     name, _, argument = spec.strip().partition(":")
     if name == "off" and not argument:
@@ -45,8 +50,13 @@ def make_policy(spec: str, capabilities: Capabilities) -> Policy:
         return FixedLength.parse(argument, capabilities)
     if name == "table" and argument:
         return LengthTable.parse(argument, capabilities)
-    if name == "price" and argument in ("", "history", "drafter"):
-        return PricePolicy(capabilities, use_confidence=argument != "history", use_copies=argument != "drafter")
+    if name == "price" and argument in ("", "even", "history", "drafter"):
+        values = None if argument == "even" else TokenValues()
+        return PricePolicy(
+            capabilities, use_confidence=argument != "history", use_copies=argument != "drafter", values=values
+        )
+    if name == "price" and argument.startswith("values:"):
+        return PricePolicy(capabilities, values=TokenValues.parse(argument.removeprefix("values:")))
     if name == "price" and argument.startswith("pace="):
         from .policies.pace import Pace, PacedPolicy
 
@@ -72,10 +82,19 @@ def _rival(name: str, argument: str, capabilities: Capabilities) -> Policy | Non
         from .rivals.hybrid import CopiesFirst
 
         return CopiesFirst.parse(name, argument, capabilities)
+    if name in ("urgent", "behind") and argument:
+        from .rivals.by_objective import ForSome
+
+        return ForSome.parse(name, argument, capabilities)
     if name == "adaspec":
         return AdaSpec.parse(argument, capabilities)
     if argument:
         return None
+    if name == "adaserve":
+        from .policies.price import PricePolicy
+        from .rivals.adaserve import AdaServe
+
+        return AdaServe(PricePolicy(capabilities))
     if name == "gplcb":
         from .rivals.gp_lcb import GaussianProcessBound
 

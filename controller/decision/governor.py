@@ -82,6 +82,7 @@ class Governor:
         self._envelope = EnvelopeSums(self.limits.envelope_records)
         self._trip = ""
         self._has_lease = False
+        self._favours = self._favoured = False  # what this and the last decision asked for
 
     @property
     def is_sending(self) -> bool:
@@ -149,6 +150,8 @@ class Governor:
 
     def amend(self, action: Action, state: EngineState) -> Action:
         """Change what the policy asks for as mode and hysteresis demand; called inside `decide`."""
+        self._favoured = self._favours
+        self._favours = action.favours
         if self.limits.dwell_records:
             handles = state.requests.column("handle")
             lengths = self._dwell.settle(handles, action.lengths, state.counter, self.limits.dwell_records)
@@ -168,8 +171,13 @@ class Governor:
         self._trip = self._breaker.fail(self.limits) or self._trip
 
     def measure(self, record: StepRecord, state: EngineState, is_under_lease: bool) -> None:
-        """Watch the envelope, once the answer is out."""
+        """Watch the envelope, once the answer is out.
+
+        Steps that follow objectives are left out: they were not to emit as many tokens as can be.
+        """
         if not is_under_lease or self.limits.envelope_margin >= 1.0 or self.mode != "active":
+            return
+        if self._favours or self._favoured:
             return
         self._envelope.add(record, state.unsplit_cost)
         ratio = self._envelope.ratio()

@@ -301,10 +301,15 @@ def _capacity(profile: EngineProfile, trace: Trace, scenario: Scenario) -> float
     return served_per_s * float(trace.arrival_s[-1]) / (len(trace) - 1)
 
 
-def _objectives(profile: EngineProfile, scenario: Scenario) -> list[tuple[float, float]]:
-    prompt, output = _mean_lengths(scenario.workloads)
+def idle_times_s(profile: EngineProfile, workloads: tuple[Trace, ...]) -> tuple[float, float]:
+    """Return the seconds of a mean prompt and of a token on an idle engine without speculation."""
+    prompt, output = _mean_lengths(workloads)
     first_s = _step_s(profile, 0, prompt, output, min(prompt, profile.token_budget))
-    token_s = _step_s(profile, 1, prompt, output)
+    return first_s, _step_s(profile, 1, prompt, output)
+
+
+def _objectives(profile: EngineProfile, scenario: Scenario) -> list[tuple[float, float]]:
+    first_s, token_s = idle_times_s(profile, scenario.workloads)
     return [(each.ttft_factor * first_s, each.tpot_factor * token_s) for each in scenario.classes]
 
 

@@ -72,14 +72,21 @@ class Hindsight:
         """
         lucky = self.simulator.state.ints[0, LUCKY, drafting].astype(np.int64)
         running = int(self.simulator.state.engines[0]["running"])
-        best: tuple[float, Lengths] = (-math.inf, np.zeros_like(longest))
-        for deepest in range(self.k_max + 1):
-            lengths = np.minimum(longest if self._is_uniform else lucky, deepest)
-            gained = float(np.minimum(lengths, lucky).sum())
-            rate = (running + gained) / (self._cost.verify_s(running, int(lengths.sum())) + self._draft_s(lengths))
-            if rate > best[0]:
-                best = (rate, lengths)
+        values = self._values(drafting)
+        base, best = running - len(values) + float(values.sum()), (-math.inf, np.zeros_like(longest))
+        for least in np.unique(values):  # for whom a token is worth less is not drafted
+            whole = np.where(values >= least, longest if self._is_uniform else lucky, 0)
+            for deepest in range(self.k_max + 1):
+                lengths = np.minimum(whole, deepest)
+                gained = float((values * np.minimum(lengths, lucky)).sum())
+                step_s = self._cost.verify_s(running, int(lengths.sum())) + self._draft_s(lengths)
+                if (base + gained) / step_s > best[0]:
+                    best = ((base + gained) / step_s, lengths)
         return best[1]
+
+    def _values(self, drafting: Ints) -> Floats:
+        """Return (n,) what a token of each of these is worth."""
+        return np.ones(len(drafting))
 
     def _draft_s(self, lengths: Lengths) -> float:
         requests, rounds = int(np.count_nonzero(lengths)), int(lengths.max(initial=0))

@@ -47,6 +47,11 @@ def match_rule(view: PlanningView, matches: Matches, table: Floats, choice: Choi
     return MatchRule(slopes.tolist(), intercepts.tolist(), [keep] * longest, longest, worth, fewest)
 
 
+def dearer(keep: list[float], worth: float) -> list[float]:
+    """Return thresholds of survival where a token is worth so much of what a row costs is reckoned in, 0..1."""
+    return [min(each / worth, LARGEST_KEEP) for each in keep]
+
+
 def _row_price(view: PlanningView, rows: float, rate: float) -> float:
     """Return what one more row costs, in tokens."""
     more = max(NEXT_ROWS * view.requests, 1.0)

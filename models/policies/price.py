@@ -26,11 +26,13 @@ from ...env.spaces import Action, Capabilities
 from .admission import admission
 from .advice import NEUTRAL, Advice
 from .baselines import uniform
-from .copying import match_rule, with_copies
+from .copying import dearer, match_rule, with_copies
+from .favouring import Groups, choose_favouring
 from .probe import BUDGET_SHARE, Chances, ProbeAccount
 from .split_choice import RateEstimates, SplitChoice
 from .step_grid import PLANES, Choice, choose
 from .stop_rules import EDGE_LIST, NO_RULE, all_drafts, predict_stops, predict_trims, rule_of
+from .token_values import TokenValues
 
 BINS: Final = 48  # survival thresholds, log-spaced
 LOWEST_SURVIVAL: Final = 0.01  # the last of these: a row that seldom brings a token is worth its time nowhere
@@ -75,7 +77,10 @@ class PricePolicy:
     With calibrated confidences at hand it also weighs stop rules, and follows whichever promises more.
     """
 
-    def __init__(self, capabilities: Capabilities, *, use_confidence: bool = True, use_copies: bool = True) -> None:
+    def __init__(
+        self, capabilities: Capabilities, *, use_confidence: bool = True, use_copies: bool = True,
+        values: TokenValues | None = None,
+    ) -> None:  # fmt: skip
         self.name = "price" if use_confidence and use_copies else "price:drafter" if use_confidence else "price:history"
         self._can_copy = use_copies and bool(capabilities.copy_max)
         self._k_max = capabilities.k_max
@@ -92,6 +97,7 @@ class PricePolicy:
         self._can_split = len(capabilities.splits) > 1
         self._splits = SplitChoice(len(capabilities.splits))
         self._advice = NEUTRAL
+        self._values = values  # None: every token is worth the same
 
     def follow(self, advice: Advice) -> None:
         """Lean as advised from the next search on, until advised otherwise."""
@@ -122,6 +128,8 @@ class PricePolicy:
         return msgspec.structs.replace(self._follow(plan, view).action, reason=f"nobody decodes: as last with {coming}")
 
     def _probed(self, plan: Plan, view: PlanningView) -> Action:
+        if plan.action.favours:  # its rates are in the value of the dearest token, which is no measure for probes
+            return plan.action
         if plan.depth > 0 and self._probes.looks_back(view, plan.rate / plan.even_rates.item(0) - 1.0):
             return uniform(view.size, 0, f"{view.requests} decoding: probing length 0")
         begin_s = view.catch_up_s() if self._probes.is_due(view) else 0.0
@@ -174,6 +182,8 @@ class PricePolicy:
     def _plan(self, view: PlanningView, split: int) -> Plan:
         forecast, requests = self._forecast(view), view.requests
         self._next_search -= 1
+        if self._values is not None and (values := self._values.of(view)) is not None:
+            return self._by_value(view, values, forecast)
         held_requests, held_forecast, held_split = self._held_for
         is_similar = abs(requests - held_requests) * SIMILAR_BATCH <= held_requests
         is_similar &= forecast is held_forecast and split == held_split
@@ -192,7 +202,7 @@ class PricePolicy:
         if plan.is_stopping or plan.depth == 0:
             lengths, default = np.full(view.size, plan.depth, np.int64), plan.depth
         else:
-            lengths, default = _placed(view.acceptance(), view, plan.threshold, plan.depth)
+            lengths, default = _placed(view.acceptance(), view, np.ones(view.size), plan.threshold, plan.depth)
         action = msgspec.structs.replace(plan.action, lengths=lengths, default_length=default)
         return msgspec.structs.replace(plan, action=action)
 
@@ -213,9 +223,8 @@ class PricePolicy:
         go_on, table, verify_s = stops
         choice, match = self._choose(table, view, verify_s)
         keep, depth = choice.threshold, choice.depth
-        kept = "all kept" if keep == NO_RULE else f"kept above {EDGE_LIST[keep]:.2f}"
         reason = (
-            f"{view.requests} decoding: {choice.drafted:.0f} drafts in up to {depth} rounds, {kept}, "
+            f"{view.requests} decoding: {choice.drafted:.0f} drafts in up to {depth} rounds, {_kept(keep)}, "
             f"{choice.gain_percent:+.0f} % over none"
         )
         lengths = np.full(view.size, depth, np.int64)
@@ -223,12 +232,48 @@ class PricePolicy:
         action = _asked(view, lengths, depth, choice, reason, match, stop)
         return Plan(action, choice.rate, keep, depth, choice.drafted, choice.even_rates, all_drafts(view, forecast))
 
-    def _by_history(self, view: PlanningView) -> Plan:
+    def _by_value(self, view: PlanningView, values: Floats, forecast: Forecast | None) -> Plan:
+        """Return the plan that brings most value, by history or under stop rules."""
+        plan, groups = self._by_history(view, values), Groups.of(values, view.decoding)
+        if forecast is not None and not view.capabilities.is_adaptive:
+            stops = self._favouring_by_confidence(view, groups, forecast)
+            plan = stops if _lead(stops, plan) > 0.0 else plan
+        asked = np.count_nonzero(groups.favoured & (plan.action.lengths > 0))
+        reason = f"{plan.action.reason}; {asked} favoured for their objectives"
+        match = self._dearer_copies(view, float(values[view.decoding].min()))
+        action = msgspec.structs.replace(plan.action, reason=reason, match=match, favours=True)
+        return msgspec.structs.replace(plan, action=action)
+
+    def _dearer_copies(self, view: PlanningView, least: float) -> MatchRule | None:
+        """Return when to copy beside favoured requests: a copied row of anybody's takes time from them.
+
+        :param least: what a token is worth where it is worth least, in tokens of the favoured
+        """
+        if not self._can_copy or view.matches is None:
+            return None
+        rule = self._by_history(view).action.match
+        return None if rule is None else msgspec.structs.replace(rule, keep=dearer(rule.keep, least))
+
+    def _favouring_by_confidence(self, view: PlanningView, groups: Groups, forecast: Forecast) -> Plan:
+        before = self._before(view, 0)
+        go_on, table, _ = predict_stops(view, forecast, before.rate if before else 0.0)
+        choice = choose_favouring(table, view, groups, _reading_s(view))
+        keep, depth = choice.threshold, max(choice.depth, choice.others_depth)
+        reason = f"{view.requests} decoding: {choice.drafted:.0f} drafts in up to {depth} rounds, {_kept(keep)}"
+        lengths = np.where(groups.favoured, choice.depth, choice.others_depth)
+        stop = rule_of(go_on, view.confidence, keep, depth) if depth else None
+        rated = Choice(keep, depth, choice.rate, choice.drafted, choice.even_rates)
+        action = _asked(view, lengths, choice.others_depth, rated, reason, None, stop)
+        return Plan(action, choice.rate, keep, depth, choice.drafted, choice.even_rates, all_drafts(view, forecast))
+
+    def _by_history(self, view: PlanningView, values: Floats | None = None) -> Plan:
         acceptance = view.acceptance()
         table = np.zeros((PLANES, BINS + 1, self._k_max + 1))
-        _tabulate(acceptance, view.decoding, view.population.delivery, view.requests, table)
-        choice, match = self._choose(table, view)
-        lengths, default = _placed(acceptance, view, choice.threshold, choice.depth)
+        worths = np.ones(view.size) if values is None else values
+        base = float(view.requests) if values is None else float(values[view.decoding].sum())
+        _tabulate(acceptance, view.decoding, worths, view.population.delivery, view.requests, base, table)
+        choice, match = self._choose(table, view) if values is None else (choose(table, view, _reading_s(view)), None)
+        lengths, default = _placed(acceptance, view, worths, choice.threshold, choice.depth)
         reason = (
             f"{view.requests} decoding: {choice.drafted:.0f} drafts in {choice.depth} rounds, "
             f"{choice.gain_percent:+.0f} % over none"
@@ -265,6 +310,11 @@ def _asked(
     )  # fmt: skip
 
 
+def _kept(keep: int) -> str:
+    """Say what is kept of drafts at a threshold."""
+    return "all kept" if keep == NO_RULE else f"kept above {EDGE_LIST[keep]:.2f}"
+
+
 def _frontier(capabilities: Capabilities, depth: int) -> int | None:
     """Return how many tokens to draft ahead: all that can be, none where nobody drafts; None where none can be."""
     if not capabilities.frontier:
@@ -272,11 +322,13 @@ def _frontier(capabilities: Capabilities, depth: int) -> int | None:
     return capabilities.frontier if depth else 0
 
 
-def _placed(acceptance: Floats, view: PlanningView, threshold: int, depth: int) -> tuple[Ints, int]:
+def _placed(
+    acceptance: Floats, view: PlanningView, worths: Floats, threshold: int, depth: int
+) -> tuple[Ints, int]:  # fmt: skip
     """Return (n,) lengths, as deep as survival is worth a row, and that of who is not known or not decoding."""
     lengths = np.empty(view.size, np.int64)
     mean = view.population.mean
-    return lengths, _place(acceptance, view.decoding, mean, least_survival(threshold), depth, lengths)
+    return lengths, _place(acceptance, view.decoding, worths, mean, least_survival(threshold), depth, lengths)
 
 
 def _lead(stops: Plan, history: Plan) -> float:
@@ -301,14 +353,20 @@ def _reading_s(view: PlanningView) -> float:
 
 
 @compiled
-def _tabulate(acceptance: Floats, decoding: Bools, delivery: Floats, requests: int, table: Floats) -> None:
-    """Fill in the table, (4, BINS + 1, k_max + 1) of zeros; its first row and column: none drafted."""
+def _tabulate(
+    acceptance: Floats, decoding: Bools, worths: Floats, delivery: Floats, requests: int, base: float, table: Floats
+) -> None:
+    """Fill in the table, (4, BINS + 1, k_max + 1) of zeros; its first row and column: none drafted.
+
+    :param worths: (n,) of a token of each request; tokens are counted by these
+    :param base: what the tokens are worth that come without drafts
+    """
     scale = BINS / -math.log(LOWEST_SURVIVAL)
     k_max = acceptance.shape[1]
     for i in range(len(decoding)):
         if not decoding[i]:
             continue
-        survival = 1.0
+        survival = worths[i]
         for j in range(k_max):
             survival *= acceptance[i, j]
             cell = 1 + int(max(min(math.log(max(survival, 1e-9)) * -scale, BINS - 1.0), 0.0))
@@ -322,24 +380,28 @@ def _tabulate(acceptance: Floats, decoding: Bools, delivery: Floats, requests: i
                     table[2 + plane, cell, j] = table[2 + plane, cell - 1, j] + table[plane, cell, j] * delivery[j - 1]
                 drafted += table[2, cell, j]
                 tokens += table[3, cell, j]
-            table[0, cell, j], table[1, cell, j] = drafted, tokens + requests
+            table[0, cell, j], table[1, cell, j] = drafted, tokens + base
     for cell in range(BINS + 1):
         for j in range(k_max + 1):
             table[2, cell, j], table[3, cell, j] = table[0, cell, j] + requests, j
 
 
 @compiled
-def _place(acceptance: Floats, decoding: Bools, mean: Floats, least: float, depth: int, lengths: Ints) -> int:
+def _place(
+    acceptance: Floats, decoding: Bools, worths: Floats, mean: Floats, least: float, depth: int, lengths: Ints
+) -> int:
     """Fill in (n,) lengths; return the default."""
     depth = min(depth, len(mean))
     survival, default = 1.0, 0
+    for i in range(len(worths)):
+        survival = min(survival, worths[i])  # a newcomer is worth as much as who is worth least
     while default < depth and survival * mean[default] > least:
         survival *= mean[default]
         default += 1
     for i in range(len(lengths)):
         lengths[i] = default
         if decoding[i]:
-            survival, length = 1.0, 0
+            survival, length = worths[i], 0
             while length < depth and survival * acceptance[i, length] > least:
                 survival *= acceptance[i, length]
                 length += 1

@@ -1,0 +1,93 @@
+"""What a token is worth to each request: 1, and more while the request is about to miss its objective.
+
+Asked by the price policy (models/policies/price.py), which asks for the lengths that bring most value per second. The
+value is a controller's: it rises with what a request will lack some steps from now, until the drafts that it brings
+are enough. Who is so far behind that it will not catch up counts like any other. Pure, no clock.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, fields
+from typing import Final
+
+import numpy as np
+
+from ...engine_adapter.arrays import Bools, Floats
+from ...engine_adapter.compiled import compiled
+from ...env.estimate.planning_view import PlanningView
+from .policy import PolicyError
+
+GIVING_UP: Final = 0.25  # of `patience`: over so many tokens a request is given up
+LEAST_SPREAD: Final = 0.05  # of the most that a token is worth: values that differ less favour nobody
+SETTING: Final = re.compile(r"([a-z]+)=(\d+(?:\.\d+)?)")
+BOUNDS: Final = {
+    "urgency": (1.0, 1e4), "horizon": (0.0, 1e4), "reserve": (0.0, 1e3), "width": (0.1, 1e3), "patience": (1.0, 1e4),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TokenValues:
+    """How a value follows from how far ahead of its schedule a request would be with one token in each step."""
+
+    urgency: float = 10.0  # the most that a token is worth
+    horizon: float = 16.0  # steps that are looked ahead
+    reserve: float = 2.0  # tokens ahead that a request shall be then: its tokens are worth 1
+    width: float = 4.0  # tokens less by which they are worth e times as much
+    patience: float = 40.0  # tokens behind its schedule now at which a request is half given up
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in BOUNDS.items():
+            value = getattr(self, name)
+            if not math.isfinite(value) or not low <= value <= high:
+                raise PolicyError(f"{name} {value:g}; expected {low:g}..{high:g}")
+
+    @classmethod
+    def parse(cls, text: str) -> TokenValues:
+        """Read settings such as urgency=10,reserve=4; what is not named stays as it is."""
+        parts = [SETTING.fullmatch(part.strip()) for part in text.split(",")] if text else []
+        found = {match[1]: float(match[2]) for match in parts if match}
+        known = [field.name for field in fields(cls)]
+        if len(found) != len(parts) or not set(found) <= set(known):
+            raise PolicyError(f"{text!r}: expected NAME=NUMBER of {', '.join(known)}, each once")
+        return cls(**found)
+
+    def of(self, view: PlanningView) -> Floats | None:
+        """Return (size,) what a token of each live request is worth, 0..1 of the most; None where all count alike."""
+        tpot_s = view.table.column("tpot_s")
+        if not _count(tpot_s, view.decoding):
+            return None
+        values, slack = np.empty(view.size), view.slack().tokens
+        lacking = self.reserve - slack - self.horizon * (1.0 - view.load.step_s / tpot_s)
+        spread = _fill(lacking / self.width, slack, view.decoding, math.log(self.urgency), self.patience, values)
+        return values if spread > LEAST_SPREAD else None
+
+
+@compiled
+def _count(tpot_s: Floats, decoding: Bools) -> int:
+    """Return how many of those who decode have an objective per token."""
+    found = 0
+    for i in range(len(decoding)):
+        found += decoding[i] and tpot_s[i] < np.inf
+    return found
+
+
+@compiled
+def _fill(lacking: Floats, slack: Floats, decoding: Bools, most_log: float, patience: float, values: Floats) -> float:
+    """Fill in (n,) values as shares of the largest; return how far those of who decode lie apart, 0..1.
+
+    :param lacking: (n,) tokens that will be lacking, in widths
+    """
+    most, least = 0.0, np.inf
+    for i in range(len(values)):
+        values[i] = 1.0
+        if not decoding[i]:
+            continue
+        if lacking[i] > 0.0 and slack[i] < np.inf:
+            hope = 1.0 / (1.0 + math.exp(min(-(slack[i] + patience) / (GIVING_UP * patience), 60.0)))
+            values[i] += (math.exp(min(lacking[i], most_log)) - 1.0) * hope
+        most, least = max(most, values[i]), min(least, values[i])
+    for i in range(len(values)):
+        values[i] /= most
+    return 1.0 - least / most

@@ -1,0 +1,66 @@
+"""Objectives in simulation: paces are those of an engine without speculation, and who is in time is counted right."""
+
+from __future__ import annotations
+
+import pytest
+
+from faser.controller.cli.evaluate import decided
+from faser.env.simulator.simulated_engine import SimulatedEngine
+from faser.models.evaluation.attainment import Attained, serve
+from faser.models.evaluation.objective_table import ObjectivePlan, compare, summary
+from faser.models.evaluation.objective_worlds import ObjectiveWorld, knee_worlds, plain_pace_s
+from faser.models.evaluation.worlds import WorldSpec, held_out
+from faser.models.registry import make_policy
+
+EMBEDDED = next(world for world in held_out() if world.name == "cpu-embedded")
+
+
+def attained(world: ObjectiveWorld, policy: str, steps: int = 1200) -> Attained:
+    """Return who is in time under a policy."""
+    engine = SimulatedEngine(world.scenario(), 1, has_confidence=world.world.has_confidence)
+    return serve(engine, make_policy(policy, engine.capabilities), decided, steps)
+
+
+@pytest.mark.parametrize(("pace", "urgent"), [(0.8, (0.0, 0.1)), (1.3, (0.9, 1.0))], ids=["tight", "easy"])
+def test_a_pace_of_one_is_what_an_engine_without_speculation_just_keeps(
+    pace: float, urgent: tuple[float, float]
+) -> None:
+    """Well below nobody is in time without drafts, well above everybody."""
+    run = attained(ObjectiveWorld(EMBEDDED, 8, 0.5, pace), "off")
+    assert run.ended[0] > 10
+    assert urgent[0] <= run.in_time(0) <= urgent[1]
+    assert run.in_time(1) == 1.0
+
+
+def test_the_pace_is_that_of_the_tokens_per_second() -> None:
+    """Of so many requests that run at once."""
+    run = attained(ObjectiveWorld(EMBEDDED, 8, 0.5, 1.0), "off")
+    assert plain_pace_s(EMBEDDED.closed(8)) == pytest.approx(8 * run.seconds / run.tokens, rel=0.1)
+
+
+def test_price_follows_objectives_where_the_even_price_does_not() -> None:
+    """At the knee, urgent requests are in time that would not be, and the others keep theirs."""
+    world = ObjectiveWorld(EMBEDDED, 8, 0.25, 0.75)
+    even, price = attained(world, "price:even", 2500), attained(world, "price", 2500)
+    assert price.in_time(0) > even.in_time(0) + 0.3
+    assert price.in_time(1) > 0.95
+    assert price.goodput > even.goodput
+
+
+def test_the_table_holds_every_policy_and_the_same_plan_gives_the_same_figures() -> None:
+    """One world, one seed."""
+    plan = ObjectivePlan(("price",), (ObjectiveWorld(EMBEDDED, 4, 0.5, 0.7),), (101, 102), 200, rules=("urgent:2",))
+    first, again = (summary(plan, compare(plan, decided)) for _ in range(2))
+    assert first == again
+    (rows,) = first["runs"].values()
+    assert {"price", "price:even", "off", "fixed:1", "urgent:2"} <= set(rows)
+    assert all(0.0 <= share <= 1.0 for row in rows.values() for share in row["in_time"].values())
+    assert first["standing"]["price"]["goodput_over_unaware_half_urgent"]["ratio"] > 0.0
+
+
+def test_worlds_are_held_out_ones() -> None:
+    """Each once."""
+    names = [world.name for world in knee_worlds()]
+    assert len(set(names)) == len(names)
+    assert {world.world.name for world in knee_worlds()} <= {world.name for world in held_out()}
+    assert all(isinstance(world.world, WorldSpec) for world in knee_worlds())

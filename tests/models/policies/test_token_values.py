@@ -1,0 +1,119 @@
+"""Objectives per request: who is about to be late gets the drafts, and without objectives price is what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from faser.engine_adapter.arrays import Bools
+from faser.engine_adapter.protocol import RequestEvent, RequestRow, StepRecord
+from faser.env.estimate.engine_state import EngineState, observe
+from faser.env.spaces import Action, Capabilities
+from faser.models.policies.policy import PolicyError
+from faser.models.policies.token_values import TokenValues
+from faser.models.registry import make_policy
+
+CAPABILITIES = Capabilities(k_max=4)
+REQUESTS = 8  # every other one has an objective
+POLICIES = ("price:even", "price", "adaserve", "urgent:3", "behind:3")
+
+
+def steps_of(tpot_ms: float | None, row_s: float = 1e-3, steps: int = 120) -> Iterator[StepRecord]:
+    """Give steps in which every request verifies two to four drafts and gets up to two of them.
+
+    A step takes 10 ms, `row_s` per row and 1 ms per round.
+    """
+    everybody, now_s = range(1, REQUESTS + 1), 0.0
+    arrivals = [
+        RequestEvent("arrival", handle, 0.0, 40, f"r{handle}", tpot_ms=tpot_ms if handle % 2 else None)
+        for handle in everybody
+    ]
+    for counter in range(1, steps + 1):
+        length = 2 + counter % 3
+        accepted = [(handle + counter) % 3 for handle in everybody]
+        rows = [
+            RequestRow(handle, 1 + length, length, length, length, 0, taken, taken + 1, 50, False)
+            for handle, taken in zip(everybody, accepted, strict=True)
+        ]
+        verify_s, draft_s = 10e-3 + row_s * REQUESTS * (1 + length), 1e-3 * length
+        now_s += verify_s + draft_s
+        yield StepRecord(
+            "boot", counter, counter, now_s, verify_s + draft_s, 0.0, verify_s, 0.0, draft_s, 0.0, 0.0,
+            REQUESTS, 0, 0, REQUESTS, REQUESTS * length, 0.1, None, None, 1, counter, 0, 0,
+            arrivals if counter == 1 else [], rows,
+        )  # fmt: skip
+
+
+def asked(tpot_ms: float | None, row_s: float = 1e-3, steps: int = 120) -> tuple[dict[str, Action], Bools]:
+    """Return what each policy asks for after such steps, and who has an objective."""
+    state = EngineState(CAPABILITIES)
+    policies = {name: make_policy(name, CAPABILITIES) for name in POLICIES}
+    found: dict[str, Action] = {}
+    for record in steps_of(tpot_ms, row_s, steps):
+        observe(state, record)
+        found = {name: policy.act(state) for name, policy in policies.items()}
+    return found, state.requests.column("handle") % 2 == 1
+
+
+@pytest.mark.parametrize("tpot_ms", [None, 1000.0], ids=["nobody has an objective", "all are far ahead"])
+def test_where_nobody_could_be_late_the_answer_is_the_even_prices(tpot_ms: float | None) -> None:
+    """To the bit, and nobody is told to be favoured."""
+    found, _ = asked(tpot_ms)
+    for name in ("price", "adaserve"):
+        assert np.array_equal(found[name].lengths, found["price:even"].lengths)
+        assert found[name].reason == found["price:even"].reason
+        assert found[name].price == found["price:even"].price
+        assert not found[name].favours
+
+
+def test_where_rows_are_dear_the_late_get_the_drafts_and_the_others_none() -> None:
+    """A row costs a fifth of a step: evenly nobody is worth much of a draft."""
+    found, late = asked(36.0, row_s=2e-3)
+    lengths = found["price"].lengths
+    assert lengths[late].min() > found["price:even"].lengths[late].max()
+    assert lengths[~late].max() < lengths[late].min()
+    assert found["price"].favours
+    assert "4 favoured for their objectives" in found["price"].reason
+
+
+def test_who_will_not_catch_up_is_given_up() -> None:
+    """One millisecond per token is beyond any draft: hundreds of tokens behind they count like everybody."""
+    found, _ = asked(1.0, steps=400)
+    assert np.array_equal(found["price"].lengths, found["price:even"].lengths)
+
+
+def test_a_newcomer_is_drafted_for_as_one_without_an_objective() -> None:
+    """Else every prompt that ends would draft the longest, whoever's it is."""
+    found, late = asked(36.0, row_s=2e-3)
+    assert found["price"].default_length <= found["price"].lengths[~late].min()
+
+
+def test_rules_that_follow_objectives_favour_whom_they_name() -> None:
+    """Who needs more than a token a step, and who is behind."""
+    found, late = asked(36.0, row_s=2e-3)
+    for name in ("urgent:3", "behind:3"):
+        assert set(found[name].lengths[late]) == {3}
+        assert set(found[name].lengths[~late]) == {0}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("urgency=0.5", "urgency 0.5; expected 1..10000"),
+        ("haste=3", "expected NAME=NUMBER of urgency, horizon, reserve, width, patience"),
+        ("urgency=2,urgency=3", "each once"),
+        ("urgency", "expected NAME=NUMBER"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_in_one_line(text: str, told: str) -> None:
+    """Seen, expected."""
+    with pytest.raises(PolicyError, match=told) as caught:
+        make_policy(f"price:values:{text}", CAPABILITIES)
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_are_read() -> None:
+    """What is not named stays."""
+    assert TokenValues.parse("reserve=2.5") == TokenValues(reserve=2.5)
