@@ -10,7 +10,7 @@ import contextlib
 import json as json_module
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
@@ -122,6 +122,9 @@ def evaluate(
         typer.Option(min=20, max=100_000, help="Length of a run, in steps without speculation."),
     ] = 1000,
     workers: Annotated[int, typer.Option(min=1, max=256, help="Processes.")] = 1,
+    objectives: Annotated[
+        bool, typer.Option("--objectives", help="Who keeps the objectives of urgent requests, where few can be fast.")
+    ] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the JSON object to this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="End with one JSON object instead of a table.")] = False,
 ) -> None:
@@ -139,6 +142,12 @@ def evaluate(
 
     if output is not None:
         require_place(output, "--output")
+    if objectives:
+        from . import evaluate_objectives as on_time
+
+        attained = on_time.objectives(policies, worlds, seeds, steps, workers) | provenance()
+        _tell(attained, on_time.drawn, output, as_json=json)
+        return
     known = {world.name: world for world in held_out()}
     named = [name for name in worlds.split(",") if name] or list(known)
     if unknown := [name for name in named if name not in known]:
@@ -162,9 +171,15 @@ def evaluate(
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar, pool(workers) as executor:
         task = bar.add_task("evaluating", total=None)
         table = run(plan, decided, executor, lambda done, total: bar.update(task, completed=done, total=total))
-    result = summary(table) | provenance()
-    text = json_module.dumps(result, indent=None if json else 1)
-    typer.echo(text if json else drawn(result))
+    _tell(summary(table) | provenance(), drawn, output, as_json=json)
+
+
+def _tell(
+    result: dict[str, Any], draw: Callable[[dict[str, Any]], str], output: Path | None, *, as_json: bool
+) -> None:  # fmt: skip
+    """Print a result, and write it where the user wants it."""
+    text = json_module.dumps(result, indent=None if as_json else 1)
+    typer.echo(text if as_json else draw(result))
     if output is not None:  # behind what is printed: a full disk must not cost hours
         with replacing(output) as place:
             place.write_text(text + "\n")

@@ -73,6 +73,7 @@ class Scenario:
     noise: float = 1.0  # factor on the profiles' noise
     staleness: int = 0  # steps by which a decision comes later than the next step
     classes: tuple[ServiceClass, ...] = (ServiceClass("interactive", 0.8), ServiceClass("batch", 0.2, 50.0, 8.0, 1))
+    tells_objectives: bool = True  # requests say when they want their tokens; False: they only are counted by it
     weights: RewardWeights = field(default_factory=RewardWeights)
     episode_steps: int = 2000
     max_output_tokens: int = 1 << 20  # the most that a request's answer may have, as the request says

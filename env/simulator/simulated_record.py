@@ -6,6 +6,7 @@ drive this one. Made for whole columns at once, since evaluations make millions.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 import numpy as np
@@ -176,7 +177,8 @@ class Recorder:
             place = (at["queue_head"] + at["queue_length"] - 1 - (at["arrived"] - handle)) % QUEUE
             row = world.rows[state.queue_row[e, place]]
             arrival_s, priority = float(state.queue_s[e, place]), int(world.priority[row["service"]])
-            ttft_s, tpot_s = world.objectives[at["profile"], row["service"]].tolist()
+            told = world.objectives[at["profile"], row["service"]].tolist()
+            ttft_s, tpot_s = told if self._simulator.scenario.tells_objectives else (math.inf, math.inf)
             events.append(
                 RequestEvent(
                     "arrival", handle, arrival_s, int(row["prompt"]), f"r{handle}", priority,

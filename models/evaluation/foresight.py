@@ -1,4 +1,4 @@
-"""An upper bound for policies that follow objectives: who is behind is favoured, in the knowledge of what will be accepted.
+"""A bound for policies that follow objectives: who is behind is favoured, knowing what will be accepted.
 
 Called by models/evaluation/objective_table.py. Simulation only.
 """
@@ -11,7 +11,7 @@ import numpy as np
 
 from ...engine_adapter.arrays import Floats, Ints
 from ...env.simulator.scenario import Scenario
-from ...env.simulator.state import BEGAN, EMITTED, FINISHED, FRESH, IS_PREFILL, OUTPUT, SERVICE
+from ...env.simulator.state import BEGAN, EMITTED, FINISHED, FRESH, OUTPUT, SERVICE
 from .attainment import WARM_SHARE, Attained
 from .hindsight import Hindsight
 
@@ -21,7 +21,7 @@ PER_TOKEN: Final = 1  # place in World.objectives
 
 
 class Foresight(Hindsight):
-    """Drafts no token that will be rejected, and for those first who need it; gives up who cannot be in time any more."""
+    """Drafts no token that will be rejected, first for those who need it and still can be in time."""
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
         super().__init__(scenario, seed)

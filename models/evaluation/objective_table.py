@@ -17,11 +17,14 @@ from ...env.simulator.simulated_engine import SimulatedEngine
 from ..registry import make_policy
 from .attainment import Attained, serve
 from .evaluate import Decide
+from .foresight import Foresight
 from .objective_worlds import CLASSES, ObjectiveWorld
 from .standing import Interval, interval
 
-RULES: Final = ("adaserve", "behind:3", "urgent:1", "urgent:2", "urgent:3", "urgent:4")
-ALWAYS_UNAWARE: Final = ("off", "price:even", "goodput", "smartspec")
+RULES: Final = ("adaserve", "behind:2", "urgent:1", "urgent:2", "urgent:3")
+UNAWARE: Final = ("off", "fixed:1", "fixed:2", "fixed:3", "price:even", "goodput")
+FORESIGHT: Final = "foresight"  # no policy: a bound
+FEW_REQUESTS, FEW_TIMES = 32, 3  # of smaller batches more steps are made: few of their requests end
 LEAST_LATE: Final = 0.005  # of the requests: a share of violations below it is taken for so many
 
 
@@ -35,13 +38,10 @@ class ObjectivePlan:
     steps: int
     rules: tuple[str, ...] = RULES
 
-    def unaware(self, world: ObjectiveWorld) -> tuple[str, ...]:
-        """Return what knows of no objective."""
-        return (*ALWAYS_UNAWARE, *(f"fixed:{k}" for k in range(1, world.world.profile.k_max + 1)))
-
-    def everybody(self, world: ObjectiveWorld) -> tuple[str, ...]:
-        """Return all that is run in a world, each once."""
-        return tuple(dict.fromkeys((*self.policies, *self.rules, *self.unaware(world))))
+    @property
+    def everybody(self) -> tuple[str, ...]:
+        """Return all that is run in each world, each once."""
+        return tuple(dict.fromkeys((*self.policies, *self.rules, *UNAWARE, FORESIGHT)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,8 @@ Progress = Callable[[int, int], None]
 def simulate_cell(cell: ObjectiveCell, decide: Decide) -> Attained:
     """Make one run."""
     world = cell.world
+    if cell.policy == FORESIGHT:
+        return Foresight(world.scenario(), cell.seed).serve(cell.steps)
     engine = SimulatedEngine(world.scenario(), cell.seed, has_confidence=world.world.has_confidence)
     return serve(engine, make_policy(cell.policy, engine.capabilities), decide, cell.steps)
 
@@ -70,9 +72,9 @@ def compare(
 ) -> Runs:
     """Run the plan; the same plan gives the same figures."""
     cells = [
-        ObjectiveCell(policy, world, seed, plan.steps)
+        ObjectiveCell(policy, world, seed, plan.steps * (FEW_TIMES if world.requests < FEW_REQUESTS else 1))
         for world in plan.worlds
-        for policy in plan.everybody(world)
+        for policy in plan.everybody
         for seed in plan.seeds
     ]
     jobs = cells, [decide] * len(cells)
@@ -97,7 +99,7 @@ def summary(plan: ObjectivePlan, runs: Runs) -> dict[str, Any]:
 
 
 def _world_rows(plan: ObjectivePlan, runs: Runs, world: ObjectiveWorld) -> dict[str, Any]:
-    return {policy: _row(runs[policy, world.name]) for policy in plan.everybody(world)}
+    return {policy: _row(runs[policy, world.name]) for policy in plan.everybody}
 
 
 def _row(runs: Sequence[Attained]) -> dict[str, Any]:
@@ -116,7 +118,7 @@ def _mean(values: Sequence[float]) -> float:
 
 def _standing(plan: ObjectivePlan, runs: Runs, policy: str) -> dict[str, Any]:
     """Return a policy's violations and goodput over those of the best rivals, over all worlds, by seed."""
-    unaware = [_over(plan, runs, policy, world, plan.unaware(world)) for world in plan.worlds]
+    unaware = [_over(plan, runs, policy, world, UNAWARE) for world in plan.worlds]
     rules = [_over(plan, runs, policy, world, plan.rules) for world in plan.worlds]
     halves = [ratio for ratio, world in zip(unaware, plan.worlds, strict=True) if world.urgent_share >= 0.5]
     return {
@@ -154,7 +156,6 @@ def _late_ratio(plan: ObjectivePlan, runs: Runs, policy: str) -> float:
     """Return the violations over all worlds as a share of those of each world's best unaware rival."""
     own = sum(max(_row(runs[policy, world.name])["late_share"], LEAST_LATE) for world in plan.worlds)
     best = sum(
-        max(min(_row(runs[rival, world.name])["late_share"] for rival in plan.unaware(world)), LEAST_LATE)
-        for world in plan.worlds
+        max(min(_row(runs[rival, world.name])["late_share"] for rival in UNAWARE), LEAST_LATE) for world in plan.worlds
     )
     return round(own / best, 4)

@@ -7,8 +7,7 @@ that drafts nothing just about keeps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ...env.layout.action_vector import outside
@@ -19,7 +18,7 @@ from .worlds import WorldSpec, held_out
 CLASSES: Final = ("urgent", "batch")  # by priority
 BATCH_PACE: Final = 2.0
 URGENT_SHARES: Final = (0.1, 0.25, 0.5)
-URGENT_PACES: Final = (0.6, 0.75)  # which need drafts
+URGENT_PACES: Final = (0.7, 0.85)  # which need drafts
 ANY_TTFT: Final = 1e6  # of an idle engine's: how long a closed loop's requests queue is no matter of drafts
 PACE_STEPS, PACE_SEED = 4000, 77  # of the look at the engine without speculation
 
@@ -46,8 +45,6 @@ class ObjectiveWorld:
 
 def with_paces(scenario: Scenario, urgent_share: float, urgent_pace: float, batch_pace: float) -> Scenario:
     """Return the scenario with an urgent class and a batch class of these paces."""
-    from dataclasses import replace
-
     _, idle_s = idle_times_s(scenario.profiles[0], scenario.workloads)
     plain_s = plain_pace_s(scenario)
     paces = ((urgent_share, urgent_pace), (1.0 - urgent_share, batch_pace))
@@ -55,7 +52,7 @@ def with_paces(scenario: Scenario, urgent_share: float, urgent_pace: float, batc
         ServiceClass(name, share, ANY_TTFT, pace * plain_s / idle_s, priority)
         for priority, (name, (share, pace)) in enumerate(zip(CLASSES, paces, strict=True))
     )
-    return replace(scenario, classes=classes)
+    return replace(scenario, classes=classes, tells_objectives=True)
 
 
 def plain_pace_s(scenario: Scenario) -> float:
@@ -63,10 +60,10 @@ def plain_pace_s(scenario: Scenario) -> float:
     simulator = Simulator(scenario, 1, seed=PACE_SEED)
     simulator.reset()
     nothing, engine = outside(), simulator.state.engines[0]
-    begin_s = tokens = request_s = before_s = 0.0
+    tokens = request_s = 0.0
     for number in range(PACE_STEPS):
         if number == PACE_STEPS // 4:
-            begin_s, tokens, request_s = float(engine["clock_s"]), float(engine["emitted"]), 0.0
+            tokens, request_s = float(engine["emitted"]), 0.0
         before_s = float(engine["clock_s"])
         simulator.step(nothing)
         request_s += float(engine["running"]) * (float(engine["clock_s"]) - before_s)

@@ -140,6 +140,10 @@ class PricePolicy:
 
     def _side_by_side(self, state: EngineState, view: PlanningView) -> Action:
         """Return the action under the split that is in force or on trial at this size of the batch."""
+        if self._values is not None and self._values.of(view) is not None:
+            # Under a split two groups take turns: more tokens in all, later ones for each. Who is late has no time.
+            plan = self.plan = self._plan(view.under(state.cost_under(0)), 0)
+            return msgspec.structs.replace(plan.action, split=0)
         requests, octave = view.requests, state.octave
         split = self._splits.at(requests, octave)
         planned = view.under(state.cost_under(split))

@@ -31,11 +31,11 @@ BOUNDS: Final = {
 class TokenValues:
     """How a value follows from how far ahead of its schedule a request would be with one token in each step."""
 
-    urgency: float = 10.0  # the most that a token is worth
-    horizon: float = 16.0  # steps that are looked ahead
-    reserve: float = 2.0  # tokens ahead that a request shall be then: its tokens are worth 1
-    width: float = 4.0  # tokens less by which they are worth e times as much
-    patience: float = 40.0  # tokens behind its schedule now at which a request is half given up
+    urgency: float = 8.0  # the most that a token is worth
+    horizon: float = 15.0  # steps that are looked ahead
+    reserve: float = 5.0  # tokens ahead that a request shall be then: its tokens are worth 1
+    width: float = 2.0  # tokens less by which they are worth e times as much
+    patience: float = 90.0  # tokens behind its schedule now at which a request is half given up
 
     def __post_init__(self) -> None:
         for name, (low, high) in BOUNDS.items():
