@@ -58,7 +58,7 @@ def make_policy(spec: str, capabilities: Capabilities) -> Policy:
     if name == "price" and argument.startswith("values:"):
         return PricePolicy(capabilities, values=TokenValues.parse(argument.removeprefix("values:")))
     if name == "price" and argument.startswith("pace="):
-        from .policies.pace import Pace, PacedPolicy
+        from .rivals.pace import Pace, PacedPolicy
 
         limits = argument.removeprefix("pace=")
         return PacedPolicy(PricePolicy(capabilities), Pace.parse(limits), limits)

@@ -145,7 +145,7 @@ def evaluate(
     if objectives:
         from . import evaluate_objectives as on_time
 
-        attained = on_time.objectives(policies, worlds, seeds, steps, workers) | provenance()
+        attained = on_time.objectives(policies, worlds, seeds, steps, pool(workers), decided) | provenance()
         _tell(attained, on_time.drawn, output, as_json=json)
         return
     known = {world.name: world for world in held_out()}

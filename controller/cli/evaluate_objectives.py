@@ -5,13 +5,19 @@ Called by controller/cli/evaluate.py.
 
 from __future__ import annotations
 
-from typing import Any
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from .evaluate import decided, pool
+
+if TYPE_CHECKING:  # numpy comes with it: `faser --help` must not wait for it
+    from ...models.evaluation.evaluate import Decide
 
 
-def objectives(policies: str, worlds: str, seeds: int, steps: int, workers: int) -> dict[str, Any]:
+def objectives(
+    policies: str, worlds: str, seeds: int, steps: int, pool: AbstractContextManager[Executor | None], decide: Decide
+) -> dict[str, Any]:
     """Return the summary; raise UsageError for an engine or a policy that nobody knows."""
     from rich.console import Console
     from rich.progress import Progress
@@ -32,9 +38,9 @@ def objectives(policies: str, worlds: str, seeds: int, steps: int, workers: int)
     seen = tuple(101 + number for number in range(seeds))
     plan = ObjectivePlan(tuple(dict.fromkeys(policies.split())), chosen, seen, steps)
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar, pool(workers) as executor:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar, pool as executor:
         task = bar.add_task("evaluating", total=None)
-        runs = compare(plan, decided, executor, lambda done, total: bar.update(task, completed=done, total=total))
+        runs = compare(plan, decide, executor, lambda done, total: bar.update(task, completed=done, total=total))
     return summary(plan, runs)
 
 

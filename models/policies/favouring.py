@@ -15,7 +15,7 @@ from ...env.estimate.planning_view import PlanningView
 from .step_grid import DRAFTED, ROUNDS, ROWS, TOKENS
 
 
-class Groups(NamedTuple):
+class FavouredGroups(NamedTuple):
     """Those who decode in two groups."""
 
     favoured: Bools  # (n,) of all live requests
@@ -23,7 +23,7 @@ class Groups(NamedTuple):
     worths: tuple[float, float]  # of a token, in the mean
 
     @classmethod
-    def of(cls, values: Floats, decoding: Bools) -> Groups:
+    def of(cls, values: Floats, decoding: Bools) -> FavouredGroups:
         """Split where values lie about as far from the largest as from the least; both groups may be empty."""
         own = values[decoding]
         favoured = decoding & (values > float(np.sqrt(own.max() * own.min())))
@@ -46,7 +46,7 @@ class FavouredChoice(NamedTuple):
     even_rates: Floats  # (k_max + 1,) of one length for all, of which everything is verified
 
 
-def choose_favouring(table: Floats, view: PlanningView, groups: Groups, reading_s: float) -> FavouredChoice:
+def choose_favouring(table: Floats, view: PlanningView, groups: FavouredGroups, reading_s: float) -> FavouredChoice:
     """Return how deep each group should draft, and above which survival to keep.
 
     :param table: (PLANES, thresholds, k_max + 1) of steps in which all draft, models/policies/step_grid.py

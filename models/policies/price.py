@@ -27,7 +27,7 @@ from .admission import admission
 from .advice import NEUTRAL, Advice
 from .baselines import uniform
 from .copying import dearer, match_rule, with_copies
-from .favouring import Groups, choose_favouring
+from .favouring import FavouredGroups, choose_favouring
 from .probe import BUDGET_SHARE, Chances, ProbeAccount
 from .split_choice import RateEstimates, SplitChoice
 from .step_grid import PLANES, Choice, choose
@@ -238,7 +238,7 @@ class PricePolicy:
 
     def _by_value(self, view: PlanningView, values: Floats, forecast: Forecast | None) -> Plan:
         """Return the plan that brings most value, by history or under stop rules."""
-        plan, groups = self._by_history(view, values), Groups.of(values, view.decoding)
+        plan, groups = self._by_history(view, values), FavouredGroups.of(values, view.decoding)
         if forecast is not None and not view.capabilities.is_adaptive:
             stops = self._favouring_by_confidence(view, groups, forecast)
             plan = stops if _lead(stops, plan) > 0.0 else plan
@@ -258,7 +258,7 @@ class PricePolicy:
         rule = self._by_history(view).action.match
         return None if rule is None else msgspec.structs.replace(rule, keep=dearer(rule.keep, least))
 
-    def _favouring_by_confidence(self, view: PlanningView, groups: Groups, forecast: Forecast) -> Plan:
+    def _favouring_by_confidence(self, view: PlanningView, groups: FavouredGroups, forecast: Forecast) -> Plan:
         before = self._before(view, 0)
         go_on, table, _ = predict_stops(view, forecast, before.rate if before else 0.0)
         choice = choose_favouring(table, view, groups, _reading_s(view))

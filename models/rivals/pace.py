@@ -18,8 +18,8 @@ from ...engine_adapter.arrays import Floats, Ints
 from ...env.estimate.engine_state import EngineState
 from ...env.estimate.planning_view import PlanningView
 from ...env.spaces import Action
-from .policy import PolicyError
-from .price import Plan, PricePolicy
+from ..policies.policy import PolicyError
+from ..policies.price import Plan, PricePolicy
 
 LIMIT: Final = re.compile(r"(-?\d+):(\d+(?:\.\d+)?)")
 BETTER: Final = 0.99  # a class must get so much less late for another one's drafts to be taken

@@ -13,10 +13,10 @@ from faser.engine_adapter.arrays import Bools, Ints
 from faser.engine_adapter.protocol import MatchRule, RequestEvent, RequestRow, StepRecord, StopRule
 from faser.env.estimate.engine_state import EngineState, observe
 from faser.env.spaces import Action, Capabilities
-from faser.models.policies.pace import Pace, PacedPolicy, _stripped
 from faser.models.policies.policy import Policy, PolicyError
 from faser.models.policies.price import Plan
 from faser.models.registry import make_policy
+from faser.models.rivals.pace import Pace, PacedPolicy, _stripped
 
 CAPABILITIES = Capabilities(k_max=4)
 REQUESTS = 8  # every other one is of the less urgent class 5
