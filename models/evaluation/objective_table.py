@@ -158,4 +158,4 @@ def _late_ratio(plan: ObjectivePlan, runs: Runs, policy: str) -> float:
     best = sum(
         max(min(_row(runs[rival, world.name])["late_share"] for rival in UNAWARE), LEAST_LATE) for world in plan.worlds
     )
-    return round(own / best, 4)
+    return float(round(own / best, 4))

@@ -47,7 +47,7 @@ class StepForecast:
         """Return the forecast of those who decode."""
         accepted = np.cumsum(np.cumprod(view.acceptance()[view.decoding], axis=1), axis=1)
         prompts = view.prompts()
-        prompts_s = prompts.share * view.cost.prefill_time_s(view.requests, prompts.rows)
+        prompts_s = prompts.share * view.unsplit_cost.prefill_time_s(view.requests, prompts.rows)
         return cls(view, 1.0 + np.pad(accepted, ((0, 0), (1, 0))), prompts_s)
 
     def step_s(self, lengths: Ints) -> float:

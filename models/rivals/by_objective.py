@@ -19,7 +19,7 @@ from ..policies.baselines import FixedLength, uniform
 ALIKE: Final = 1.01  # objectives that differ by less are as tight
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ForSome:
     """The same length for some requests, and none for the others."""
 
