@@ -74,6 +74,7 @@ class ObjectivesConfig:
         "",
         "objectives by vLLM's priority, NAME:PRIORITY:TTFT_MS:TPOT_MS with commas between; one time may be empty",
     )
+    own: bool = _option(True, "heed what a request asks for itself (faser_ttft_ms, faser_tpot_ms)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,17 @@ FORM: Final = "NAME:PRIORITY:TTFT_MS:TPOT_MS with one time or both, such as inte
 NAME: Final = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
 
 
-def parse_objectives(text: str) -> ObjectiveClasses:
-    """Read classes with commas between them; raise ConfigError for what is none, or contradicts itself."""
+def parse_objectives(text: str, *, heeds_own: bool = True) -> ObjectiveClasses:
+    """Read classes with commas between them; raise ConfigError for what is none, or contradicts itself.
+
+    :param heeds_own: whether what a request asks for itself counts, too
+    """
     classes = tuple(_parse(part.strip()) for part in text.split(",")) if text.strip() else ()
     for one, other in combinations(classes, 2):
         if one.name == other.name or one.priority == other.priority:
             same = f"the name {one.name}" if one.name == other.name else f"priority {one.priority}"
             raise _refused(f"{same} twice", "each name and each priority once")
-    return ObjectiveClasses(classes)
+    return ObjectiveClasses(classes, heeds_own)
 
 
 def _parse(part: str) -> ObjectiveClass:

@@ -72,7 +72,7 @@ class Daemon:
 
     def __init__(self, config: Config, reload: Callable[[], Config] | None = None) -> None:
         check_policy(config.policy.spec)
-        self._objectives = parse_objectives(config.objectives.classes)
+        self._objectives = parse_objectives(config.objectives.classes, heeds_own=config.objectives.own)
         require_files(config)
         warm_up(config.policy.spec)
         # Time since the host booted, which cannot be set back; an engine that obeyed a higher one says so in its hello.

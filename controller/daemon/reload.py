@@ -50,7 +50,8 @@ def prepare(before: Config, after: Config, sessions: Mapping[bytes, Session]) ->
         )
     keyring = load_keyring(Path(after.link.keys)) if after.link.keys else None
     policies = _policies(after, sessions) if "policy.spec" in changed else {}
-    return Prepared(after, changed, policies, parse_objectives(after.objectives.classes), keyring)
+    objectives = parse_objectives(after.objectives.classes, heeds_own=after.objectives.own)
+    return Prepared(after, changed, policies, objectives, keyring)
 
 
 def _policies(config: Config, sessions: Mapping[bytes, Session]) -> dict[bytes, Policy]:

@@ -28,6 +28,7 @@ _SPOKEN: Final = "SELECT 1 FROM events WHERE ttft_ms IS NOT NULL OR tpot_ms IS N
 
 class _ClassesPart(msgspec.Struct, frozen=True):
     classes: str = ""
+    own: bool = True
 
 
 class _Promises(msgspec.Struct, frozen=True):
@@ -64,6 +65,7 @@ def _configurations(database: Database) -> Iterator[tuple[int, int, str]]:
 
 def _classes(config: str) -> ObjectiveClasses:
     try:
-        return parse_objectives(msgspec.json.decode(config, type=_Promises).objectives.classes)
+        promised = msgspec.json.decode(config, type=_Promises).objectives
+        return parse_objectives(promised.classes, heeds_own=promised.own)
     except (msgspec.MsgspecError, TypeError, ConfigError) as error:  # ... or no text at all
         raise StoreError(f"a run's configuration cannot be read: {error}") from None

@@ -88,6 +88,7 @@ class _Part(msgspec.Struct, frozen=True):
 
     spec: str = ""
     classes: str = ""
+    own: bool = True
     steps: int = 32
     ms: int = 1000
     dwell_records: int = 0
@@ -280,12 +281,12 @@ def _settings(config: str) -> RunSettings:
         read.guard.dwell_records,
         read.mode.canary_share,
         read.mode.canary_epsilon,
-        _objectives(read.objectives.classes),
+        _objectives(read.objectives),
     )
 
 
-def _objectives(text: str) -> ObjectiveClasses:
+def _objectives(part: _Part) -> ObjectiveClasses:
     try:
-        return parse_objectives(text)
+        return parse_objectives(part.classes, heeds_own=part.own)
     except ConfigError as error:
         raise StoreError(f"a run's configuration cannot be read: {error}") from None

@@ -49,6 +49,7 @@ class ObjectiveClasses:
     """The classes of an engine's requests; each name and each priority once."""
 
     classes: tuple[ObjectiveClass, ...] = ()
+    heeds_own: bool = True  # what a request asks for itself; False: only classes count
     _by_priority: dict[int, ObjectiveClass] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -58,7 +59,7 @@ class ObjectiveClasses:
         """Return what holds for a request that arrives: its own word, for what it leaves open its class's."""
         known = self._by_priority.get(arrival.priority)
         classes = NONE if known is None else known.objective
-        if arrival.ttft_ms is None and arrival.tpot_ms is None:
+        if not self._has_own(arrival):
             return classes
         return TimeObjective(
             classes.ttft_s if arrival.ttft_ms is None else arrival.ttft_ms / 1e3,
@@ -67,9 +68,10 @@ class ObjectiveClasses:
 
     def name(self, arrival: RequestEvent) -> str:
         """Return under which name a request that has an objective is counted."""
-        if arrival.ttft_ms is not None or arrival.tpot_ms is not None:
-            return OWN
-        return self._by_priority[arrival.priority].name
+        return OWN if self._has_own(arrival) else self._by_priority[arrival.priority].name
+
+    def _has_own(self, arrival: RequestEvent) -> bool:
+        return self.heeds_own and (arrival.ttft_ms is not None or arrival.tpot_ms is not None)
 
 
 NO_CLASSES: Final = ObjectiveClasses()

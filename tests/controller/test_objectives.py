@@ -10,6 +10,7 @@ import pytest
 from faser.controller.config_layers import as_toml, load
 from faser.controller.errors import ConfigError
 from faser.controller.objectives import parse_objectives
+from faser.engine_adapter.protocol import RequestEvent
 from faser.env.estimate.objectives import ObjectiveClass, ObjectiveClasses, TimeObjective
 
 
@@ -62,3 +63,11 @@ def test_a_configuration_file_has_them_and_is_written_out_with_them(tmp_path: Pa
     ]
     path.write_text(as_toml(effective))
     assert load(path).config == effective.config
+
+
+def test_what_a_request_asks_for_itself_can_be_left_out() -> None:
+    """Then its class decides, and it counts under that."""
+    classes = parse_objectives("interactive:0:300:40", heeds_own=False)
+    arrival = RequestEvent("arrival", 1, 0.0, 10, "r1", 0, tpot_ms=1.0)
+    assert classes.objective(arrival) == TimeObjective(0.3, 0.04)
+    assert classes.name(arrival) == "interactive"

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -102,6 +103,17 @@ def test_a_policy_slower_than_no_speculation_is_switched_off_with_the_reason(hel
         governor = Governor(hello, LeaseTerms(), limits=GuardConfig(envelope_records=64))
         assert plain_and_drafting(state, governor, record_of, emitted) == reason
         assert governor.status().envelope_ratio is None if reason else governor.status().envelope_ratio > 1.0
+
+
+def test_steps_that_follow_objectives_are_no_evidence_against_the_policy(hello: Hello, record_of: Any) -> None:
+    """They are not to emit as many tokens as can be; the same steps trip where nobody is favoured (above)."""
+    state = EngineState(Capabilities.from_hello(hello))
+    governor = Governor(hello, LeaseTerms(), limits=GuardConfig(envelope_records=64))
+    governor.amend(Action(np.zeros(0, np.int64), 0, favours=True), state)
+    assert plain_and_drafting(state, governor, record_of, 2) == ""
+    for _ in range(2):
+        governor.amend(Action(np.zeros(0, np.int64), 0), state)
+    assert plain_and_drafting(state, governor, record_of, 2) == "fallback: envelope"
 
 
 class Explosive:
