@@ -13,7 +13,7 @@ POLICIES = {
     "table:ROWS": "draft tokens by requests in the batch, e.g. table:1-4=3,5-16=1,17-=0",
     "price": "each request drafts until its next token stops paying for its row, by history and drafter confidence",
     "price:even": "the same without objectives: a token is worth the same whoever's it is",
-    "price:values:SETTINGS": "the same with other values of tokens by objectives, e.g. price:values:urgency=20,reserve=3",
+    "price:values:SETTINGS": "the same with other values of tokens, e.g. price:values:urgency=20,reserve=3",
     "price:history": "the same without the drafter's confidence",
     "price:drafter": "the same without drafts copied from a request's own text",
     "price:pace=LIMITS": "price within milliseconds per token by vLLM's priority, e.g. price:pace=0:40,1:400",

@@ -242,8 +242,7 @@ class PricePolicy:
         if forecast is not None and not view.capabilities.is_adaptive:
             stops = self._favouring_by_confidence(view, groups, forecast)
             plan = stops if _lead(stops, plan) > 0.0 else plan
-        asked = np.count_nonzero(groups.favoured & (plan.action.lengths > 0))
-        reason = f"{plan.action.reason}; {asked} favoured for their objectives"
+        reason = f"{plan.action.reason}; {_favoured(view, groups.favoured & (plan.action.lengths > 0))}"
         match = self._dearer_copies(view, float(values[view.decoding].min()))
         action = msgspec.structs.replace(plan.action, reason=reason, match=match, favours=True)
         return msgspec.structs.replace(plan, action=action)
@@ -312,6 +311,17 @@ def _asked(
         admission=admission(view, choice.depth) if capabilities.is_adaptive and choice.depth else None, match=match,
         reason=reason,
     )  # fmt: skip
+
+
+def _favoured(view: PlanningView, favoured: Bools) -> str:
+    """Say how many are favoured, and who is the latest."""
+    who = np.flatnonzero(favoured)
+    if not len(who):
+        return "nobody's objective brings it a draft"
+    slack = view.slack().tokens[who]
+    latest = int(np.argmin(slack))
+    name = int(view.table.column("handle")[who[latest]])
+    return f"{len(who)} favoured for their objectives, first request {name} ({slack[latest]:+.1f} tokens)"
 
 
 def _kept(keep: int) -> str:

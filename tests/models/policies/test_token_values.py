@@ -75,7 +75,7 @@ def test_where_rows_are_dear_the_late_get_the_drafts_and_the_others_none() -> No
     assert lengths[late].min() > found["price:even"].lengths[late].max()
     assert lengths[~late].max() < lengths[late].min()
     assert found["price"].favours
-    assert "4 favoured for their objectives" in found["price"].reason
+    assert "4 favoured for their objectives, first request 1 (-" in found["price"].reason
 
 
 def test_who_will_not_catch_up_is_given_up() -> None:
