@@ -130,7 +130,6 @@ def evaluate(
 ) -> None:
     """Compare policies with rivals and upper bounds in held-out simulated worlds."""
     from rich.console import Console
-    from rich.progress import Progress
 
     from ...env.spaces import Capabilities
     from ...models.evaluation.evaluate import ORACLES, Comparison
@@ -139,6 +138,7 @@ def evaluate(
     from ...models.evaluation.worlds import held_out
     from ...models.registry import make_policy
     from ..engine.machine import provenance
+    from ..progress import progress_bar
 
     if output is not None:
         require_place(output, "--output")
@@ -168,9 +168,8 @@ def evaluate(
     if both := set(plan.policies) & set(plan.rivals):
         raise UsageError(f"{', '.join(sorted(both))} as policy and as rival", "one of them")
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar, pool(workers) as executor:
-        task = bar.add_task("evaluating", total=None)
-        table = run(plan, decided, executor, lambda done, total: bar.update(task, completed=done, total=total))
+    with progress_bar(console) as show, pool(workers) as executor:
+        table = run(plan, decided, executor, lambda done, total: show("evaluating", done / total))
     _tell(summary(table) | provenance(), drawn, output, as_json=json)
 
 

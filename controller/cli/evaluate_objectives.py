@@ -20,12 +20,12 @@ def objectives(
 ) -> dict[str, Any]:
     """Return the summary; raise UsageError for an engine or a policy that nobody knows."""
     from rich.console import Console
-    from rich.progress import Progress
 
     from ...env.spaces import Capabilities
     from ...models.evaluation.objective_table import ObjectivePlan, compare, summary
     from ...models.evaluation.objective_worlds import knee_worlds
     from ...models.registry import make_policy
+    from ..progress import progress_bar
 
     known = knee_worlds()
     engines = dict.fromkeys(world.world.name for world in known)
@@ -38,9 +38,8 @@ def objectives(
     seen = tuple(101 + number for number in range(seeds))
     plan = ObjectivePlan(tuple(dict.fromkeys(policies.split())), chosen, seen, steps)
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar, pool as executor:
-        task = bar.add_task("evaluating", total=None)
-        runs = compare(plan, decide, executor, lambda done, total: bar.update(task, completed=done, total=total))
+    with progress_bar(console) as show, pool as executor:
+        runs = compare(plan, decide, executor, lambda done, total: show("evaluating", done / total))
     return summary(plan, runs)
 
 
