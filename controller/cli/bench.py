@@ -77,7 +77,7 @@ def bench(
     classes: Annotated[
         str | None,
         typer.Option(
-            help="Measure classes of requests, such as interactive:2:0.7,batch:6:2.0: NAME:CLIENTS:PACE, the pace a time "
+            help="Measure classes of requests, NAME:CLIENTS:PACE, as interactive:2:0.7,batch:6:2.0; the pace is a time "
             "per token as a multiple of that without speculation; with --trace, shares of its requests."
         ),
     ] = None,
