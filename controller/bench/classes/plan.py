@@ -23,7 +23,7 @@ from ..workload import Replay
 
 FORM: Final = "NAME:CLIENTS:PACE with commas between them, such as interactive:2:0.7,batch:6:2.0"
 CLASS_RIVALS: Final = (NONE, "k1", "k2", "k3", "k4", TABLE, *BY_OBJECTIVE)
-MOST_PACE: Final = 100.0
+LEAST_PACE, MOST_PACE = 0.05, 100.0  # what a request may say of its time per token ends a little further
 LEAST_SECONDS, MOST_SECONDS = 2.0, 600.0
 MOST_PEAK: Final = 100.0
 
@@ -87,8 +87,8 @@ def _parse(part: str) -> ClassShare:
     clients, pace = _number(rest[0]), _number(rest[1])
     if not clients.is_integer() or not 1 <= clients <= MAX_LOAD:
         raise UsageError(f"--classes with {rest[0]!r} clients in {part!r}", f"a whole number from 1 to {MAX_LOAD}")
-    if not 0.0 < pace <= MOST_PACE:
-        raise UsageError(f"--classes with the pace {rest[1]!r} in {part!r}", f"above 0, at most {MOST_PACE:g}")
+    if not LEAST_PACE <= pace <= MOST_PACE:
+        raise UsageError(f"--classes with the pace {rest[1]!r} in {part!r}", f"{LEAST_PACE:g} to {MOST_PACE:g}")
     return ClassShare(name, int(clients), pace)
 
 

@@ -80,7 +80,7 @@ def test_classes_are_read_as_they_are_written() -> None:
     ("classes", "seen"),
     [
         ("a:2:0.7,a:6:2.0", "--classes with a twice; expected each name once"),
-        ("a:2:0", "the pace '0' in 'a:2:0'; expected above 0"),
+        ("a:2:0", "the pace '0' in 'a:2:0'; expected 0.05 to 100"),
         ("a:2:-1", "the pace '-1'"),
         ("a:2:nan", "the pace 'nan'"),
         ("a:2:fast", "the pace 'fast'"),
