@@ -29,7 +29,7 @@ def write_picture(comparison: Comparison, path: Path) -> None:
     ours, plain = comparison.attainment()
     sheet = Sheet(figsize=(9.0 if ours else 6.0, 3.2), layout="constrained")
     canvas = FigureCanvasSVG(sheet)
-    axes = list(np.atleast_1d(sheet.subplots(1, 2 if ours else 1)))
+    axes = sheet.subplots(1, 2 if ours else 1, squeeze=False)[0]
     _draw_times(axes[0], {"no speculation": comparison.plain, "FASER": comparison.steered})
     if ours:
         _draw_shares(axes[1], {"no speculation": plain, "FASER": ours})

@@ -34,7 +34,7 @@ def write_class_picture(results: ClassResults, path: Path) -> None:
     panels = 2 * len(closed) + bool(replays)
     sheet = Sheet(figsize=(5.2 * panels, 4.0), layout="constrained")
     canvas = FigureCanvasSVG(sheet) if path.suffix == ".svg" else FigureCanvasAgg(sheet)
-    axes = list(np.atleast_1d(sheet.subplots(1, panels)))
+    axes = sheet.subplots(1, panels, squeeze=False)[0]
     for at, point in enumerate(closed):
         _draw_shares(axes[2 * at], point, [each.name for each in results.classes])
         _draw_goodput(axes[2 * at + 1], point)

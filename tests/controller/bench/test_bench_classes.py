@@ -416,7 +416,7 @@ def test_no_arm_is_frozen_while_it_owes_an_answer(tmp_path: Path, monkeypatch: p
 
 
 def test_a_disturbed_round_of_classes_is_repeated_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = measure(class_bench(monkeypatch, pairs=1, seconds=0.3), tmp_path, monkeypatch, {}, noisy=3)
+    found = measure(class_bench(monkeypatch, pairs=1), tmp_path, monkeypatch, {}, noisy=3)
     assert [(each.turn.round, bool(each.turn.disturbed)) for each in found.class_turns] == [
         (0, True), (0, False), (1, False), (1, False),
     ]  # fmt: skip
@@ -425,7 +425,7 @@ def test_a_disturbed_round_of_classes_is_repeated_whole(tmp_path: Path, monkeypa
 def test_all_servers_are_started_anew_and_every_arm_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = class_bench(monkeypatch, pairs=1, starts=2, seconds=0.3, rivals=("none", "k1"))
+    wanted = class_bench(monkeypatch, pairs=1, starts=2, rivals=("none", "k1"))
     found = measure(wanted, tmp_path, monkeypatch, {})
     assert Counter((each.turn.start, each.turn.arm) for each in found.class_turns) == Counter(
         (start, arm) for start in range(2) for arm in ("none", "k1", "faser")
@@ -449,7 +449,7 @@ def test_an_open_loop_is_measured_at_every_peak_and_counts_all_of_its_answers(
 
 def test_a_rival_that_dies_is_reported_and_classes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arms = {"k1": ClassArm("k1", lives=1)}
-    wanted = class_bench(monkeypatch, pairs=1, rivals=("none", "k1"), seconds=0.3)
+    wanted = class_bench(monkeypatch, pairs=1, rivals=("none", "k1"))
     found = measure(wanted, tmp_path, monkeypatch, arms)
     assert set(found.run.failed) == {"k1"}
     assert {each.turn.arm for each in found.class_turns} == {"none", "faser"}
