@@ -37,14 +37,14 @@ class Speedup(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class SideBySide:
     """The requests that finished in both runs, in the order of their arrival."""
 
     steered: Sequence[RequestResult]
     plain: Sequence[RequestResult]
 
     @classmethod
-    def of(cls, steered: Sequence[RequestResult], plain: Sequence[RequestResult], until_s: float) -> Comparison:
+    def of(cls, steered: Sequence[RequestResult], plain: Sequence[RequestResult], until_s: float) -> SideBySide:
         """Return the comparison of those that arrived before a moment."""
         both = [
             (one, other)

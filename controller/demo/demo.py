@@ -40,7 +40,7 @@ from ..link.endpoint import socket_folder
 from ..progress import ShowProgress, progress_bar
 from ..reports.run_report import write_report
 from ..telemetry.telemetry_file import read_whole
-from .comparison import Comparison, compared_until_s, plain_launch, serve_plainly
+from .comparison import SideBySide, compared_until_s, plain_launch, serve_plainly
 from .load import (
     PACES,
     PEAK_OVER_SERVED,
@@ -132,7 +132,7 @@ class Demo:
         self._failure: EngineError | None = None
         self._running = ""  # what is to be stopped
         self._requests: Sequence[TimedRequest] = ()
-        self._comparison: Comparison | None = None
+        self._comparison: SideBySide | None = None
         self._console = Console(stderr=True, highlight=False)
 
     def say(self, text: str) -> None:
@@ -220,7 +220,7 @@ class Demo:
         await_introduction(self.config, sidecar, _INTRODUCTION_S, f"see {self.folder}/engine.log, or run: faser doctor")
         return engine, sidecar
 
-    def _served_plainly(self, processes: ExitStack, steered: LoadGenerator) -> Comparison:
+    def _served_plainly(self, processes: ExitStack, steered: LoadGenerator) -> SideBySide:
         with progress_bar(self._console) as show:
             launch = plain_launch(embedded_launch(ensure_embedded_pair(show), "", arguments=_ENGINE_ARGUMENTS))
             self.say("starting vLLM without speculation, to compare")
@@ -233,7 +233,7 @@ class Demo:
         if self.is_interrupted:
             raise KeyboardInterrupt
         engine.require_running()
-        return Comparison.of(steered.results, plain, until_s)
+        return SideBySide.of(steered.results, plain, until_s)
 
     async def _plain_load(self, engine: RunningEngine, until_s: float) -> Sequence[RequestResult]:
         stop = self._stop_on_signals()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from ..engine.load_summary import RequestResult
-from .comparison import Comparison
+from .comparison import SideBySide
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _COLORS: Final = {"no speculation": "#7a8794", "FASER": "black"}
 
 
-def write_picture(comparison: Comparison, path: Path) -> None:
+def write_picture(comparison: SideBySide, path: Path) -> None:
     """Draw the comparison as SVG."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG

@@ -19,7 +19,7 @@ from ..quantiles import Quantiles
 from ..reports.run_report import client_rows, engine_rows
 from ..telemetry.tables import TelemetrySummary
 from ..telemetry.telemetry_file import WholeTelemetry
-from .comparison import Comparison, Speedup
+from .comparison import SideBySide, Speedup
 
 
 class Percentiles(msgspec.Struct, frozen=True):
@@ -118,7 +118,7 @@ def figures_of_load(load: LoadSummary) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def figures_of_comparison(comparison: Comparison, picture: Path) -> dict[str, Any]:
+def figures_of_comparison(comparison: SideBySide, picture: Path) -> dict[str, Any]:
     """Return what came of the run without speculation, as fields of DemoResult."""
     ours, plain = map(_rounded_shares, comparison.attainment())
     return {

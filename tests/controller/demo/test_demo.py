@@ -20,7 +20,7 @@ from aiohttp.test_utils import TestServer
 from rich.console import Console
 
 from faser.controller.config import LinkConfig
-from faser.controller.demo.comparison import Comparison, Speedup, plain_launch, serve_plainly
+from faser.controller.demo.comparison import SideBySide, Speedup, plain_launch, serve_plainly
 from faser.controller.demo.demo import DemoOptions, run_demo
 from faser.controller.demo.load import LENGTHS, make_requests, peak_rps, token_ms, trial_requests, with_classes
 from faser.controller.demo.picture import write_picture
@@ -224,7 +224,7 @@ def served(tpot_s: float, count: int, outcome: str = "finished") -> list[Request
 
 
 def test_each_request_is_compared_with_itself() -> None:
-    comparison = Comparison.of(served(0.04, 20), served(0.06, 20), 16.0)
+    comparison = SideBySide.of(served(0.04, 20), served(0.06, 20), 16.0)
     speedup = comparison.speedup()
     assert speedup is not None
     assert (speedup.value, speedup.requests) == (1.5, 16)
@@ -240,7 +240,7 @@ def test_the_interval_is_as_wide_as_stretches_of_the_load_differ() -> None:
     steered, plain = served(0.04, 16), served(0.06, 16)
     for each in plain[8:]:
         each.token_times_s[-1] += 0.2
-    speedup = Comparison.of(steered, plain, 16.0).speedup()
+    speedup = SideBySide.of(steered, plain, 16.0).speedup()
     assert speedup is not None
     assert speedup.low is not None
     assert speedup.high is not None
@@ -248,10 +248,10 @@ def test_the_interval_is_as_wide_as_stretches_of_the_load_differ() -> None:
 
 
 def test_few_requests_have_no_interval_and_none_no_speedup() -> None:
-    few = Comparison.of(served(0.04, 5), served(0.06, 5), 9.0)
+    few = SideBySide.of(served(0.04, 5), served(0.06, 5), 9.0)
     assert few.speedup() == Speedup(1.5, None, None, 5)
     assert few.line().startswith("1.50 times as fast")
-    none = Comparison.of(served(0.04, 5), served(0.06, 5, "cancelled"), 9.0)
+    none = SideBySide.of(served(0.04, 5), served(0.06, 5, "cancelled"), 9.0)
     assert none.speedup() is None
     assert "pass a longer --duration" in none.line()
 
@@ -262,7 +262,7 @@ def test_the_comparison_has_its_picture(has_classes: bool, tmp_path: Path) -> No
     if not has_classes:
         for each in (*steered, *plain):
             each.objective = TimeObjective()
-    write_picture(Comparison.of(steered, plain, 12.0), tmp_path / "p.svg")
+    write_picture(SideBySide.of(steered, plain, 12.0), tmp_path / "p.svg")
     assert (tmp_path / "p.svg").read_text().startswith("<?xml")
 
 
