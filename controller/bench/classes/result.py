@@ -26,6 +26,7 @@ from .plan import ClassShare
 KEPT: Final = 0.9  # of a class's requests in time: its objective is kept
 PHASE: Final = "classes"
 CLASS_FORMAT: Final = 1
+_Z: Final = 1.96  # the normal distribution's 97.5 % quantile
 
 
 class ClassCount(msgspec.Struct, frozen=True):
@@ -101,6 +102,29 @@ class Figure(msgspec.Struct, frozen=True):
         return cls(_rounded(known.mean()), _rounded(max(low, least)), _rounded(min(high, most)))
 
 
+def share_figure(turns: Sequence[ClassTurn], arm: str, name: str) -> Figure:
+    """Return a class's share in time; its interval is the hull of that over rounds and Wilson's of all requests.
+
+    Rounds in which nobody or everybody was in time agree with each other, and yet say little with a dozen requests.
+    """
+    over_rounds = Figure.of(_values(turns, arm, _share_of(name)), 0.0, 1.0)
+    counts = [each.classes[name] for each in turns if each.turn.arm == arm]
+    finished, in_time = sum(each.finished for each in counts), sum(each.in_time for each in counts)
+    if over_rounds.value is None:
+        return over_rounds
+    known = (*wilson_interval(in_time, finished), over_rounds.low, over_rounds.high)
+    ends = [each for each in known if each is not None]
+    return Figure(over_rounds.value, _rounded(min(ends)), _rounded(max(ends)))
+
+
+def wilson_interval(hits: int, trials: int) -> tuple[float, float]:
+    """Return Wilson's 95 % interval of a share."""
+    share, weight = hits / trials, _Z**2 / trials
+    middle = (share + weight / 2) / (1 + weight)
+    reach = _Z / (1 + weight) * math.sqrt(share * (1 - share) / trials + weight / (4 * trials))
+    return max(middle - reach, 0.0), min(middle + reach, 1.0)
+
+
 class ArmFigures(msgspec.Struct, frozen=True):
     """What an arm came to at a load point."""
 
@@ -146,7 +170,7 @@ def _point(results: ClassResults, point: str) -> PointFigures:
 
 
 def _arm(turns: Sequence[ClassTurn], arm: str, classes: Sequence[str]) -> ArmFigures:
-    attainment = {name: Figure.of(_values(turns, arm, _share_of(name)), 0.0, 1.0) for name in classes}
+    attainment = {name: share_figure(turns, arm, name) for name in classes}
     goodput, ours = _values(turns, arm, _goodput), _values(turns, OURS, _goodput)
     return ArmFigures(
         arm=arm, attainment=attainment,

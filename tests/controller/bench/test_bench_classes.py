@@ -41,6 +41,7 @@ from faser.controller.bench.classes.result import (
     has_classes,
     read_class_results,
     summary,
+    wilson_interval,
     write_class_results,
 )
 from faser.controller.bench.classes.view import write_class_picture
@@ -232,7 +233,7 @@ def test_the_headline_is_who_keeps_every_class_for_nine_requests_in_ten() -> Non
     told = class_page(results)
     assert "Every class in time for 90% of its requests: FASER." in told
     assert "interactive 35.0 (0.7), batch 150.0 (3)" in told
-    assert "| no speculation | 0% (0% to 0%) | 100% (100% to 100%) | no |" in told
+    assert "| no speculation | 0% (0% to 11%) | 100% (89% to 100%) | no |" in told
 
 
 def test_a_class_without_a_whole_answer_is_not_kept_and_leaves_its_cell_empty() -> None:
@@ -240,7 +241,7 @@ def test_a_class_without_a_whole_answer_is_not_kept_and_leaves_its_cell_empty() 
     nothing = msgspec.structs.replace(lone, classes=lone.classes | {"interactive": ClassCount(0, 0, 50, 0.0)})
     point = figures(of_turns(nothing))[0]
     assert point.kept_by == []
-    assert "| FASER |  | 100% | no |" in class_page(of_turns(nothing))
+    assert "| FASER |  | 100% (72% to 100%) | no |" in class_page(of_turns(nothing))
     json.dumps(summary(of_turns(nothing)), allow_nan=False)
 
 
@@ -251,6 +252,12 @@ def test_intervals_are_over_starts_if_there_were_several_and_end_where_shares_do
     assert share.low is not None
     assert share.low < 0.8, "two values tell little"
     assert figures(of_turns(*rounds))[0].starts == 2
+
+
+def test_a_dozen_requests_without_a_miss_are_no_certainty() -> None:
+    assert wilson_interval(10, 10) == (pytest.approx(0.7225, abs=1e-3), 1.0)
+    assert wilson_interval(5, 10) == (pytest.approx(0.2366, abs=1e-3), pytest.approx(0.7634, abs=1e-3))
+    assert wilson_interval(0, 1000)[1] < 0.004
 
 
 def test_disturbed_rounds_count_only_where_too_few_are_quiet() -> None:
