@@ -40,7 +40,7 @@ from ..link.endpoint import socket_folder
 from ..progress import ShowProgress, progress_bar
 from ..reports.run_report import write_report
 from ..telemetry.telemetry_file import read_whole
-from .comparison import SideBySide, compared_until_s, plain_launch, serve_plainly
+from .comparison import Bystanders, SideBySide, compared_until_s, plain_launch, serve_plainly
 from .load import (
     PACES,
     PEAK_OVER_SERVED,
@@ -133,6 +133,7 @@ class Demo:
         self._running = ""  # what is to be stopped
         self._requests: Sequence[TimedRequest] = ()
         self._comparison: SideBySide | None = None
+        self._disturbed: list[str] = []
         self._console = Console(stderr=True, highlight=False)
 
     def say(self, text: str) -> None:
@@ -233,7 +234,7 @@ class Demo:
         if self.is_interrupted:
             raise KeyboardInterrupt
         engine.require_running()
-        return SideBySide.of(steered.results, plain, until_s)
+        return SideBySide.of(steered.results, plain, until_s, "; ".join(self._disturbed))
 
     async def _plain_load(self, engine: RunningEngine, until_s: float) -> Sequence[RequestResult]:
         stop = self._stop_on_signals()
@@ -241,7 +242,14 @@ class Demo:
         await _answered([_WARM_UP], options, stop)
         self.say(f"the requests of the load's first {until_s:g} s, without speculation")
         most_s = MOST_PLAIN * until_s + _PLAIN_DRAIN_S
-        return await serve_plainly(self._requests, options, until_s, most_s, stop)
+        bystanders = Bystanders(lambda: time.process_time() + engine.tree.cpu_s())
+        found = await serve_plainly(self._requests, options, until_s, most_s, stop)
+        self._note(bystanders.reason())
+        return found
+
+    def _note(self, disturbed: str) -> None:
+        if disturbed:
+            self._disturbed.append(disturbed)
 
     def _stop_on_signals(self) -> asyncio.Event:
         stop = asyncio.Event()
@@ -284,9 +292,11 @@ class Demo:
             asyncio.create_task(View(self.generator, self.config.link, self._console, is_live).follow()),
             asyncio.create_task(self._watch_processes(engine, sidecar, stop)),
         ]
+        bystanders = Bystanders(lambda: time.process_time() + engine.tree.cpu_s() + sidecar.cpu_s())
         try:
             with WaitingMeter(engine.pid) as meter:
                 await self.generator.run(stop)
+            self._note(bystanders.reason())
         finally:
             for task in aside:
                 task.cancel()

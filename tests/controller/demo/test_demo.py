@@ -20,7 +20,7 @@ from aiohttp.test_utils import TestServer
 from rich.console import Console
 
 from faser.controller.config import LinkConfig
-from faser.controller.demo.comparison import SideBySide, Speedup, plain_launch, serve_plainly
+from faser.controller.demo.comparison import Bystanders, SideBySide, Speedup, plain_launch, serve_plainly
 from faser.controller.demo.demo import DemoOptions, run_demo
 from faser.controller.demo.load import LENGTHS, make_requests, peak_rps, token_ms, trial_requests, with_classes
 from faser.controller.demo.picture import write_picture
@@ -28,6 +28,7 @@ from faser.controller.demo.result import DemoResult, final_table
 from faser.controller.demo.view import View, bars
 from faser.controller.engine.load_generator import LoadGenerator, LoadOptions
 from faser.controller.engine.load_summary import RequestResult
+from faser.controller.engine.machine import Processor
 from faser.controller.engine.reaper import descendants
 from faser.controller.engine.serve import embedded_launch
 from faser.controller.errors import EngineError, UsageError
@@ -254,6 +255,20 @@ def test_few_requests_have_no_interval_and_none_no_speedup() -> None:
     none = SideBySide.of(served(0.04, 5), served(0.06, 5, "cancelled"), 9.0)
     assert none.speedup() is None
     assert "pass a longer --duration" in none.line()
+
+
+def test_other_work_in_either_run_is_told_with_the_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = SideBySide.of(served(0.04, 5), served(0.06, 5), 9.0, "0.80 cores used by others")
+    assert told.line().endswith("; disturbed by other work: 0.80 cores used by others")
+    speedup = told.speedup()
+    assert speedup is not None
+    assert speedup.disturbed == "0.80 cores used by others"
+    used_s = iter([10.0, 10.5])  # of 2 s that the machine was busy, half a second was ours
+    busy = iter([Processor(100.0, 0.0), Processor(102.0, 0.0)])
+    monkeypatch.setattr(Processor, "now", lambda: next(busy))
+    clock_s = iter([0.0, 2.0])
+    monkeypatch.setattr("faser.controller.demo.comparison.time.monotonic", lambda: next(clock_s))
+    assert Bystanders(lambda: next(used_s)).reason() == "0.75 cores used by others"
 
 
 @pytest.mark.parametrize("has_classes", [True, False])
