@@ -145,7 +145,8 @@ def demo(
     config: ConfigFile = None,
 ) -> None:
     """Serve a replayed production load with the embedded model and FASER."""
-    from ..demo.demo import DemoOptions, run_demo
+    from ..demo.demo import run_demo
+    from ..demo.options import DemoOptions
 
     options = DemoOptions(
         duration_s=duration,

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -35,7 +33,7 @@ from ..engine.processes import ProcessTree, deferred_interrupts, ignored_interru
 from ..engine.running import RunningEngine
 from ..engine.serve import embedded_launch
 from ..engine.sidecar_child import await_introduction, own_sidecar
-from ..errors import EngineError, FaserError, StoreError, UsageError
+from ..errors import EngineError, FaserError, StoreError
 from ..link.endpoint import socket_folder
 from ..progress import ShowProgress, progress_bar
 from ..reports.run_report import write_report
@@ -51,11 +49,11 @@ from .load import (
     trial_requests,
     with_classes,
 )
+from .options import DemoOptions
 from .picture import write_picture
 from .result import DemoResult, figures_of_comparison, figures_of_load, figures_of_telemetry, final_table
 from .view import View
 
-METHODS: Final = ("eagle3", "eagle", "draft_model", "ngram")
 # A prompt's chunk holds every other request up: 0.4 s of prefill instead of the 1.5 s of vLLM's default.
 _ENGINE_ARGUMENTS: Final[tuple[str, ...]] = ("--max-num-batched-tokens", "512")
 _WARM_UP: Final = TimedRequest(0.0, "Count from one to twenty.", "chat", 24)
@@ -63,42 +61,6 @@ _INTRODUCTION_S: Final = 20.0
 _LOOK_S: Final = 0.5
 MOST_PLAIN: Final = 1.5  # times as long as its requests arrive, and some seconds
 _PLAIN_DRAIN_S: Final = 15.0
-
-
-@dataclass(frozen=True, slots=True)
-class DemoOptions:
-    """What `faser demo` was asked for; None means the default."""
-
-    duration_s: float = 60.0
-    policy: str | None = None
-    seed: int = 0
-    peak_rps: float | None = None
-    json: bool = False
-    method: str | None = None
-    drafter: str | None = None
-    output: Path | None = None
-    config: Path | None = None
-    has_classes: bool = False
-    interactive_share: float = 0.25  # of the requests, with classes
-    has_comparison: bool = True  # with plain vLLM, in a second run
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.duration_s) and 1.0 <= self.duration_s <= 1200.0):
-            raise UsageError(f"--duration {self.duration_s:g}", "1 to 1200 seconds")
-        if self.seed < 0:
-            raise UsageError(f"--seed {self.seed}", "0 or more")
-        if self.peak_rps is not None and not 0.1 <= self.peak_rps <= 1000.0:
-            raise UsageError(f"--peak-rps {self.peak_rps:g}", "0.1 to 1000 requests per second")
-        if not 0.0 < self.interactive_share < 1.0:
-            raise UsageError(f"--interactive-share {self.interactive_share:g}", "between 0 and 1")
-        if self.method is not None and self.method not in METHODS:
-            raise UsageError(f"--method {self.method}", " or ".join(METHODS))
-        if self.method == "ngram" and self.drafter is not None:
-            raise UsageError("--drafter with --method ngram", "none: ngram looks drafts up in the text")
-        if self.method in ("draft_model", "eagle") and self.drafter is None:
-            raise UsageError(f"--method {self.method} without a drafter", "a folder", "pass --drafter FOLDER")
-        if self.drafter is not None and not Path(self.drafter).expanduser().is_dir():
-            raise UsageError(f"--drafter {self.drafter}", "a folder with a model that vLLM loads")
 
 
 def run_demo(options: DemoOptions) -> int:

@@ -21,8 +21,9 @@ from rich.console import Console
 
 from faser.controller.config import LinkConfig
 from faser.controller.demo.comparison import Bystanders, SideBySide, Speedup, plain_launch, serve_plainly
-from faser.controller.demo.demo import DemoOptions, run_demo
+from faser.controller.demo.demo import run_demo
 from faser.controller.demo.load import LENGTHS, make_requests, peak_rps, token_ms, trial_requests, with_classes
+from faser.controller.demo.options import DemoOptions
 from faser.controller.demo.picture import write_picture
 from faser.controller.demo.result import DemoResult, final_table
 from faser.controller.demo.view import View, bars
