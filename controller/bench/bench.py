@@ -12,9 +12,10 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -30,7 +31,8 @@ from ..errors import EngineError, FaserError, UsageError
 from ..link.endpoint import socket_folder
 from ..whole_file import require_folder, require_place
 from .arm import Bed, require_available, server_arguments
-from .course import Bench
+from .arms import Tell
+from .course import Advance, Bench
 from .markdown import page
 from .plan import (
     FULL_LOADS,
@@ -144,36 +146,67 @@ def speed_of_cores() -> float:
 def run_bench(options: BenchOptions) -> int:
     """Measure, write, print; return 0, or 130 after Ctrl-C. A rival that failed is named, and no failure of ours."""
     plan, dtype = options.plan(), options.number_type()
-    for policy in (options.policy, *(rival for rival in plan.rivals if rival in POLICIES)):
-        check_policy(policy)
+    require_policies(options, plan)
     console = Console(stderr=True, highlight=False)
-    missing = _missing(options, plan)
-    folder = (Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S")).absolute()
-    path = options.resume or options.out or folder / "result.json"
-    machine = msgspec.structs.replace(machine_facts(), dtype=dtype)
-    results = Results(machine, versions(), commit(), _settings(options, plan, dtype), note=options.note)
+    missing = missing_rivals(options, plan)
+    folder, path = new_places(options)
+    results = fresh_results(options, plan, dtype)
     if options.resume is not None:
         results = _resumed(options.resume, options.out, results, plan.rivals)
-    elif path.exists():
-        raise UsageError(f"--out {path} exists", "a new file, or --resume to go on with it")
-    for place, option in ((path, "--out"), (options.picture, "--picture")):
-        if place is not None:
-            require_folder(place.absolute().parent, option)
-            require_place(place, option)
-    for rival, reason in missing.items():
-        console.print(f"faser: left out: {reason}", soft_wrap=True)
-        results.failed[rival] = reason
+    require_places(options, path)
+    tell_missing(missing, results, console)
     with socket_folder("bench") as sockets:
-        hows = (results.settings.threads, dtype, bool(plan.held), plan.temperature > 0.0)
-        bed = Bed(ensure_embedded_pair(), sockets, folder, options.policy, *hows)
-        code, failure = _measure(plan, results, path, bed, console)
+        bed = bed_of(options, plan, results.settings, sockets, folder)
+        make = partial(Bench, plan, results, path, bed)
+        code, failure = measure(make, console)
     show(options, results, path, console)
     if failure is not None:
         raise failure
     return code
 
 
-def _missing(options: BenchOptions, plan: BenchPlan) -> dict[str, str]:
+def require_policies(options: BenchOptions, plan: BenchPlan) -> None:
+    """Raise PolicyError for a policy that no engine could be steered by."""
+    for policy in (options.policy, *(rival for rival in plan.rivals if rival in POLICIES)):
+        check_policy(policy)
+
+
+def new_places(options: BenchOptions) -> tuple[Path, Path]:
+    """Return the folder of logs, and the results file."""
+    folder = (Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S")).absolute()
+    return folder, options.resume or options.out or folder / "result.json"
+
+
+def fresh_results(options: BenchOptions, plan: BenchPlan, dtype: DType) -> Results:
+    """Return the results of a run that begins now."""
+    machine = msgspec.structs.replace(machine_facts(), dtype=dtype)
+    return Results(machine, versions(), commit(), _settings(options, plan, dtype), note=options.note)
+
+
+def require_places(options: BenchOptions, path: Path) -> None:
+    """Raise UsageError where results or picture could not be written."""
+    if options.resume is None and path.exists():
+        raise UsageError(f"--out {path} exists", "a new file, or --resume to go on with it")
+    for place, option in ((path, "--out"), (options.picture, "--picture")):
+        if place is not None:
+            require_folder(place.absolute().parent, option)
+            require_place(place, option)
+
+
+def tell_missing(missing: Mapping[str, str], results: Results, console: Console) -> None:
+    """Say which rivals are left out, and keep it."""
+    for rival, reason in missing.items():
+        console.print(f"faser: left out: {reason}", soft_wrap=True)
+        results.failed[rival] = reason
+
+
+def bed_of(options: BenchOptions, plan: BenchPlan, settings: BenchSettings, sockets: Path, folder: Path) -> Bed:
+    """Return where the servers are put; makes the embedded pair if it is not there yet."""
+    hows = (settings.threads, options.number_type(), bool(plan.held), plan.temperature > 0.0)
+    return Bed(ensure_embedded_pair(), sockets, folder, options.policy, *hows)
+
+
+def missing_rivals(options: BenchOptions, plan: BenchPlan) -> dict[str, str]:
     """Return which rivals cannot run here, and why; raise EngineError for one that was asked for by name."""
     missing = {}
     for rival in plan.rivals:
@@ -203,21 +236,28 @@ def _read(path: Path, option: str) -> Results:
 
 def _resumed(path: Path, out: Path | None, fresh: Results, rivals: Sequence[str]) -> Results:
     """Return what a file holds, to go on with; raise UsageError where what comes could not be compared with it."""
+    require_no_out(out)
+    return go_on(path, _read(path, "--resume"), fresh, rivals)
+
+
+def require_no_out(out: Path | None) -> None:
+    """Raise UsageError for a second file beside the one to go on with."""
     if out is not None:
         raise UsageError(f"--out {out} beside --resume", "one of them: a resumed run goes on in its own file")
-    found = _read(path, "--resume")
+
+
+def go_on(path: Path, found: Results, fresh: Results, rivals: Sequence[str]) -> Results:
+    """Return an earlier run to be gone on with; raise UsageError where its turns could not be compared with these."""
     if difference := found.unlike(fresh):
         raise UsageError(f"--resume {path}: {difference}", "a run on the same machine with the same settings")
     return found.continued(fresh, rivals)
 
 
-def _measure(
-    plan: BenchPlan, results: Results, path: Path, bed: Bed, console: Console
-) -> tuple[int, FaserError | None]:
-    """Run the benchmark; return the exit code, and what ended it early."""
+def measure(make: Callable[[Tell, Advance], Bench], console: Console) -> tuple[int, FaserError | None]:
+    """Run the benchmark that `make` returns; return the exit code, and what ended it early."""
     with BenchProgress.shown(console) as progress:
         try:
-            asyncio.run(_stopping(Bench(plan, results, path, bed, progress.tell, progress.advance), progress))
+            asyncio.run(_stopping(make(progress.tell, progress.advance), progress))
         except asyncio.CancelledError:
             return 130, None
         except FaserError as error:

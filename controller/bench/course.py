@@ -80,7 +80,7 @@ class Bench:
         try:
             if TABLE in self.plan.rivals and not self.results.table:
                 await self._sweep()
-            first = first_start(self.results, self.plan.starts)
+            first = self._first_start()
             for start in range(first, first + self.plan.starts):
                 self.start = start
                 await self._measure_start(is_first=start == first)
@@ -91,6 +91,9 @@ class Bench:
             finally:
                 await self.arms.end()
 
+    def _first_start(self) -> int:
+        return first_start(self.results, self.plan.starts)
+
     async def _measure_start(self, is_first: bool) -> None:
         """Measure what is still to be told apart with servers of a start of their own."""
         arms = self.plan.arms
@@ -100,18 +103,27 @@ class Bench:
             for name in self.plan.points
         }
         names = [arm for arm in arms if any(arm in each for each in wanted.values())]
-        if self.plan.starts > 1:
-            await self.arms.end()
-            self.arms.bed = replace(self.bed, folder=self.bed.folder / f"start-{self.start}")
+        await self._begin_start()
         for group in groups(names, OURS, self.arms.capacity()) if names else ():
-            running = await self.arms.arrange(group)
-            if OURS not in running:
-                raise EngineError(f"FASER itself did not start: {self.results.failed.get(OURS, '')}")
+            running = await self._arrange(group)
             for mix in self.plan.mixes:
                 for name, point in self.plan.points.items():
                     here = [arm for arm in running if arm in wanted[name, mix.name]]
                     if is_first or len(here) > 1:
                         await self._point(point, mix, here)
+
+    async def _begin_start(self) -> None:
+        """End the servers of the start before, if there are to be several."""
+        if self.plan.starts > 1:
+            await self.arms.end()
+            self.arms.bed = replace(self.bed, folder=self.bed.folder / f"start-{self.start}")
+
+    async def _arrange(self, group: Sequence[str]) -> tuple[str, ...]:
+        """Return the arms of a group that run now; raise EngineError without FASER's own."""
+        running = await self.arms.arrange(group)
+        if OURS not in running:
+            raise EngineError(f"FASER itself did not start: {self.results.failed.get(OURS, '')}")
+        return running
 
     async def _point(self, point: int | Replay, mix: Mix, names: Sequence[str]) -> None:
         if isinstance(point, Replay):
@@ -347,7 +359,10 @@ class Bench:
 
     def _step(self, what: str, weight: float) -> None:
         self._done += weight
-        self.advance(what, self._done / expected_steps(self.plan))
+        self.advance(what, self._done / self._expected_steps())
+
+    def _expected_steps(self) -> float:
+        return expected_steps(self.plan)
 
 
 def expected_steps(plan: BenchPlan) -> float:

@@ -27,9 +27,12 @@ SUFFIX_OWN: Final = "suffix:own"  # matches a request's own text alone: the benc
 SUFFIXES: Final = (SUFFIX, SUFFIX_OWN)
 MATCHERS: Final = (NGRAM, NGRAM_LONG, *SUFFIXES)  # drafts are copied from text, no model makes them
 PAPERS: Final = ("adaspec", "smartspec", "gplcb")
+# By the objectives of requests, and FASER's rule without a look at them.
+BY_OBJECTIVE: Final = ("price:even", "adaserve", "urgent:3", "urgent:4")
 # Arms with FASER's plugin and a sidecar of their own under another policy than FASER's.
 POLICIES: Final = (
-    *PAPERS, "goodput", "ema", "bandit", "price:history", "price:drafter", "hybrid:4", "arctic:4", "learned",
+    *PAPERS, "goodput", "ema", "bandit", "price:history", "price:drafter", *BY_OBJECTIVE, "hybrid:4", "arctic:4",
+    "learned",
 )  # fmt: skip
 # FASER with mechanisms that it leaves off by default; no rivals, so the envelope does not know them.
 VARIANTS: Final = ("faser+pruning", "faser+overlap", "faser+both")

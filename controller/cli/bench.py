@@ -74,15 +74,30 @@ def bench(
     starts: Annotated[
         int, typer.Option(min=1, help="Start all servers anew up to this many times; intervals are then over starts.")
     ] = 1,
+    classes: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure classes of requests, NAME:CLIENTS:PACE, as interactive:2:0.7,batch:6:2.0; the pace is a time "
+            "per token as a multiple of that without speculation; with --trace, shares of its requests."
+        ),
+    ] = None,
+    class_seconds: Annotated[
+        float | None, typer.Option(help="Length of an arm's turn with --classes; default 45, quick 20.")
+    ] = None,
+    peaks: Annotated[
+        str | None, typer.Option(help="With --classes and --trace: multiples of the peak rate, as 0.5,1,1.5,2.")
+    ] = None,
     table: Annotated[Path | None, typer.Option(help="Only print the Markdown tables of this results file.")] = None,
     note: Annotated[str, typer.Option(help="A remark to keep in the results.")] = "",
 ) -> None:
     """Compare FASER with its rivals on real servers that take turns."""
     require_extra("train", "scipy")
     from ..bench.bench import BenchOptions, print_tables, run_bench
+    from ..bench.classes.bench import ClassOptions, print_class_tables, require_no_class_flags, run_class_bench
+    from ..bench.classes.result import has_classes
 
     if table is not None:
-        print_tables(table)
+        (print_class_tables if has_classes(table) else print_tables)(table)
         return
     options = BenchOptions(
         quick=quick, json=json, loads=loads, rivals=rivals, pairs=pairs, traces=tuple(trace or ()), kinds=kinds,
@@ -90,4 +105,7 @@ def bench(
         trace_s=trace_seconds, peak_rps=peak_rps, warp=warp, swell=swell, threads=threads, max_tokens=max_tokens,
         note=note, resume=resume, dtype=dtype, held=held, starts=starts, temperature=temperature,
     )  # fmt: skip
+    if classes is not None:
+        raise typer.Exit(run_class_bench(ClassOptions(options, classes, class_seconds, peaks)))
+    require_no_class_flags(class_seconds, peaks)
     raise typer.Exit(run_bench(options))

@@ -135,10 +135,18 @@ def demo(
     method: Annotated[str | None, typer.Option(help="Drafting method: draft_model, ngram, eagle, eagle3.")] = None,
     drafter: Annotated[str | None, typer.Option(help="Path of the drafter; default: the embedded one.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for report and telemetry.")] = None,
+    classes: Annotated[
+        bool, typer.Option("--classes", help="Two classes of requests, interactive and batch, with objectives.")
+    ] = False,
+    interactive_share: Annotated[float, typer.Option(help="Share of interactive requests with --classes.")] = 0.25,
+    compare: Annotated[
+        bool, typer.Option("--compare/--no-compare", help="Serve the load's first half without speculation too.")
+    ] = True,
     config: ConfigFile = None,
 ) -> None:
     """Serve a replayed production load with the embedded model and FASER."""
-    from ..demo.demo import DemoOptions, run_demo
+    from ..demo.demo import run_demo
+    from ..demo.options import DemoOptions
 
     options = DemoOptions(
         duration_s=duration,
@@ -150,6 +158,9 @@ def demo(
         drafter=drafter,
         output=output,
         config=config,
+        has_classes=classes,
+        interactive_share=interactive_share,
+        has_comparison=compare,
     )
     raise typer.Exit(run_demo(options))
 

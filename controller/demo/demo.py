@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -35,52 +33,34 @@ from ..engine.processes import ProcessTree, deferred_interrupts, ignored_interru
 from ..engine.running import RunningEngine
 from ..engine.serve import embedded_launch
 from ..engine.sidecar_child import await_introduction, own_sidecar
-from ..errors import EngineError, StoreError, UsageError
+from ..errors import EngineError, FaserError, StoreError
 from ..link.endpoint import socket_folder
 from ..progress import ShowProgress, progress_bar
 from ..reports.run_report import write_report
 from ..telemetry.telemetry_file import read_whole
-from .load import PEAK_OVER_SERVED, TRACE, make_requests, peak_rps, trial_requests
-from .result import DemoResult, figures_of_load, figures_of_telemetry, final_table
+from .comparison import Bystanders, SideBySide, compared_until_s, plain_launch, serve_plainly
+from .load import (
+    PACES,
+    PEAK_OVER_SERVED,
+    TRACE,
+    make_requests,
+    peak_rps,
+    token_ms,
+    trial_requests,
+    with_classes,
+)
+from .options import DemoOptions
+from .picture import write_picture
+from .result import DemoResult, figures_of_comparison, figures_of_load, figures_of_telemetry, final_table
 from .view import View
 
-METHODS: Final = ("eagle3", "eagle", "draft_model", "ngram")
 # A prompt's chunk holds every other request up: 0.4 s of prefill instead of the 1.5 s of vLLM's default.
 _ENGINE_ARGUMENTS: Final[tuple[str, ...]] = ("--max-num-batched-tokens", "512")
 _WARM_UP: Final = TimedRequest(0.0, "Count from one to twenty.", "chat", 24)
 _INTRODUCTION_S: Final = 20.0
 _LOOK_S: Final = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class DemoOptions:
-    """What `faser demo` was asked for; None means the default."""
-
-    duration_s: float = 60.0
-    policy: str | None = None
-    seed: int = 0
-    peak_rps: float | None = None
-    json: bool = False
-    method: str | None = None
-    drafter: str | None = None
-    output: Path | None = None
-    config: Path | None = None
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.duration_s) and 1.0 <= self.duration_s <= 1200.0):
-            raise UsageError(f"--duration {self.duration_s:g}", "1 to 1200 seconds")
-        if self.seed < 0:
-            raise UsageError(f"--seed {self.seed}", "0 or more")
-        if self.peak_rps is not None and not 0.1 <= self.peak_rps <= 1000.0:
-            raise UsageError(f"--peak-rps {self.peak_rps:g}", "0.1 to 1000 requests per second")
-        if self.method is not None and self.method not in METHODS:
-            raise UsageError(f"--method {self.method}", " or ".join(METHODS))
-        if self.method == "ngram" and self.drafter is not None:
-            raise UsageError("--drafter with --method ngram", "none: ngram looks drafts up in the text")
-        if self.method in ("draft_model", "eagle") and self.drafter is None:
-            raise UsageError(f"--method {self.method} without a drafter", "a folder", "pass --drafter FOLDER")
-        if self.drafter is not None and not Path(self.drafter).expanduser().is_dir():
-            raise UsageError(f"--drafter {self.drafter}", "a folder with a model that vLLM loads")
+MOST_PLAIN: Final = 1.5  # times as long as its requests arrive, and some seconds
+_PLAIN_DRAIN_S: Final = 15.0
 
 
 def run_demo(options: DemoOptions) -> int:
@@ -93,6 +73,7 @@ def run_demo(options: DemoOptions) -> int:
         processes = ExitStack()
         try:
             demo.run(processes)
+            demo.compare(processes)
         finally:
             with ignored_interrupts():
                 demo.stop(processes)
@@ -111,7 +92,10 @@ class Demo:
         self.is_interrupted = False
         self._peak_rps = 0.0  # not known yet
         self._failure: EngineError | None = None
-        self._has_started = False
+        self._running = ""  # what is to be stopped
+        self._requests: Sequence[TimedRequest] = ()
+        self._comparison: SideBySide | None = None
+        self._disturbed: list[str] = []
         self._console = Console(stderr=True, highlight=False)
 
     def say(self, text: str) -> None:
@@ -131,17 +115,30 @@ class Demo:
                 raise
             self._failure = error  # what was measured before is still worth showing
 
+    def compare(self, processes: ExitStack) -> None:
+        """Serve the load's first requests once more, by plain vLLM; that it cannot be done is no failure."""
+        if not self.options.has_comparison or self.is_interrupted or self._failure or self.generator is None:
+            return
+        try:
+            self.stop(processes)  # they would share its cores
+            self._comparison = self._served_plainly(processes, self.generator)
+        except KeyboardInterrupt:
+            self.is_interrupted = True
+        except FaserError as error:
+            self.say(f"not compared with no speculation: {error}")
+
     def stop(self, processes: ExitStack) -> None:
         """End the engine, then the sidecar: its last records are in the file then."""
-        if self._has_started:
-            self.say("stopping engine and sidecar")
+        if self._running:
+            self.say(f"stopping {self._running}")
+        self._running = ""
         processes.close()
 
     def conclude(self) -> int:
         """Print table or JSON, write report and result; raise the engine's error if it went away."""
         if self.generator is None and not self.is_interrupted:
             return 1  # an error is on its way that says why nothing was measured
-        path, report = self.config.store.path, self.folder / "report.html"
+        path, report, picture = self.config.store.path, self.folder / "report.html", self.folder / "comparison.svg"
         load = self.generator.summary() if self.generator else None
         telemetry = read_whole(path) if path.is_file() else None
         result = DemoResult(
@@ -149,7 +146,10 @@ class Demo:
             peak_rps=self._peak_rps, cores=available_cores(), is_interrupted=self.is_interrupted,
             **(figures_of_load(load) if load else {}),
             **(figures_of_telemetry(telemetry, report) if telemetry else {}),
+            **(figures_of_comparison(self._comparison, picture) if self._comparison else {}),
         )  # fmt: skip
+        if self._comparison is not None:
+            write_picture(self._comparison, picture)
         if telemetry is not None:
             write_report(telemetry, report, load, f"FASER demo: {self.options.duration_s:g} s of {TRACE}")
         encoded = msgspec.json.encode(result)
@@ -158,7 +158,11 @@ class Demo:
             sys.stdout.write(encoded.decode() + "\n")
             sys.stdout.flush()
         else:
-            Console(highlight=False).print(final_table(result, load, telemetry.summary if telemetry else None))
+            console = Console(highlight=False)
+            console.print(final_table(result, load, telemetry.summary if telemetry else None))
+            if self._comparison is not None:
+                console.print(self._comparison.line(), soft_wrap=True)
+                self.say(f"picture {picture}")
             self.say(f"report {result.report_path}, telemetry {result.telemetry_path}")
         if self._failure is not None:
             raise self._failure
@@ -170,7 +174,7 @@ class Demo:
             self.say(f"starting the sidecar, policy {self.config.policy.spec}")
             with deferred_interrupts():
                 sidecar = processes.enter_context(own_sidecar(self.config, self.folder / "sidecar.log"))
-                self._has_started = True
+                self._running = "engine and sidecar"
             self.say(f"starting vLLM on {launch.url}")
             with deferred_interrupts():
                 engine = processes.enter_context(RunningEngine(launch, self.folder / "engine.log"))
@@ -178,6 +182,42 @@ class Demo:
         self.say(f"vLLM is ready after {waited_s:.1f} s")
         await_introduction(self.config, sidecar, _INTRODUCTION_S, f"see {self.folder}/engine.log, or run: faser doctor")
         return engine, sidecar
+
+    def _served_plainly(self, processes: ExitStack, steered: LoadGenerator) -> SideBySide:
+        with progress_bar(self._console) as show:
+            launch = plain_launch(embedded_launch(ensure_embedded_pair(show), "", arguments=_ENGINE_ARGUMENTS))
+            self.say("starting vLLM without speculation, to compare")
+            with deferred_interrupts():
+                engine = processes.enter_context(RunningEngine(launch, self.folder / "plain-engine.log"))
+                self._running = "vLLM without speculation"
+            engine.wait_ready(progress=show)
+        until_s = compared_until_s(self.options.duration_s)
+        plain = asyncio.run(self._plain_load(engine, until_s))
+        if self.is_interrupted:
+            raise KeyboardInterrupt
+        engine.require_running()
+        return SideBySide.of(steered.results, plain, until_s, "; ".join(self._disturbed))
+
+    async def _plain_load(self, engine: RunningEngine, until_s: float) -> Sequence[RequestResult]:
+        stop = self._stop_on_signals()
+        options = LoadOptions(engine.launch.url, _served_name(engine.launch), seed=self.options.seed)
+        await _answered([_WARM_UP], options, stop)
+        self.say(f"the requests of the load's first {until_s:g} s, without speculation")
+        most_s = MOST_PLAIN * until_s + _PLAIN_DRAIN_S
+        bystanders = Bystanders(lambda: time.process_time() + engine.tree.cpu_s())
+        found = await serve_plainly(self._requests, options, until_s, most_s, stop)
+        self._note(bystanders.reason())
+        return found
+
+    def _note(self, disturbed: str) -> None:
+        if disturbed:
+            self._disturbed.append(disturbed)
+
+    def _stop_on_signals(self) -> asyncio.Event:
+        stop = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._interrupt, stop)
+        return stop
 
     def _launch(self, show: ShowProgress) -> EngineLaunch:
         pair = ensure_embedded_pair(show)
@@ -190,20 +230,20 @@ class Demo:
         return embedded_launch(pair, self.config.link.endpoint, arguments=arguments)
 
     async def _load(self, engine: RunningEngine, sidecar: ProcessTree) -> None:
-        stop = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._interrupt, stop)
+        stop = self._stop_on_signals()
         options = LoadOptions(engine.launch.url, _served_name(engine.launch), seed=self.options.seed)
         await _answered([_WARM_UP], options, stop)
         peak = f"{PEAK_OVER_SERVED:g} times what this machine serves"
-        if self.options.peak_rps is None:
+        trial: Sequence[RequestResult] = ()
+        if self.options.peak_rps is None or self.options.has_classes:
             trial = await _answered(trial_requests(), options, stop)
             if stop.is_set():
                 return
+        if self.options.peak_rps is None:
             self._peak_rps = peak_rps(trial, self.options.duration_s)
         else:
             self._peak_rps, peak = self.options.peak_rps, "as asked"
-        requests = make_requests(self.options.duration_s, self.options.seed, self._peak_rps)
+        self._requests = requests = self._made_requests(trial)
         self.say(
             f"{len(requests)} requests in {self.options.duration_s:g} s from {TRACE}, seed {self.options.seed}, "
             f"peak {self._peak_rps:g}/s, {peak}"
@@ -214,14 +254,25 @@ class Demo:
             asyncio.create_task(View(self.generator, self.config.link, self._console, is_live).follow()),
             asyncio.create_task(self._watch_processes(engine, sidecar, stop)),
         ]
+        bystanders = Bystanders(lambda: time.process_time() + engine.tree.cpu_s() + sidecar.cpu_s())
         try:
             with WaitingMeter(engine.pid) as meter:
                 await self.generator.run(stop)
+            self._note(bystanders.reason())
         finally:
             for task in aside:
                 task.cancel()
             await asyncio.gather(*aside, return_exceptions=True)
         save_waiting(meter.read(), self.config.store.path)  # for `faser fidelity`
+
+    def _made_requests(self, trial: Sequence[RequestResult]) -> Sequence[TimedRequest]:
+        requests = make_requests(self.options.duration_s, self.options.seed, self._peak_rps)
+        if not self.options.has_classes:
+            return requests
+        token = token_ms(trial)
+        told = ", ".join(f"{name} {pace * token:.0f}" for name, pace in PACES.items())
+        self.say(f"{self.options.interactive_share:.0%} of the requests interactive; objectives, ms a token: {told}")
+        return with_classes(requests, self.options.interactive_share, token)
 
     def _interrupt(self, stop: asyncio.Event) -> None:
         self.is_interrupted = True

@@ -6,8 +6,11 @@ that the number of cores does not tell what is past the knee: a handful of reque
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Final
 
 from ...env.workload.prompts import KINDS, Prompt, held_out_prompts
@@ -27,12 +30,36 @@ LEAST_PEAK_RPS: Final = 0.3  # below, a minute has no load worth the name
 MOST_ARRIVALS: Final = 9000  # the trace has some more
 TRIAL_REQUESTS: Final = 8
 TRIAL_TOKENS: Final = 16
+INTERACTIVE, BATCH = "interactive", "batch"
+# A class's time per token, as a multiple of what the trial's requests had, eight at once and with drafts: about what
+# the load's middle can give to a few, and what it gives to all.
+PACES: Final = {INTERACTIVE: 1.0, BATCH: 2.5}
 
 
 def make_requests(duration_s: float, seed: int, peak_rps: float) -> list[TimedRequest]:
     """Return the demo's load: the same for the same duration, seed and peak."""
     swell = Swell(duration_s, peak_rps / PEAK_OVER_LOW, peak_rps)
     return build_workload(swelling_arrivals(shipped_trace(TRACE), swell, seed), _prompts()[1], LENGTHS, seed=seed)
+
+
+def with_classes(requests: Sequence[TimedRequest], interactive_share: float, token_ms: float) -> list[TimedRequest]:
+    """Return the load with every i-th request interactive and the others of the class batch, each with its objective.
+
+    :param token_ms: what the trial's requests took for a token
+    """
+    count = [math.floor(at * interactive_share) for at in range(len(requests) + 1)]
+    names = [INTERACTIVE if after > before else BATCH for before, after in pairwise(count)]
+    return [
+        replace(request, class_name=name, tpot_ms=round(PACES[name] * token_ms, 3))
+        for request, name in zip(requests, names, strict=True)
+    ]
+
+
+def token_ms(trial: Sequence[RequestResult]) -> float:
+    """Return what the trial's requests took for a token in the mean; EngineError if they said nothing."""
+    if not (times_ms := [value for each in trial if (value := each.tpot_ms) is not None]):
+        raise EngineError("vLLM's first answers are empty", "text", "see the engine's log")
+    return sum(times_ms) / len(times_ms)
 
 
 def trial_requests() -> list[TimedRequest]:

@@ -6,6 +6,7 @@ rename.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from ..quantiles import Quantiles
 from ..reports.run_report import client_rows, engine_rows
 from ..telemetry.tables import TelemetrySummary
 from ..telemetry.telemetry_file import WholeTelemetry
+from .comparison import SideBySide, Speedup
 
 
 class Percentiles(msgspec.Struct, frozen=True):
@@ -59,7 +61,8 @@ NOTHING_MEASURED: Final = Percentiles(None, None)
 class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
     """The last line of `faser demo --json`; defaults are what was never measured.
 
-    Times as named; lengths in tokens per request and step.
+    Times as named; lengths in tokens per request and step. Attainment is by class: of the whole load, and of the
+    requests that were served without speculation too, on both sides.
     """
 
     engine: EngineFacts = EngineFacts()
@@ -95,6 +98,11 @@ class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
     trace: str
     peak_rps: float
     load_generator_cpu_share: float | None = None
+    attainment: dict[str, float] = {}
+    speedup: Speedup | None = None
+    compared_attainment: dict[str, float] = {}
+    plain_attainment: dict[str, float] = {}
+    picture_path: str | None = None
     cores: int
     is_interrupted: bool
 
@@ -106,6 +114,16 @@ def figures_of_load(load: LoadSummary) -> dict[str, Any]:
         "tokens_per_s": round(load.tokens_per_s, 2), "ttft_ms": Percentiles.of(load.ttft_ms),
         "tpot_ms": Percentiles.of(load.tpot_ms), "e2e_ms": Percentiles.of(load.e2e_ms), "wall_s": round(load.wall_s, 3),
         "output_tokens": load.output_tokens, "load_generator_cpu_share": _rounded(load.cpu_share),
+        "attainment": _rounded_shares(load.attainment),
+    }  # fmt: skip
+
+
+def figures_of_comparison(comparison: SideBySide, picture: Path) -> dict[str, Any]:
+    """Return what came of the run without speculation, as fields of DemoResult."""
+    ours, plain = map(_rounded_shares, comparison.attainment())
+    return {
+        "speedup": comparison.speedup(), "compared_attainment": ours, "plain_attainment": plain,
+        "picture_path": str(picture.absolute()),
     }  # fmt: skip
 
 
@@ -147,6 +165,10 @@ def _engine_facts(engines: list[Hello]) -> EngineFacts:
         return EngineFacts()
     hello = engines[-1]
     return EngineFacts("vllm", hello.vllm_version, hello.device, hello.model, hello.method, hello.drafter, hello.k_max)
+
+
+def _rounded_shares(shares: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(share, 4) for name, share in shares.items()}
 
 
 def _rounded(value: float, digits: int = 4) -> float | None:

@@ -7,6 +7,7 @@ Called by the demo and the benchmarks. It never retries (a retry would hide a fa
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Final
 import aiohttp
 import msgspec
 
+from ...engine_adapter.steering.extra_args import CLIENT_TPOT, CLIENT_TTFT
+from ...env.estimate.objectives import TimeObjective
 from ...env.workload.workload import TimedRequest
 from .load_summary import LoadSummary, RequestResult
 
@@ -86,9 +89,12 @@ class LoadGenerator:
         self.started_s = 0.0  # on the clock
         self.failures: list[str] = []
         self.results = [
-            RequestResult(index, request.kind, request.prompt_id, request.arrival_s)
+            RequestResult(
+                index, request.kind, request.prompt_id, request.arrival_s,
+                class_name=request.class_name, objective=objective_of(request),
+            )
             for index, request in enumerate(requests)
-        ]
+        ]  # fmt: skip
         self.arrived = 0
         self.in_flight = 0
         self.peak_in_flight = 0
@@ -204,6 +210,8 @@ class LoadGenerator:
             body["ignore_eos"] = True
         if self.options.seed is not None:
             body["seed"] = self.options.seed + index
+        if objectives := client_objectives(request):
+            body["vllm_xargs"] = objectives
         return body
 
     async def _read(self, stream: aiohttp.StreamReader, result: RequestResult) -> None:
@@ -242,6 +250,18 @@ class LoadGenerator:
         result.output_tokens = total
         if self.options.keep_text:
             result.text.append(content)
+
+
+def client_objectives(request: TimedRequest) -> dict[str, float]:
+    """Return what a request says of its objectives, as docs/guide/objectives.md has it."""
+    said = {CLIENT_TTFT: request.ttft_ms, CLIENT_TPOT: request.tpot_ms}
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def objective_of(request: TimedRequest) -> TimeObjective:
+    """Return what a request is to keep; infinite where it says nothing."""
+    times_ms = (request.ttft_ms, request.tpot_ms)
+    return TimeObjective(*(math.inf if value is None else value / 1e3 for value in times_ms))
 
 
 async def _is_set_within(event: asyncio.Event, wait_s: float) -> bool:

@@ -2,7 +2,8 @@
 itself.
 
 Definitions (vLLM's benchmarks, except that time counts from the scheduled arrival, so that a client-side queue is
-not hidden): TTFT = first token - arrival; E2E = last token - arrival; TPOT = (E2E - TTFT) / (tokens - 1).
+not hidden): TTFT = first token - arrival; E2E = last token - arrival; TPOT = (E2E - TTFT) / (tokens - 1). Who was in
+time is counted as the sidecar does (docs/guide/objectives.md), by the client's clock.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ...env.estimate.objectives import NONE, OWN, TimeObjective
 from ..quantiles import Quantiles
 
 Outcome = Literal["pending", "finished", "failed", "cancelled"]
@@ -34,6 +36,16 @@ class RequestResult:
     text: list[str] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)
     token_counts: list[int] = field(default_factory=list)
+    class_name: str = ""
+    objective: TimeObjective = NONE
+
+    @property
+    def is_in_time(self) -> bool | None:
+        """Return whether the request kept its objective; None if it has none or did not finish."""
+        if not self.objective.is_given or self.outcome != "finished" or not self.token_times_s:
+            return None
+        first_s, last_s = self.token_times_s[0], self.token_times_s[-1]
+        return self.objective.is_kept(first_s - self.due_s, last_s - first_s, self.output_tokens)
 
     @property
     def ttft_ms(self) -> float | None:
@@ -70,6 +82,7 @@ class LoadSummary:
     peak_in_flight: int
     late_ms_p99: float  # how late requests left, the client's own queueing
     cpu_share: float  # of one core, the generator's thread
+    attainment: Mapping[str, float] = field(default_factory=dict)  # by class, of the finished: who was in time
 
     @classmethod
     def of(cls, results: Sequence[RequestResult], peak_in_flight: int, cpu_share: float) -> LoadSummary:
@@ -93,4 +106,14 @@ class LoadSummary:
             peak_in_flight=peak_in_flight,
             late_ms_p99=Quantiles.of(late_ms).p99,
             cpu_share=cpu_share,
+            attainment=attainment_of(results),
         )
+
+
+def attainment_of(results: Sequence[RequestResult]) -> dict[str, float]:
+    """Return the share of requests in time by class, of those that have an objective and finished."""
+    verdicts: dict[str, list[bool]] = {}
+    for result in results:
+        if (is_in_time := result.is_in_time) is not None:
+            verdicts.setdefault(result.class_name or OWN, []).append(is_in_time)
+    return {name: sum(each) / len(each) for name, each in verdicts.items()}

@@ -23,7 +23,7 @@ _GRID: Final = 2048  # points of the swell's integral
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
-    """One request to send `arrival_s` seconds after the start."""
+    """One request to send `arrival_s` seconds after the start; its objectives are those that it says itself."""
 
     arrival_s: float
     prompt: str
@@ -31,6 +31,9 @@ class TimedRequest:
     max_tokens: int
     prompt_id: str = ""
     prompt_tokens: int = 0  # without the chat template
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    class_name: str = ""  # under which it is counted; nothing that a server hears of
 
 
 @dataclass(frozen=True, slots=True)

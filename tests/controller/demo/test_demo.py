@@ -8,26 +8,37 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from rich.console import Console
 
 from faser.controller.config import LinkConfig
-from faser.controller.demo.demo import DemoOptions, run_demo
-from faser.controller.demo.load import LENGTHS, make_requests, peak_rps, trial_requests
+from faser.controller.demo.comparison import Bystanders, SideBySide, Speedup, plain_launch, serve_plainly
+from faser.controller.demo.demo import run_demo
+from faser.controller.demo.load import LENGTHS, make_requests, peak_rps, token_ms, trial_requests, with_classes
+from faser.controller.demo.options import DemoOptions
+from faser.controller.demo.picture import write_picture
 from faser.controller.demo.result import DemoResult, final_table
 from faser.controller.demo.view import View, bars
 from faser.controller.engine.load_generator import LoadGenerator, LoadOptions
 from faser.controller.engine.load_summary import RequestResult
+from faser.controller.engine.machine import Processor
 from faser.controller.engine.reaper import descendants
+from faser.controller.engine.serve import embedded_launch
 from faser.controller.errors import EngineError, UsageError
 from faser.controller.telemetry.telemetry_file import TelemetryFile
+from faser.env.estimate.objectives import TimeObjective
 from faser.env.workload.held_out import is_held_out_prompt
 from faser.env.workload.prompts import KINDS
+from faser.env.workload.workload import TimedRequest
+from faser.models.embedded.pair import EmbeddedPair
 
 pytestmark = pytest.mark.alone
 
@@ -44,6 +55,7 @@ PROMISED = {
     "engine", "requests", "tokens_per_s", "ttft_ms", "tpot_ms", "e2e_ms", "steps", "decisions", "steps_under_lease",
     "dropped_records", "gaps", "acceptance_rate", "mean_draft_length", "draft_length_histogram",
     "steps_with_mixed_lengths", "adapter_us_per_step", "telemetry_path", "report_path", "policy", "seed", "duration_s",
+    "speedup", "attainment",
 }  # fmt: skip
 
 
@@ -111,6 +123,9 @@ def test_the_trial_is_a_few_short_answers_to_prompts_like_the_load_s_own() -> No
         ({"seed": -1}, "--seed -1"),
         ({"peak_rps": 0.0}, "--peak-rps 0"),
         ({"peak_rps": float("nan")}, "--peak-rps nan"),
+        ({"interactive_share": 0.0}, "--interactive-share 0"),
+        ({"interactive_share": 1.0}, "--interactive-share 1"),
+        ({"interactive_share": float("nan")}, "--interactive-share nan"),
         ({"method": "medusa"}, "--method medusa"),
         ({"method": "draft_model"}, "without a drafter"),
         ({"method": "ngram", "drafter": "x"}, "--drafter with --method ngram"),
@@ -178,9 +193,139 @@ def demo(tmp_path: Path) -> list[str]:
     return [*FASER, "demo", "--output", str(tmp_path / "run"), "--json"]
 
 
+def test_every_fourth_request_is_interactive_and_each_class_has_its_objective() -> None:
+    plain = make_requests(45.0, 0, 3.0)
+    requests = with_classes(plain, 0.25, 40.0)
+    assert [replace(each, class_name="", tpot_ms=None) for each in requests] == plain
+    assert {each.class_name for each in requests[3::4]} == {"interactive"}
+    assert {each.class_name for at, each in enumerate(requests) if at % 4 != 3} == {"batch"}
+    assert {each.tpot_ms for each in requests[3::4]} == {40.0}
+    assert {each.tpot_ms for each in requests[:3]} == {100.0}
+
+
+def test_the_classes_are_told_by_what_the_trial_took_for_a_token() -> None:
+    trial = answered(0.1, 0.04)
+    for each in trial:
+        each.output_tokens = each.token_counts[-1]
+    assert 40.0 <= token_ms(trial) <= 100.0, "tokens a step of 40 ms, and prompts read in between"
+    with pytest.raises(EngineError, match="empty"):
+        token_ms([RequestResult(0, "chat", "", 0.0)])
+
+
+def served(tpot_s: float, count: int, outcome: str = "finished") -> list[RequestResult]:
+    """Return requests that arrive a second apart; every other one takes half as long again."""
+    found = []
+    for at in range(count):
+        result = RequestResult(at, "chat", "", float(at), float(at), outcome)  # type: ignore[arg-type]
+        own_s = tpot_s * (1.5 if at % 2 else 1.0)
+        result.token_times_s, result.token_counts = [at + 1.0, at + 1.0 + 9 * own_s], [1, 10]
+        result.output_tokens, result.objective = 10, TimeObjective(tpot_s=0.05)
+        result.class_name = "interactive" if at % 4 == 3 else "batch"
+        found.append(result)
+    return found
+
+
+def test_each_request_is_compared_with_itself() -> None:
+    comparison = SideBySide.of(served(0.04, 20), served(0.06, 20), 16.0)
+    speedup = comparison.speedup()
+    assert speedup is not None
+    assert (speedup.value, speedup.requests) == (1.5, 16)
+    assert (speedup.low, speedup.high) == (1.5, 1.5)
+    assert comparison.attainment() == ({"batch": 8 / 12, "interactive": 0.0}, {"batch": 0.0, "interactive": 0.0})
+    assert comparison.line() == (
+        "1.50 (1.50 to 1.50) times as fast per token as without speculation, on 16 requests; "
+        "in time: batch 67% (without 0%), interactive 0% (without 0%)"
+    )
+
+
+def test_the_interval_is_as_wide_as_stretches_of_the_load_differ() -> None:
+    steered, plain = served(0.04, 16), served(0.06, 16)
+    for each in plain[8:]:
+        each.token_times_s[-1] += 0.2
+    speedup = SideBySide.of(steered, plain, 16.0).speedup()
+    assert speedup is not None
+    assert speedup.low is not None
+    assert speedup.high is not None
+    assert speedup.low < 1.55 < speedup.value < speedup.high
+
+
+def test_few_requests_have_no_interval_and_none_no_speedup() -> None:
+    few = SideBySide.of(served(0.04, 5), served(0.06, 5), 9.0)
+    assert few.speedup() == Speedup(1.5, None, None, 5)
+    assert few.line().startswith("1.50 times as fast")
+    none = SideBySide.of(served(0.04, 5), served(0.06, 5, "cancelled"), 9.0)
+    assert none.speedup() is None
+    assert "pass a longer --duration" in none.line()
+
+
+def test_other_work_in_either_run_is_told_with_the_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = SideBySide.of(served(0.04, 5), served(0.06, 5), 9.0, "0.80 cores used by others")
+    assert told.line().endswith("; disturbed by other work: 0.80 cores used by others")
+    speedup = told.speedup()
+    assert speedup is not None
+    assert speedup.disturbed == "0.80 cores used by others"
+    used_s = iter([10.0, 10.5])  # of 2 s that the machine was busy, half a second was ours
+    busy = iter([Processor(100.0, 0.0), Processor(102.0, 0.0)])
+    monkeypatch.setattr(Processor, "now", lambda: next(busy))
+    clock_s = iter([0.0, 2.0])
+    monkeypatch.setattr("faser.controller.demo.comparison.time.monotonic", lambda: next(clock_s))
+    assert Bystanders(lambda: next(used_s)).reason() == "0.75 cores used by others"
+
+
+@pytest.mark.parametrize("has_classes", [True, False])
+def test_the_comparison_has_its_picture(has_classes: bool, tmp_path: Path) -> None:
+    steered, plain = served(0.04, 12), served(0.06, 12)
+    if not has_classes:
+        for each in (*steered, *plain):
+            each.objective = TimeObjective()
+    write_picture(SideBySide.of(steered, plain, 12.0), tmp_path / "p.svg")
+    assert (tmp_path / "p.svg").read_text().startswith("<?xml")
+
+
+def test_the_run_without_speculation_is_the_same_server_as_vllm_is() -> None:
+    launch = embedded_launch(EmbeddedPair(Path("/t"), Path("/d")), "ipc:///s", port=8123)
+    plain = plain_launch(launch)
+    command = plain.command()
+    assert "--speculative-config" not in command
+    assert "--scheduler-cls" not in command
+    assert set(command) < set(launch.command())
+    environment = plain.environment({})
+    assert environment["VLLM_PLUGINS"] == "none"
+    assert not any(name.startswith("FASER_") for name in environment)
+
+
+def test_the_run_without_speculation_ends_with_the_last_request_that_is_compared() -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await asyncio.sleep(0.3 if body["max_tokens"] == 2 else 30.0)
+        choice = {"delta": {"content": "x"}, "finish_reason": "length"}
+        event = {"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
+        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        return response
+
+    async def run(most_s: float) -> list[RequestResult]:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", handler)
+        async with TestServer(app) as running:
+            options = LoadOptions(str(running.make_url("/")), "m")
+            return await serve_plainly(requests, options, 0.1, most_s, asyncio.Event())
+
+    requests = [
+        TimedRequest(0.0, "a", "chat", 2),
+        TimedRequest(0.05, "b", "chat", 2),
+        TimedRequest(0.1, "c", "chat", 9),
+    ]
+    began_s = time.monotonic()
+    assert [each.outcome for each in asyncio.run(run(60.0))] == ["finished", "finished", "cancelled"]
+    assert [each.outcome for each in asyncio.run(run(0.1))] == ["cancelled"] * 3
+    assert time.monotonic() - began_s < 10.0
+
+
 @pytest.mark.engine
 def test_a_short_demo_serves_steers_and_reports(demo: list[str], tmp_path: Path) -> None:
-    done = subprocess.run([*demo, "--duration", "10"], capture_output=True, text=True, timeout=280)
+    done = subprocess.run([*demo, "--duration", "10", "--classes"], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert set(result) >= PROMISED
@@ -192,6 +337,10 @@ def test_a_short_demo_serves_steers_and_reports(demo: list[str], tmp_path: Path)
     assert result["steps_with_mixed_lengths"] > 0
     assert result["steps"] == recorded(result)[0]
     assert Path(result["report_path"]).read_text().count("<svg") == 3
+    assert set(result["attainment"]) == {"interactive", "batch"}
+    assert result["speedup"]["value"] > 0.5
+    assert result["speedup"]["requests"] > 0
+    assert Path(result["picture_path"]).read_text().startswith("<?xml")
 
 
 @pytest.mark.engine

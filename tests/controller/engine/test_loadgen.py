@@ -228,3 +228,41 @@ def test_stopping_cancels_what_is_in_flight_and_keeps_what_was_measured() -> Non
     summary, results = load(handler, requests(0.0, 0.0, 60.0), stop_after_s=0.3)
     assert [result.outcome for result in results] == ["finished", "cancelled", "cancelled"]
     assert (summary.finished, summary.failed, summary.cancelled) == (1, 0, 2)
+
+
+def test_a_request_says_its_objectives_itself_and_who_was_in_time_is_counted_by_class() -> None:
+    said: list[dict[str, float] | None] = []
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        said.append(body.get("vllm_xargs"))
+        slow = body["messages"][0]["content"] == "slow"
+        return await stream(request, [*GOOD, DONE], pause_s=0.06 if slow else 0.0)
+
+    work = [
+        TimedRequest(0.0, "quick", "chat", 6, ttft_ms=5000.0, tpot_ms=20.0, class_name="a"),
+        TimedRequest(0.0, "slow", "chat", 6, tpot_ms=20.0, class_name="a"),
+        TimedRequest(0.0, "slow", "chat", 6, ttft_ms=5000.0),
+        TimedRequest(0.0, "quick", "chat", 6, class_name="b"),
+    ]
+    summary, results = load(handler, work)
+    assert len(said) == 4
+    for wishes in (
+        {"faser_ttft_ms": 5000.0, "faser_tpot_ms": 20.0}, {"faser_tpot_ms": 20.0}, {"faser_ttft_ms": 5000.0}, None,
+    ):  # fmt: skip
+        assert wishes in said
+    assert [result.is_in_time for result in results] == [True, False, True, None]
+    assert summary.attainment == {"a": 0.5, "own": 1.0}
+
+
+def test_a_late_first_token_misses_an_objective_and_a_cancelled_request_is_not_counted() -> None:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(0.1)
+        if (await request.json())["messages"][0]["content"] == "never":
+            await asyncio.sleep(30.0)
+        return await stream(request, [*GOOD, DONE])
+
+    late = TimedRequest(0.0, "late", "chat", 6, ttft_ms=50.0, class_name="a")
+    never = TimedRequest(0.0, "never", "chat", 6, ttft_ms=50.0, class_name="b")
+    summary, _ = load(handler, [late, never], stop_after_s=0.5)
+    assert summary.attainment == {"a": 0.0}
