@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from ...engine_adapter.arrays import Floats
@@ -47,9 +48,15 @@ def match_rule(view: PlanningView, matches: Matches, table: Floats, choice: Choi
     return MatchRule(slopes.tolist(), intercepts.tolist(), [keep] * longest, longest, worth, fewest)
 
 
-def dearer(keep: list[float], worth: float) -> list[float]:
-    """Return thresholds of survival where a token is worth so much of what a row costs is reckoned in, 0..1."""
-    return [min(each / worth, LARGEST_KEEP) for each in keep]
+def beside_favoured(rule: MatchRule, dearer: float) -> MatchRule:
+    """Return the rule where some requests' tokens are worth more than others'.
+
+    A copy is anybody's, and as likely one's as another's: its rows are worth the mean. Rounds are made for however few
+    of the favoured want drafts.
+
+    :param dearer: how many times as much time a token may take, by which rows' prices are more
+    """
+    return msgspec.structs.replace(rule, keep=[min(each * dearer, LARGEST_KEEP) for each in rule.keep], fewest=1)
 
 
 def _row_price(view: PlanningView, rows: float, rate: float) -> float:

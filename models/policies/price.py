@@ -26,7 +26,7 @@ from ...env.spaces import Action, Capabilities
 from .admission import admission
 from .advice import NEUTRAL, Advice
 from .baselines import uniform
-from .copying import dearer, match_rule, with_copies
+from .copying import beside_favoured, match_rule, with_copies
 from .favouring import FavouredGroups, choose_favouring
 from .probe import BUDGET_SHARE, Chances, ProbeAccount
 from .split_choice import RateEstimates, SplitChoice
@@ -243,19 +243,17 @@ class PricePolicy:
             stops = self._favouring_by_confidence(view, groups, forecast)
             plan = stops if _lead(stops, plan) > 0.0 else plan
         reason = f"{plan.action.reason}; {_favoured(view, groups.favoured & (plan.action.lengths > 0))}"
-        match = self._dearer_copies(view, float(values[view.decoding].min()))
+        match = self._copies_beside(view, values, plan.rate)
         action = msgspec.structs.replace(plan.action, reason=reason, match=match, favours=True)
         return msgspec.structs.replace(plan, action=action)
 
-    def _dearer_copies(self, view: PlanningView, least: float) -> MatchRule | None:
-        """Return when to copy beside favoured requests: a copied row of anybody's takes time from them.
-
-        :param least: what a token is worth where it is worth least, in tokens of the favoured
-        """
+    def _copies_beside(self, view: PlanningView, values: Floats, rate: float) -> MatchRule | None:
+        """Return when to copy beside favoured requests, `rate` being what the plan brings in value per second."""
         if not self._can_copy or view.matches is None:
             return None
-        rule = self._by_history(view).action.match
-        return None if rule is None else msgspec.structs.replace(rule, keep=dearer(rule.keep, least))
+        even = self._by_history(view)
+        dearer = rate / (even.rate * float(values[view.decoding].mean()))
+        return None if even.action.match is None else beside_favoured(even.action.match, dearer)
 
     def _favouring_by_confidence(self, view: PlanningView, groups: FavouredGroups, forecast: Forecast) -> Plan:
         before = self._before(view, 0)

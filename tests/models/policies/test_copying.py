@@ -125,3 +125,18 @@ def test_rivals_copy_first() -> None:
     assert hybrid.match is not None
     assert arctic.match is not None
     assert (hybrid.match.worth, arctic.match.worth) == (0.0, 3.0)
+
+
+def test_beside_favoured_requests_rounds_are_made_for_however_few_and_copies_go_on() -> None:
+    """Else the two that need drafts would wait for as many as make rounds pay when all count the same."""
+    state = seen(8, 0.02, 6.0, level=0.8)
+    assert PricePolicy(CAPABILITIES).act(state).match is not None
+    values = np.ones(state.requests.size)
+    values[2:] = 0.125
+    policy = PricePolicy(CAPABILITIES)
+    even, plan = policy._by_history(state.view()), policy._by_value(state.view(), values, None)
+    assert even.action.match is not None
+    assert plan.action.match is not None
+    assert even.action.match.fewest > 1
+    assert plan.action.match.fewest == 1
+    assert even.action.match.keep[0] <= plan.action.match.keep[0] < 2.0 * even.action.match.keep[0]
