@@ -11,6 +11,7 @@ POLICIES = {
     "off": "no speculation",
     "fixed:K": "K draft tokens for every request, e.g. fixed:3",
     "table:ROWS": "draft tokens by requests in the batch, e.g. table:1-4=3,5-16=1,17-=0",
+    "turns:K": "K draft tokens, and each split of the engine's device in turn: to see what they take",
     "price": "each request drafts until its next token stops paying for its row, by history and drafter confidence",
     "price:history": "the same without the drafter's confidence",
     "price:drafter": "the same without drafts copied from a request's own text",
@@ -34,7 +35,7 @@ def handed_over(policy: Policy | None) -> int:
 
 def make_policy(spec: str, capabilities: Capabilities) -> Policy:
     """Return the policy that `spec` names; raise PolicyError with the possible names otherwise."""
-    from .policies.baselines import FixedLength, LengthTable, Off
+    from .policies.baselines import FixedLength, LengthTable, Off, SplitTurns
     from .policies.price import PricePolicy
     from .policies.profiling import ProfilingPolicy
 
@@ -45,6 +46,8 @@ def make_policy(spec: str, capabilities: Capabilities) -> Policy:
         return FixedLength.parse(argument, capabilities)
     if name == "table" and argument:
         return LengthTable.parse(argument, capabilities)
+    if name == "turns" and argument:
+        return SplitTurns.parse(argument, capabilities)
     if name == "price" and argument in ("", "history", "drafter"):
         return PricePolicy(capabilities, use_confidence=argument != "history", use_copies=argument != "drafter")
     if name == "price" and argument.startswith("pace="):

@@ -24,6 +24,7 @@ from ..errors import EndpointError, EngineError, ModelError, StoreError, UsageEr
 from ..progress import progress_bar
 from .launch import (
     EngineLaunch,
+    available_cores,
     embedded_dtype,
     free_port,
     is_cpu_build,
@@ -54,9 +55,12 @@ EMBEDDED_ARGUMENTS: Final = (
 
 
 def embedded_launch(
-    pair: EmbeddedPair, endpoint: str, port: int | None = None, arguments: Sequence[str] = ()
+    pair: EmbeddedPair, endpoint: str, port: int | None = None, arguments: Sequence[str] = (), splits: str = ""
 ) -> EngineLaunch:
-    """Return the launch of the embedded pair on loopback; `arguments` come after the defaults and win over them."""
+    """Return the launch of the embedded pair on loopback; `arguments` come after the defaults and win over them.
+
+    :param splits: of the cores, which a lease may then ask for; unsplit the target has a thread on each
+    """
     is_ours = not _has_flag(arguments, _SPECULATIVE_FLAGS)
     return EngineLaunch(
         model=str(pair.target),
@@ -68,6 +72,8 @@ def embedded_launch(
         is_cpu=is_cpu_build(),
         kv_cache_gib=1,
         draft_max=EMBEDDED_K_MAX if is_ours else None,
+        threads=available_cores() if splits else None,
+        environment_extra={"FASER_SPLITS": splits} if splits else {},
     )
 
 
