@@ -122,19 +122,20 @@ class FrontierRunner:
             rows = len(scheduler_output.num_scheduled_tokens) + verified
             self._is_decoding = scheduler_output.total_num_scheduled_tokens == rows
         self._remotely(lambda remote: remote.forget(scheduler_output.finished_req_ids))
-        self._remotely(self._take_share)
+        self._remotely(lambda remote: self._take_share(remote, scheduler_output))
         if self._states is not None:
             if self._owes_states:  # vLLM drafts nothing where a request is too long for its drafter
                 self._states.clear()
             self._owes_states = scheduler_output.total_num_scheduled_tokens > 0
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
-    def _take_share(self, remote: RemoteDrafting) -> None:
+    def _take_share(self, remote: RemoteDrafting, scheduled: Any) -> None:
         """Let target and process have the cores that the step's split gives them."""
         if self.shares is None:
             return
         asked = None if self._order is None else self._order.split  # None: FASER steers no more
-        index = self.shares.take(asked or UNSPLIT_INDEX)
+        logits = len(scheduled.num_scheduled_tokens) + sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
+        index = self.shares.take(asked or UNSPLIT_INDEX, scheduled.total_num_scheduled_tokens, logits)
         self.is_paired = index != UNSPLIT_INDEX
         remote.process.threads = self.shares.at(index).allocated.draft if self.is_paired else 0
 

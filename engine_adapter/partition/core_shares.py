@@ -3,6 +3,10 @@
 Owned by the runner's part (overlap/frontier_runner.py), on the thread that runs the target. A pool of threads keeps
 those of its largest share: fewer are woken while another process has the rest of the cores. Only the calling thread is
 moved; the others sleep, or are as many as the share has cores.
+
+vLLM keeps a oneDNN kernel for each number of rows (0.32 _custom_ops.py:create_onednn_mm, 32 of them for each shape of
+weights), which never uses more threads than there were when it was made, but goes on with fewer. So a number of rows
+that is new gets all threads once, whatever the split.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from .cpu import CpuPartition
 from .shares import Partitions
 
 UNSPLIT_INDEX: Final = 0
+KERNELS: Final = 32
 
 
 class CoreShares:
@@ -27,6 +32,8 @@ class CoreShares:
         self._partitions = partitions
         self.threads = threads
         self.index = UNSPLIT_INDEX
+        # Numbers of rows whose kernels were made with all threads, the one not used for longest first.
+        self._made: dict[str, dict[int, None]] = {"rows": {}, "logits": {}}
 
     def at(self, index: int) -> CpuPartition:
         """Return a partition."""
@@ -40,14 +47,38 @@ class CoreShares:
         splits = [self.at(index) for index in range(1, len(self._partitions.ready))]
         return max(splits, key=lambda split: split.allocated.draft)
 
-    def take(self, index: int) -> int:
-        """Let the target compute on its share from now on; return the index that is in force."""
+    def take(self, index: int, rows: int = 0, logits: int = 0) -> int:
+        """Let the target compute on its share from now on; return the index that is in force.
+
+        :param rows: of the step's forward pass.
+        :param logits: rows of them that the target's head computes.
+        """
+        is_new = self._note("rows", rows) | self._note("logits", logits)
+        cores = self.at(index).cores("verify")
+        threads = self.threads if is_new else min(self.threads, len(cores))
+        if threads != running_threads():
+            set_threads(threads)
         if index != self.index:
-            cores = self.at(index).cores("verify")
-            set_threads(min(self.threads, len(cores)))
             os.sched_setaffinity(0, cores)
             self.index = index
         return self.index
+
+    def _note(self, of: str, rows: int) -> bool:
+        """Tell whether a kernel for so many rows has to be made; vLLM forgets the one that was not used for longest."""
+        made = self._made[of]
+        is_new = rows > 0 and rows not in made
+        made.pop(rows, None)
+        made[rows] = None
+        if len(made) > KERNELS:
+            del made[next(iter(made))]
+        return is_new
+
+
+def running_threads() -> int:
+    """Return how many threads this thread's parallel regions have."""
+    import torch
+
+    return torch.get_num_threads()
 
 
 def set_threads(count: int) -> None:

@@ -146,8 +146,7 @@ def test_the_split_in_force_is_shown_where_the_engine_offers_any(
     start: Callable[..., Callable[..., Session]], make_engine: Make, make_record: Callable[..., StepRecord]
 ) -> None:
     assert "split" not in dict(engine_lines(start("fixed:2")().status(1.0)))
-    hello = msgspec.structs.replace(make_engine().hello(), splits=["unsplit", "1:1"])
-    session = Session(hello, "fixed:2", LeaseConfig(), 7, 0.0)
+    session = Session(make_engine().hello(splits=["unsplit", "1:1"]), "fixed:2", LeaseConfig(), 7, 0.0)
     shown_splits = [session.status(0.0).split]
     for counter, split in enumerate([1, None, 9], 1):
         assert session.admit(msgspec.structs.replace(make_record("boot-1", counter), split=split), counter * 0.01)
