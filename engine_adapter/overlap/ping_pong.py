@@ -135,7 +135,8 @@ class PingPong:
         self.pace.note(report.verify_s, sum(scheduled.values()), report.draft_s, tokens)
         if not self._turn.is_deferred and not self._turn.held:
             self.pace.note_whole(report.verify_s, report.draft_s)
-        if self._could_part and not self._is_between:
+        # Behind a split vLLM's drafter reads what it sat out: a cost of the split that would speak for it.
+        if self._could_part and not self._is_between and not (self.by_split and report.caught_up):
             for gate in self._told_gates():
                 gate.note(len(self._decoding), self._turn.is_deferred, time_s, emitted)
 

@@ -65,8 +65,10 @@ class CoreShares:
 
     def _note(self, of: str, rows: int) -> bool:
         """Tell whether a kernel for so many rows has to be made; vLLM forgets the one that was not used for longest."""
+        if not rows:
+            return False
         made = self._made[of]
-        is_new = rows > 0 and rows not in made
+        is_new = rows not in made
         made.pop(rows, None)
         made[rows] = None
         if len(made) > KERNELS:

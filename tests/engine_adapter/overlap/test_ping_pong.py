@@ -11,6 +11,7 @@ import pytest
 
 from faser.engine_adapter.gate import EVIDENCE_STEPS
 from faser.engine_adapter.overlap import ping_pong
+from faser.engine_adapter.overlap.groups import GroupTurn
 from faser.engine_adapter.overlap.ping_pong import PingPong, chosen_groups
 from faser.engine_adapter.settings import load_settings
 from faser.engine_adapter.steering.orders import StepReport
@@ -213,6 +214,19 @@ def test_each_split_has_its_own_evidence() -> None:
             late.setdefault(asked, []).append(one.splits[-1])
     assert late[1].count(1) < 0.1 * len(late[1])
     assert late[2].count(2) > 0.8 * len(late[2])
+
+
+def test_steps_in_which_the_drafter_catches_up_are_no_evidence_against_being_unsplit() -> None:
+    one, told = split_engine("auto"), list[bool]()
+    for _ in range(64):
+        one.run_asked(1)
+    gate = one.groups._gates[1]
+    gate.note = lambda requests, has_used, time_s, tokens: told.append(has_used)  # type: ignore[method-assign]
+    one.groups._turn, one.groups._is_between = GroupTurn(), False
+    for caught_up in [5, 0]:
+        report = StepReport(is_drafter_ready=True, caught_up=caught_up)
+        one.groups.note(dict.fromkeys(ALL, 1), 4, 1.0, report)
+    assert told == [False]
 
 
 def test_without_splits_on_offer_none_is_in_force() -> None:
