@@ -7,6 +7,7 @@ and refuses what contradicts them.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -132,7 +133,8 @@ def run_serve(model: str, vllm_arguments: Sequence[str], config: Config) -> int:
     if model == EMBEDDED:
         with progress_bar(console) as show:
             pair = ensure_embedded_pair(show)
-        launch = embedded_launch(pair, endpoint, _port(vllm_arguments), vllm_arguments)
+        splits = os.environ.get("FASER_SPLITS", "")
+        launch = embedded_launch(pair, endpoint, _port(vllm_arguments), vllm_arguments, splits)
     else:
         launch = model_launch(model, endpoint, vllm_arguments)
         if is_slow(launch):
