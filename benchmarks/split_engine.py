@@ -1,6 +1,6 @@
-"""The engine of splits.py, in a process of its own.
+"""The engine of core_splits.py, in a process of its own.
 
-Started by splits.py with the most draft tokens, the most requests and the number type.
+Started by core_splits.py with the most draft tokens, the most requests and the number type.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class SplitEngine(SlicedArms):
         for number, prompts in enumerate(others):
             self.record("unsplit", prompts, tokens)
             self.turn((*FORCED, GATED)[:: -1 if number % 2 else 1], FORCED, prompts, number)
-        if self._remote.process.deaths > deaths or not self._remote.is_ready:
+        if self._remote.process.deaths > deaths:  # one that is late with an answer is only seen as busy
             raise RuntimeError("the drafter's process ended while it was measured")
         kinds = {arm: Counter(step.kind for step in steps) for arm, steps in self.answered_steps().items()}
         return {

@@ -1,4 +1,4 @@
-"""What a split of the cores takes and brings, beside all cores in turn: `python benchmarks/splits.py`.
+"""What a split of the cores takes and brings, beside all cores in turn: `python benchmarks/core_splits.py`.
 
 One engine (vLLM V1, CPU, greedy, all cores), held-out prompts of five kinds, several requests at once. Three arms:
 `unsplit` (target and vLLM's own drafter in turn, each with all cores), `1:1` (two groups: the target on one half of the
@@ -27,7 +27,7 @@ from faser.controller.engine.machine import machine_facts, versions
 from faser.models.embedded.precision import dtype_on
 
 FOLDER: Final = Path(__file__).resolve().parent
-RESULT: Final = FOLDER / "results" / "splits.json"
+RESULT: Final = FOLDER / "results" / "core_splits.json"
 ENGINE: Final = FOLDER / "split_engine.py"
 QUICK_TOKENS: Final = 60  # enough for a slice of each arm
 
