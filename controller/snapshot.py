@@ -133,6 +133,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     sources: dict[Source, SourceStatus] = {}  # copies: only of an engine that can copy
     attainment: dict[str, AttainmentStatus] = {}  # by class, "own" for requests that spoke for themselves
     miscounted: int = 0  # tokens since its boot by which the engine's records differ from vLLM's own counters
+    split: str = ""  # of its device, drafter to target, in force in the last step; empty: it offers none
 
 
 class LinkStatus(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@ from .drafting.draft_rounds import told_rounds
 from .graph_lengths import graph_lengths, has_graphs
 from .matching.choice import match_refusal
 from .operator_log import operator_log
+from .overlap.splits import chosen_splits
 from .patches.versions import vllm_version
 from .protocol import MAX_DRAFT_LENGTH, Hello
 from .pruning.exit_file import ExitFacts, usable_exits
@@ -72,7 +73,7 @@ def describe_engine(config: VllmConfig, settings: Settings) -> Hello:
         max_batched_tokens=scheduler.max_num_batched_tokens,
         kv_tokens=(cache.num_gpu_blocks or 0) * (cache.block_size or 0),
         graph_sizes=_graph_sizes(config),
-        splits=["unsplit"],
+        splits=_splits(config, settings),
         exit_layers=list(exits.layers) if exits else [],
         tensor_parallel=parallel.tensor_parallel_size,
         pipeline_parallel=parallel.pipeline_parallel_size,
@@ -100,6 +101,13 @@ def _exits(config: VllmConfig, settings: Settings) -> ExitFacts | None:
 def _frontier(config: VllmConfig, settings: Settings) -> int:
     command, _ = chosen_drafter(settings.drafter_cores, config)  # the runner says why there is none
     return min(config.num_speculative_tokens, MAX_DRAFT_LENGTH) if command else 0
+
+
+def _splits(config: VllmConfig, settings: Settings) -> list[str]:
+    splits = chosen_splits(settings, config)
+    for line in splits.refused:
+        logger.warning("FASER offers no other split: %s", line)
+    return splits.names
 
 
 def drafter_context(config: VllmConfig) -> int | None:

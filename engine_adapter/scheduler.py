@@ -164,7 +164,8 @@ class SteeredScheduler(SchedulerHooks):
         order = steering.order(output.num_scheduled_tokens, self._started_s)
         self._latched = order.longest()
         if self.ping_pong is not None:
-            self._latched = self.ping_pong.latch(order.lengths)
+            self._latched = self.ping_pong.latch(self._latched)
+            order.split = self.ping_pong.in_force(order.split)
             # A draft that waits for its turn was drawn before the prune order of the step that verifies it.
             order.is_deferred, order.prune, order.next_prune = self.ping_pong.is_deferred, None, None
         output.num_spec_tokens_to_schedule = max(order.lengths.values(), default=0)

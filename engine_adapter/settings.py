@@ -54,6 +54,7 @@ class Settings:
     frontier: int = 0
     draft_ahead: str = AUTO
     ping_pong: str = NEVER
+    splits: tuple[str, ...] = ()
     server_key: str = ""
     engine_key: str = ""
     is_varlen: bool = True
@@ -116,6 +117,11 @@ def _cores(name: str, text: str) -> str:
             f"{name}={text!r}: expected core numbers such as 1 or 2-3,6, or {ANYWHERE}; correct or unset it"
         ) from None
     return text
+
+
+def _names(_name: str, text: str) -> tuple[str, ...]:
+    """Return the names of a list; whether they can be had is told where they are made ready (overlap/splits.py)."""
+    return tuple(filter(None, (part.strip() for part in text.split(","))))
 
 
 def _endpoint(name: str, text: str) -> str:
@@ -203,8 +209,15 @@ SETTINGS: Final = {
         "FASER_PING_PONG",
         NEVER,
         "When one half of the batch drafts while the other is verified: never, auto (where measured to be "
-        "faster) or always; needs FASER_DRAFTER_CORES.",
+        "faster) or always; needs FASER_DRAFTER_CORES or FASER_SPLITS.",
         _choice(NEVER, AUTO, ALWAYS),
+    ),
+    "splits": Setting(
+        "FASER_SPLITS",
+        "",
+        "Splits of the cores, drafter to target, that a lease may ask for from step to step (CPU), as 1:1 or 1:3,1:1; "
+        "empty: none.",
+        _names,
     ),
     "server_key": Setting(
         "FASER_SERVER_KEY",

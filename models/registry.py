@@ -11,6 +11,7 @@ POLICIES = {
     "off": "no speculation",
     "fixed:K": "K draft tokens for every request, e.g. fixed:3",
     "table:ROWS": "draft tokens by requests in the batch, e.g. table:1-4=3,5-16=1,17-=0",
+    "turns:K": "K draft tokens, and each split of the engine's device in turn: to see what they take",
     "price": "each request drafts until its next token stops paying for its row, by history and drafter confidence",
     "price:even": "the same without objectives: a token is worth the same whoever's it is",
     "price:values:SETTINGS": "the same with other values of tokens, e.g. price:values:urgency=20,reserve=3",
@@ -39,7 +40,7 @@ def handed_over(policy: Policy | None) -> int:
 
 def make_policy(spec: str, capabilities: Capabilities) -> Policy:
     """Return the policy that `spec` names; raise PolicyError with the possible names otherwise."""
-    from .policies.baselines import FixedLength, LengthTable, Off
+    from .policies.baselines import FixedLength, LengthTable, Off, SplitTurns
     from .policies.price import PricePolicy
     from .policies.profiling import ProfilingPolicy
     from .policies.token_values import TokenValues
@@ -51,6 +52,8 @@ def make_policy(spec: str, capabilities: Capabilities) -> Policy:
         return FixedLength.parse(argument, capabilities)
     if name == "table" and argument:
         return LengthTable.parse(argument, capabilities)
+    if name == "turns" and argument:
+        return SplitTurns.parse(argument, capabilities)
     if name == "price" and argument in ("", "even", "history", "drafter"):
         values = None if argument == "even" else TokenValues()
         return PricePolicy(

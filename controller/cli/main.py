@@ -134,6 +134,9 @@ def demo(
     json: Json = False,
     method: Annotated[str | None, typer.Option(help="Drafting method: draft_model, ngram, eagle, eagle3.")] = None,
     drafter: Annotated[str | None, typer.Option(help="Path of the drafter; default: the embedded one.")] = None,
+    splits: Annotated[
+        str, typer.Option(help="Splits of the cores, drafter to target, that the policy may ask for, as 1:1.")
+    ] = "",
     output: Annotated[Path | None, typer.Option(help="Folder for report and telemetry.")] = None,
     classes: Annotated[
         bool, typer.Option("--classes", help="Two classes of requests, interactive and batch, with objectives.")
@@ -156,6 +159,7 @@ def demo(
         json=json,
         method=method,
         drafter=drafter,
+        splits=splits,
         output=output,
         config=config,
         has_classes=classes,

@@ -244,7 +244,16 @@ class Session:
             sources=self._sources(),
             attainment=self.attainment.status(),
             miscounted=record.miscounted if record else 0,
+            split=self._split(),
         )
+
+    def _split(self) -> str:
+        """Return the name of the split that the newest step ran under, empty where the engine offers none."""
+        splits, record = self.hello.splits, self.newest
+        if len(splits) < 2:
+            return ""
+        index = record.split or 0 if record else 0
+        return splits[index] if index < len(splits) else ""
 
     def _sources(self) -> dict[Source, SourceStatus]:
         drafter = self.window.drafter()

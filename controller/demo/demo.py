@@ -34,6 +34,7 @@ from ..engine.running import RunningEngine
 from ..engine.serve import embedded_launch
 from ..engine.sidecar_child import await_introduction, own_sidecar
 from ..errors import EngineError, FaserError, StoreError
+from ..link.ask import ask
 from ..link.endpoint import socket_folder
 from ..progress import ShowProgress, progress_bar
 from ..reports.run_report import write_report
@@ -181,6 +182,8 @@ class Demo:
             waited_s = engine.wait_ready(progress=show)
         self.say(f"vLLM is ready after {waited_s:.1f} s")
         await_introduction(self.config, sidecar, _INTRODUCTION_S, f"see {self.folder}/engine.log, or run: faser doctor")
+        if self.options.splits and not any(each.split for each in ask(self.config.link).engines):
+            self.say(f"splits {self.options.splits} cannot be had, see {self.folder}/engine.log; serving unsplit")
         return engine, sidecar
 
     def _served_plainly(self, processes: ExitStack, steered: LoadGenerator) -> SideBySide:
@@ -227,7 +230,8 @@ class Demo:
         elif self.options.drafter is not None:
             folder = str(Path(self.options.drafter).expanduser().absolute())
             arguments += _speculative({"method": self.options.method or "eagle3", "model": folder})
-        return embedded_launch(pair, self.config.link.endpoint, arguments=arguments)
+        endpoint, splits = self.config.link.endpoint, self.options.splits
+        return embedded_launch(pair, endpoint, arguments=arguments, splits=splits)
 
     async def _load(self, engine: RunningEngine, sidecar: ProcessTree) -> None:
         stop = self._stop_on_signals()

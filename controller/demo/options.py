@@ -26,6 +26,7 @@ class DemoOptions:
     json: bool = False
     method: str | None = None
     drafter: str | None = None
+    splits: str = ""
     output: Path | None = None
     config: Path | None = None
     has_classes: bool = False

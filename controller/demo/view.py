@@ -82,6 +82,7 @@ class View:
             ("lengths", f"mean {engine.mean_draft_length:.2f} {bars(engine.length_histogram)} 0..{engine.k_max}"),
             ("acceptance", rate),
             ("lease", f"{engine.lease_share:.0%} of steps"),
+            *([("split", engine.split)] if engine.split else []),
             ("reason", engine.reason or "-"),
         ]
 

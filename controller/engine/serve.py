@@ -7,6 +7,7 @@ and refuses what contradicts them.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from ..errors import EndpointError, EngineError, ModelError, StoreError, UsageEr
 from ..progress import progress_bar
 from .launch import (
     EngineLaunch,
+    available_cores,
     embedded_dtype,
     free_port,
     is_cpu_build,
@@ -54,9 +56,12 @@ EMBEDDED_ARGUMENTS: Final = (
 
 
 def embedded_launch(
-    pair: EmbeddedPair, endpoint: str, port: int | None = None, arguments: Sequence[str] = ()
+    pair: EmbeddedPair, endpoint: str, port: int | None = None, arguments: Sequence[str] = (), splits: str = ""
 ) -> EngineLaunch:
-    """Return the launch of the embedded pair on loopback; `arguments` come after the defaults and win over them."""
+    """Return the launch of the embedded pair on loopback; `arguments` come after the defaults and win over them.
+
+    :param splits: of the cores, which a lease may then ask for; unsplit the target has a thread on each
+    """
     is_ours = not _has_flag(arguments, _SPECULATIVE_FLAGS)
     return EngineLaunch(
         model=str(pair.target),
@@ -68,6 +73,8 @@ def embedded_launch(
         is_cpu=is_cpu_build(),
         kv_cache_gib=1,
         draft_max=EMBEDDED_K_MAX if is_ours else None,
+        threads=available_cores() if splits else None,
+        environment_extra={"FASER_SPLITS": splits} if splits else {},
     )
 
 
@@ -126,7 +133,8 @@ def run_serve(model: str, vllm_arguments: Sequence[str], config: Config) -> int:
     if model == EMBEDDED:
         with progress_bar(console) as show:
             pair = ensure_embedded_pair(show)
-        launch = embedded_launch(pair, endpoint, _port(vllm_arguments), vllm_arguments)
+        splits = os.environ.get("FASER_SPLITS", "")
+        launch = embedded_launch(pair, endpoint, _port(vllm_arguments), vllm_arguments, splits)
     else:
         launch = model_launch(model, endpoint, vllm_arguments)
         if is_slow(launch):

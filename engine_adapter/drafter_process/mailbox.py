@@ -23,7 +23,7 @@ from .drafted import Drafted
 
 Tokens = NDArray[np.int32]
 
-HEAD_WORDS = 8  # int32: [cancelled job, unused, 2 x float64 of the reply's times]
+HEAD_WORDS = 8  # int32: [cancelled job, threads, 2 x float64 of the reply's times]
 JOB_WORDS = 1 << 21  # int32; pages that were never written cost nothing
 REPLY_WORDS = 1 << 19
 ASK_WORDS = 8  # of each ask, before its tokens
@@ -75,6 +75,7 @@ class Job:
     number: int
     forget: list[int]
     asks: list[Ask]
+    threads: int = 0  # to compute with; 0: as many as before
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,7 @@ class Mailbox:
 
     def post(self, job: Job) -> None:
         """Write a job and ring; it must fit (`fitting`)."""
+        self._head[1] = job.threads
         self._job[: 2 + len(job.forget)] = [len(job.forget), len(job.asks), *job.forget]
         at = 2 + len(job.forget)
         for ask in job.asks:
@@ -172,7 +174,7 @@ class Mailbox:
             tokens, assumed, blocks = np.split(copied, np.cumsum(sizes[:2]))
             found.append(Ask(key, start, tokens, assumed, count, StateRows(rows, writes, blocks)))
             at += sum(sizes)
-        return Job(number, self._job[2 : 2 + forgotten].tolist(), found)
+        return Job(number, self._job[2 : 2 + forgotten].tolist(), found, int(self._head[1]))
 
     def answer(self, reply: Reply) -> None:
         """Write a reply and ring."""

@@ -114,6 +114,7 @@ class DrafterProcess:
         self._environment = {**(os.environ if environment is None else environment), **shares}
         self._clock = clock
         self._shared = tuple(shared)
+        self.threads = 0  # of the jobs that are sent from now on; 0: as many as it was started with
         self._life: _Life | None = None
         self._pause_s, self._start_at_s = FIRST_PAUSE_S, clock()
         self.deaths = 0
@@ -171,7 +172,7 @@ class DrafterProcess:
             return False
         life.job += 1
         try:
-            life.mailbox.post(Job(life.job, life.forget, asks))
+            life.mailbox.post(Job(life.job, life.forget, asks, self.threads))
         except MailboxError as error:
             self._died(f"ended ({error})")
             return False

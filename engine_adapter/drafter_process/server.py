@@ -15,6 +15,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from ..partition.core_shares import set_threads
 from .drafted import Drafted
 from .mailbox import READY, Ask, Job, Mailbox, MailboxError, Reply, StateRows, Tokens
 
@@ -58,6 +59,7 @@ class JobServer:
         self._mailbox = mailbox
         self._drafter = drafter
         self._known: dict[int, Tokens] = {}
+        self._threads = 0  # that were asked for; 0: none were
         self._unread: list[int] = []  # keys whose sequences are to be read when nobody waits
 
     def run(self) -> None:
@@ -75,6 +77,9 @@ class JobServer:
 
     def _work(self, job: Job) -> Reply:
         began_s = time.monotonic()
+        if job.threads not in (0, self._threads):
+            self._threads = job.threads
+            set_threads(job.threads)
         for key in job.forget:
             self._known.pop(key, None)
             self._drafter.forget(key)

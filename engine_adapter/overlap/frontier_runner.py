@@ -17,16 +17,20 @@ from ..drafter_process.mailbox import NO_STATES, StateRows
 from ..drafter_process.process import DrafterProcess, Wish
 from ..drafter_process.target_states import TargetStates
 from ..operator_log import operator_log
+from ..partition.core_shares import UNSPLIT_INDEX, CoreShares
 from ..patches.v1 import shared_cache, target_rows
-from ..settings import load_settings
+from ..settings import ANYWHERE, load_settings
 from ..steering.stop_rule import kept_tokens
 from .remote_drafting import RemoteDrafting
+from .splits import are_offered, chosen_splits
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
     from ..drafter_process.drafted import Drafted
+    from ..partition.cpu import CpuPartition
+    from ..partition.shares import Partitions
     from ..protocol import StopRule
     from ..steering.orders import StepOrder, StepReport
 
@@ -37,6 +41,7 @@ class FrontierRunner:
     """Mixin in front of CPUModelRunner; `remote` is None while no process drafts."""
 
     remote: RemoteDrafting | None = None
+    shares: CoreShares | None = None  # None: the cores are settled
     is_paired = False  # the process also drafts in turn where nothing is drafted ahead, between ping-pong groups
     _order: StepOrder | None = None  # of the step under way
     _states: TargetStates | None = None  # None: the process needs none
@@ -54,22 +59,35 @@ class FrontierRunner:
             logger.warning("FASER drafts nothing ahead: %s", error)
 
     def _start_drafter(self) -> None:
-        import torch
-
-        cores = load_settings().drafter_cores
+        settings = load_settings()
+        splits = chosen_splits(settings, self.vllm_config)  # type: ignore[attr-defined]
+        cores = ANYWHERE if are_offered(splits) else settings.drafter_cores
         command, reason = chosen_drafter(cores, self.vllm_config)  # type: ignore[attr-defined]
         if reason is not None:
             raise ValueError(reason)
         if not command or self.remote is not None:
             return
         self._states = self._shared_states()
+        partition = self._share_cores(splits) if are_offered(splits) else self._settle_cores(cores)
+        shared = [] if self._states is None else [self._states.descriptor]
+        process = DrafterProcess([*command, *map(str, shared)], partition, shared=shared)
+        self.remote = RemoteDrafting(process, settings.draft_ahead)
+
+    @staticmethod
+    def _settle_cores(cores: str) -> CpuPartition | None:
+        import torch
+
         partition = drafter_cores(cores, torch.get_num_threads())
         if partition is not None:
             partition.confine("verify")
             logger.info("FASER: the drafter's process gets its own cores, %s", partition)
-        shared = [] if self._states is None else [self._states.descriptor]
-        process = DrafterProcess([*command, *map(str, shared)], partition, shared=shared)
-        self.remote = RemoteDrafting(process, load_settings().draft_ahead)
+        return partition
+
+    def _share_cores(self, splits: Partitions) -> CpuPartition:
+        import torch
+
+        self.shares = CoreShares(splits, torch.get_num_threads())
+        return self.shares.largest_draft
 
     def _shared_states(self) -> TargetStates | None:
         """Return memory for the target's states, for a process that needs them."""
@@ -87,6 +105,8 @@ class FrontierRunner:
         super().shutdown()  # type: ignore[misc]
 
     def _end_remote(self) -> None:
+        if self.shares is not None:
+            self.shares.take(UNSPLIT_INDEX)
         if self.remote is not None:
             self.remote.process.close()
             self.remote = None
@@ -102,11 +122,22 @@ class FrontierRunner:
             rows = len(scheduler_output.num_scheduled_tokens) + verified
             self._is_decoding = scheduler_output.total_num_scheduled_tokens == rows
         self._remotely(lambda remote: remote.forget(scheduler_output.finished_req_ids))
+        self._remotely(lambda remote: self._take_share(remote, scheduler_output))
         if self._states is not None:
             if self._owes_states:  # vLLM drafts nothing where a request is too long for its drafter
                 self._states.clear()
             self._owes_states = scheduler_output.total_num_scheduled_tokens > 0
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+
+    def _take_share(self, remote: RemoteDrafting, scheduled: Any) -> None:
+        """Let target and process have the cores that the step's split gives them."""
+        if self.shares is None:
+            return
+        asked = None if self._order is None else self._order.split  # None: FASER steers no more
+        logits = len(scheduled.num_scheduled_tokens) + sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
+        index = self.shares.take(asked or UNSPLIT_INDEX, scheduled.total_num_scheduled_tokens, logits)
+        self.is_paired = index != UNSPLIT_INDEX
+        remote.process.threads = self.shares.at(index).allocated.draft if self.is_paired else 0
 
     def _remotely(self, action: Callable[[RemoteDrafting], None]) -> None:
         if self.remote is None:
@@ -214,6 +245,7 @@ class FrontierRunner:
             return
         if self._order is not None and remote.process.pid is not None:
             report.frontier = self._order.frontier
+        report.split = None if self.shares is None else self.shares.index
         report.frontier_hits, report.frontier_misses = remote.hits, remote.misses
         report.overlap_s = remote.overlap_s
         report.draft_s += remote.overlap_s

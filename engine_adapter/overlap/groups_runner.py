@@ -34,7 +34,8 @@ class GroupsRunner(FrontierRunner):
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Start the drafter's process."""
         super().initialize_kv_cache(*args, **kwargs)
-        self.is_paired = self.remote is not None and load_settings().ping_pong != NEVER
+        is_always = self.shares is None and load_settings().ping_pong != NEVER  # else by each step's split
+        self.is_paired = self.remote is not None and is_always
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the target for one step; whoever is in it goes on without the drafts that were under way for it."""

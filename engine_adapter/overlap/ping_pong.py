@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from ..drafter_process.choice import chosen_drafter
 from ..gate import Gate
 from ..operator_log import operator_log
-from ..settings import ALWAYS, NEVER, Settings
+from ..settings import ALWAYS, AUTO, NEVER, Settings
 from ..steering.orders import StepReport
 from .groups import Groups, GroupTurn, PhasePace
+from .splits import are_offered, chosen_splits
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,6 +26,8 @@ logger = operator_log(__name__)
 
 def chosen_groups(settings: Settings, config: VllmConfig) -> PingPong | None:
     """Return what deals groups, None where nobody asked for them or no drafter's process can be had."""
+    if are_offered(chosen_splits(settings, config)):
+        return PingPong(ALWAYS if settings.ping_pong == ALWAYS else AUTO, by_split=True)
     if settings.ping_pong == NEVER:
         return None
     command, reason = chosen_drafter(settings.drafter_cores, config)
@@ -39,13 +42,18 @@ class PingPong:
     """One engine's groups.
 
     :param mode: "auto": two groups where they were measured to be faster; "always": wherever they can be
+    :param by_split: only while a split of the cores is asked for
     """
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, by_split: bool = False) -> None:
         self.mode = mode
+        self.by_split = by_split
         self.pace = PhasePace()
         self._groups = Groups()
-        self._gate = Gate()
+        self._gate = Gate()  # of groups that no split asks for
+        self._gates: dict[int, Gate] = {}  # of each split
+        self._asked = 0  # the split to deal groups for from the next step on; 0: none
+        self._split = 0  # of the step that was dealt last
         self._is_ready = False  # the drafter's process takes jobs
         self._turn = GroupTurn()
         self._latched: dict[str, int] = {}  # draft length of every request whose draft may still come
@@ -62,11 +70,16 @@ class PingPong:
         }
         weights = {name: self._weight(name) for name in decoding}
         self._decoding = frozenset(weights)
-        was_deferred = self._turn.is_deferred
+        was_deferred, before = self._turn.is_deferred, self._split
         self._turn = self._groups.turn(weights, self._is_wanted(weights))
+        if self._turn.is_deferred:
+            self._split = self._asked
+        elif not self._turn.held:  # else the process is still at their drafts
+            self._split = 0
         # The first step of two groups verifies drafts for which the step before it waited; the one behind the last
         # verifies a half, and waits for both halves' drafts. Neither tells what a step of its kind takes.
-        self._is_between = self._turn.is_deferred != was_deferred
+        is_other_split = self._turn.is_deferred and self._split != before
+        self._is_between = self._turn.is_deferred != was_deferred or is_other_split
         for name in self._turn.held:
             decoding[name].next_decode_eligible_step = next_step + 1
 
@@ -78,9 +91,20 @@ class PingPong:
     def _is_wanted(self, weights: Mapping[str, float]) -> bool:
         drafts = any(self._latched.get(name) for name in weights)
         self._could_part = self._is_ready and drafts and len(weights) > 1
-        if not self._could_part or self.mode == ALWAYS:
-            return self._could_part
-        return self.pace.may_pay() and self._gate.ask(len(weights))
+        if not self._could_part or (self.by_split and not self._asked):
+            return False
+        return self.mode == ALWAYS or (self.pace.may_pay() and self._gate_of(self._asked).ask(len(weights)))
+
+    def _gate_of(self, split: int) -> Gate:
+        return self._gates.setdefault(split, Gate()) if split else self._gate
+
+    def in_force(self, asked: int | None) -> int | None:
+        """Return the split of the step that was dealt last; take in which one is asked for from the next one on.
+
+        :param asked: an index of HELLO's splits; None: none is offered
+        """
+        self._asked = asked or 0
+        return None if asked is None else self._split
 
     @property
     def is_deferred(self) -> bool:
@@ -111,5 +135,13 @@ class PingPong:
         self.pace.note(report.verify_s, sum(scheduled.values()), report.draft_s, tokens)
         if not self._turn.is_deferred and not self._turn.held:
             self.pace.note_whole(report.verify_s, report.draft_s)
-        if self._could_part and not self._is_between:
-            self._gate.note(len(self._decoding), self._turn.is_deferred, time_s, emitted)
+        # Behind a split vLLM's drafter reads what it sat out: a cost of the split that would speak for it.
+        if self._could_part and not self._is_between and not (self.by_split and report.caught_up):
+            for gate in self._told_gates():
+                gate.note(len(self._decoding), self._turn.is_deferred, time_s, emitted)
+
+    def _told_gates(self) -> list[Gate]:
+        """Return the gates that the newest step is evidence for: one without groups is for every split's."""
+        if not self.by_split:
+            return [self._gate]
+        return [self._gate_of(self._split)] if self._turn.is_deferred else list(self._gates.values())

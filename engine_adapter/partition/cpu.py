@@ -2,8 +2,8 @@
 
 Two processes, because two threads in one are unsafe in vLLM's CPU kernels (shared scratch memory, a forward context
 that is a module's global). A process takes its share before its first parallel region: how many threads its OpenMP
-runtime has is settled then, so a ratio is chosen when the drafter's process starts. Must never touch a process it is
-not given.
+runtime has at most is settled then; core_shares.py wakes fewer of them, from step to step. Must never touch a process
+it is not given.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from .shares import Partition, PartitionError, Phase
+from .shares import STREAMS, UNSPLIT, Grain, Partition, PartitionError, Phase, Sizes
 
 THREADS: Path = Path("/proc")
 
@@ -53,6 +53,26 @@ class CpuPartition(Partition):
         if given != wanted:
             raise PartitionError(f"process {process} was given cores {sorted(given)}; expected {sorted(wanted)}")
         return len(given)
+
+
+class CpuDevice:
+    """The cores that this process may use."""
+
+    def __init__(self) -> None:
+        self.cores = tuple(sorted(os.sched_getaffinity(0)))
+        self.grain = Grain("cores", len(self.cores))
+
+    def open(self, name: str, asked: Sizes) -> CpuPartition:
+        """Return the partition: the target's cores come first, the drafter's last."""
+        if name == STREAMS:
+            raise PartitionError("two processes cannot share threads; expected a ratio such as 1:1")
+        draft = verify = self.cores
+        if name != UNSPLIT:
+            verify, draft = self.cores[: asked.verify], self.cores[asked.verify :]
+        return CpuPartition(
+            name=name, unit=self.grain.unit, asked=asked, allocated=Sizes(len(draft), len(verify)),
+            draft_cores=draft, verify_cores=verify,
+        )  # fmt: skip
 
 
 def _threads(process: int) -> set[int]:

@@ -162,6 +162,15 @@ class Partitions:
 
 def make_ready(device: Device, names: Sequence[str] = READY_MADE) -> Partitions:
     """Open every partition that can be had; a line is logged and kept for each that cannot. Raises nothing."""
+    partitions = opened(device, names)
+    for line in partitions.refused:
+        logger.warning("FASER: %s", line)
+    logger.info("FASER partitions: %s", "; ".join(str(partition) for partition in partitions.ready))
+    return partitions
+
+
+def opened(device: Device, names: Sequence[str]) -> Partitions:
+    """Open every partition that can be had; a line is kept for each that cannot, and nothing is said."""
     whole = Sizes(device.grain.total, device.grain.total)
     ready, refused = [device.open(UNSPLIT, whole)], []
     for name in dict.fromkeys(names):
@@ -178,7 +187,4 @@ def make_ready(device: Device, names: Sequence[str] = READY_MADE) -> Partitions:
             refused.append(f"partition {name!r}: comes out as {twin.name} does, {twin.allocated} {twin.unit}; left out")
             continue
         ready.append(partition)
-    for line in refused:
-        logger.warning("FASER: %s", line)
-    logger.info("FASER partitions: %s", "; ".join(str(partition) for partition in ready))
     return Partitions(tuple(ready), tuple(refused))

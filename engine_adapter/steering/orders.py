@@ -32,6 +32,7 @@ class StepOrder:
     match_lengths: dict[str, int] = field(default_factory=dict)  # request id -> tokens to copy at most
     salts: dict[str, str] = field(default_factory=dict)  # by new request that shares its answer: whom it shares it with
     is_deferred: bool = False  # this step's requests sit out the next one: nobody waits for their drafts
+    split: int | None = None  # of HELLO's splits: asked for, and from the latch on in force; None: none is offered
 
     def longest(self) -> dict[str, int]:
         """Return how many tokens each request may have drafted, by whatever."""
@@ -69,6 +70,7 @@ class StepReport:
     sat_out: int = 0  # requests that were to draft and did not: a sequence is longer than the drafter's context
     is_drafter_ready: bool = False  # its process takes jobs, or is at one that an earlier step asked for
     admitted: list[int] | None = None  # drafts verified per row by adaptive verification; None: all that were scheduled
+    split: int | None = None  # of HELLO's splits: which one the step ran under; None: none is offered
     # By request: confidences of the drafts that this step verifies, which the V2 runner tells only now.
     late_confidences: dict[str, tuple[float, ...]] = field(default_factory=dict)
     copied: list[int] = field(default_factory=list)  # batch rows whose `drafted` tokens are a match's

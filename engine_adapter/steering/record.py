@@ -146,7 +146,7 @@ class RecordBuilder:
             decode_tokens=work.decode,
             draft_tokens=work.drafts,
             kv_usage=raw.kv_usage,
-            split=None,
+            split=report.split,
             frontier=report.frontier or None,
             lease_epoch=order.lease_epoch,
             lease_sequence=order.lease_sequence,

@@ -195,6 +195,7 @@ class Steering:
         order = StepOrder(
             lengths, self.step, started_s, schedule_s, epoch, sequence, stop, prune, ahead, frontier, sat_out
         )
+        order.split = self._split(action)
         if action is not None and action.admission is not None and self.hello.is_adaptive:
             self._admit(order, action, action.admission)
         if self._salts:
@@ -225,6 +226,14 @@ class Steering:
         """Return how many tokens may be drafted ahead; none where HELLO offers none."""
         asked = None if action is None else action.frontier
         return min(self.default.frontier if asked is None else asked, self.hello.frontier)
+
+    def _split(self, action: ActionSet | None) -> int | None:
+        """Return which split is asked for: unsplit without an opinion or for one that is not offered."""
+        offered = len(self.hello.splits)
+        if offered < 2:
+            return None
+        asked = None if action is None else action.split
+        return asked if asked is not None and asked < offered else 0
 
     def _lengths(self, scheduled: dict[str, int], named: dict[int, int], default: int) -> dict[str, int]:
         lengths = dict.fromkeys(scheduled, default)

@@ -9,12 +9,16 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import dataclass
+from typing import Final
 
+import msgspec
 import numpy as np
 
 from ...env.estimate.engine_state import EngineState
 from ...env.spaces import Action, Capabilities
 from .policy import PolicyError
+
+TURN_RECORDS: Final = 48  # of a split, then it is the next one's turn
 
 
 def uniform(size: int, length: int, reason: str) -> Action:
@@ -78,6 +82,29 @@ class LengthTable:
         """Return the row's length for all; with nobody in the batch that of one: who comes next drafts at once."""
         length = self.length_for(max(state.load.running, 1))
         return uniform(state.requests.size, length, f"{state.load.running} running: length {length} by {self.name}")
+
+
+@dataclass(slots=True)
+class SplitTurns:
+    """The same length at any load, under each split of the engine's device in turn: serves who wants to see them."""
+
+    length: int
+    splits: int
+    name: str = "turns"
+    _decisions: int = 0
+
+    @classmethod
+    def parse(cls, text: str, capabilities: Capabilities) -> SplitTurns:
+        """Read the K of turns:K."""
+        spec = f"turns:{text}"
+        return cls(_length(text, capabilities, spec), len(capabilities.splits), spec)
+
+    def act(self, state: EngineState) -> Action:
+        """Return the fixed length for all, and the split whose turn it is."""
+        split = self._decisions // TURN_RECORDS % self.splits
+        self._decisions += 1
+        action = uniform(state.requests.size, self.length, f"split {split} by {self.name}")
+        return msgspec.structs.replace(action, split=split)
 
 
 def _row(part: str, capabilities: Capabilities, spec: str) -> tuple[int, int | None, int]:

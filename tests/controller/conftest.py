@@ -85,12 +85,18 @@ class FakeEngine:
     def send(self, message: FromEngine) -> None:
         self.socket.send(encode(message))
 
-    def hello(self, epoch: int = 0, copy_max: int = 0, roster: Sequence[RequestEvent] = ()) -> Hello:
+    def hello(
+        self,
+        epoch: int = 0,
+        copy_max: int = 0,
+        roster: Sequence[RequestEvent] = (),
+        splits: Sequence[str] = ("unsplit",),
+    ) -> Hello:
         hello = Hello(
             boot_id=self.boot_id, pid=self.pid, host=socket.gethostname(), adapter_version="0.1.0",
             vllm_version="0.32.0", model="target", device="cpu", runner="v1", is_async=False, method="eagle3",
             drafter="drafter", k_max=6, default_length=0, default_table=[], max_requests=256,
-            max_batched_tokens=8192, kv_tokens=100_000, graph_sizes=[], splits=["unsplit"], exit_layers=[],
+            max_batched_tokens=8192, kv_tokens=100_000, graph_sizes=[], splits=list(splits), exit_layers=[],
             tensor_parallel=1, pipeline_parallel=1, data_parallel=1, data_parallel_rank=0, lease_steps=32,
             lease_ms=1000, roster=list(roster), epoch=epoch, copy_max=copy_max,
         )  # fmt: skip

@@ -42,6 +42,8 @@ class Step:
     pruned: list[int]  # rows that left the forward pass; empty: none
     frontiers: list[int]  # hits and misses
     overlap_s: float
+    split: int | None  # in force; None: none is offered
+    threads: int  # of the target
 
 
 @dataclass(frozen=True, slots=True)

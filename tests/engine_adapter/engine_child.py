@@ -44,6 +44,7 @@ class Driver:
         self.prune: Prunes = lambda: None
         self.match: Matching = lambda: None
         self.frontier = 0
+        self.split: Callable[[], int] | None = None  # that the next step is asked for; None: what the leases say
         self.is_leased = False  # then leases say all of this
         self.log: Log = []
         self.runner: Any = None
@@ -68,6 +69,8 @@ class Driver:
             if not driver.is_leased:
                 ordered.stop, ordered.prune = driver.stop(), driver.prune()
                 ordered.frontier = driver.frontier
+                if driver.split is not None:
+                    ordered.split = driver.split()
                 if (match := driver.match()) is not None:
                     ordered.match = fitted_match(match, steering.hello.copy_max)
                     ordered.match_lengths = dict.fromkeys(scheduled, ordered.match.most)
@@ -80,6 +83,8 @@ class Driver:
 
     def note(self, order: StepOrder, outcome: BatchOutcome) -> None:
         """Log one step, one list entry per scheduled request."""
+        import torch
+
         names, report = list(outcome.scheduled), outcome.report
         assert report is not None, "the runner left no report"
         self.log.append(
@@ -102,6 +107,8 @@ class Driver:
                 "pruned": [report.pruned[outcome.row_of[name]] for name in names] if report.pruned else [],
                 "frontiers": [report.frontier_hits, report.frontier_misses],
                 "overlap_s": report.overlap_s,
+                "split": report.split,
+                "threads": torch.get_num_threads(),
                 "times_s": [report.verify_s, report.sample_s, report.draft_s, report.runner_s],
             }
         )
@@ -163,6 +170,21 @@ def stop_of(spec: dict[str, Any] | None) -> Stop:
             return [chance.uniform(low, high) for _ in range(chance.randint(1, 6))]
 
         return None if chance.random() < 0.2 else StopRule(some(0.5, 2), some(-1, 1), some(0, 0.8), some(0, 0.8))
+
+    return draw
+
+
+def split_of(spec: dict[str, Any] | None) -> Callable[[], int] | None:
+    """Return splits for each step, drawn from `of` and each kept for a while; None: as leases say."""
+    if spec is None:
+        return None
+    chance = random.Random(spec["seed"])
+    row: list[int] = []
+
+    def draw() -> int:
+        if not row:
+            row.extend([chance.choice(spec["of"])] * chance.randint(1, spec["longest"]))
+        return row.pop()
 
     return draw
 
@@ -364,6 +386,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
             driver.rule, driver.log, driver.runner = rule_of(batch["rule"]), [], runner
             driver.stop, driver.prune = stop_of(batch.get("stop")), prune_of(batch.get("prune"))
             driver.match = match_of(batch.get("copies"))
+            driver.split = split_of(batch.get("splits"))
             driver.frontier, driver.is_leased = batch.get("frontier", 0), "leased" in batch["rule"]
             aborted: Any = nullcontext()
             if "process" in scenario:

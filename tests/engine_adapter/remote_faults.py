@@ -16,7 +16,7 @@ from typing import Any
 from faser.engine_adapter.drafter_process import process as drafter_process
 from faser.engine_adapter.drafter_process.process import DrafterProcess
 from faser.engine_adapter.overlap import frontier_runner as runner_frontier
-from faser.engine_adapter.overlap import ping_pong, remote_drafting
+from faser.engine_adapter.overlap import ping_pong, remote_drafting, splits
 
 KNOWN = Path(__file__).with_name("known_drafter.py")
 LIMIT_S = 60.0
@@ -25,13 +25,16 @@ COMPARED: list[dict[str, Any]] = []  # of the newest batch: what the process and
 
 def install(given: dict[str, Any]) -> None:
     """Let the runner start a process: known_drafter.py with the file `texts`; without one, the draft model's own."""
-    os.environ["FASER_DRAFTER_CORES"], os.environ["FASER_DRAFT_AHEAD"] = "all", "always"
+    if not os.environ.get("FASER_SPLITS"):
+        os.environ["FASER_DRAFTER_CORES"] = "all"
+    os.environ["FASER_DRAFT_AHEAD"] = "always"
     drafter_process.FIRST_PAUSE_S = 0.01  # type: ignore[misc]
     # Whether an answer comes in time shall not depend on the machine's other work.
     remote_drafting.SMOOTHING, remote_drafting.FIRST_GUESS_S = 0.0, LIMIT_S  # type: ignore[misc]
     if "texts" in given:
         command = [sys.executable, str(KNOWN), given["texts"]]
-        runner_frontier.chosen_drafter = ping_pong.chosen_drafter = lambda cores, config: (command, None)
+        for module in (runner_frontier, ping_pong, splits):
+            module.chosen_drafter = lambda cores, config: (command, None)  # type: ignore[attr-defined]
 
 
 def begin(runner: Any, batch: dict[str, Any], done: list[dict[str, Any]]) -> None:

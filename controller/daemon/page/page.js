@@ -189,6 +189,7 @@ function drawTiles(engine) {
     ["accepted", percent(engine.acceptance_rate), "of verified drafts"],
     ["speed-up", steering.envelope_ratio === null ? "–" : `${steering.envelope_ratio.toFixed(2)} ×`, steering.envelope_ratio === null ? "not measured yet" : "over no speculation"],
     ["KV cache", percent(engine.kv_usage), "in use"],
+    ...(engine.split ? [["split", engine.split, "drafter to target, last step"]] : []),
   ];
   const place = byId("tiles");
   if (place.childElementCount !== tiles.length) {

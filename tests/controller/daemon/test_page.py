@@ -51,6 +51,7 @@ setImmediate(() => {
     overview: elements.get("overview").textContent, reason: elements.get("reason").textContent,
     health: ["sources", "objectives", "lease", "link", "deciding", "about"]
       .map((id) => elements.get(id).children.length),
+    split: elements.get("tiles").children.slice(-1)[0].children.map((line) => line.textContent),
     inTime: elements.get("objectives").children.map((row) => row.children.map((cell) => cell.textContent)),
     engines: elements.get("engine").children.map((each) => each.value) }));
 });
@@ -63,7 +64,7 @@ def test_the_script_reads_a_stream_and_draws_it(
 ) -> None:
     start_daemon(objectives=ObjectivesConfig("interactive:0:300:40, batch:1::400"))
     engine = make_engine()
-    engine.hello(copy_max=6)
+    engine.hello(copy_max=6, splits=["unsplit", "1:1"])
     for _ in range(3):
         engine.step()
         engine.action()
@@ -77,6 +78,7 @@ def test_the_script_reads_a_stream_and_draws_it(
     assert drawn["engines"] == ["boot-1"]
     assert drawn["reason"] == "policy fixed:3"
     assert (drawn["html"], drawn["health"]) == (0, [2, 2, 4, 4, 4, 4])
+    assert drawn["split"] == ["split", "unsplit", "drafter to target, last step"]
     assert drawn["inTime"] == [["interactive", "0 of 0"], ["batch", "0 of 0"]]
     # two snapshots: a pixel (four values) per request in the heat map, three lines between its lanes; elsewhere a bar
     # per position, five phases per step, and three lines in each of the four scales

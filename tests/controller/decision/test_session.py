@@ -142,6 +142,19 @@ def test_counts_that_are_not_vllms_are_shown_and_counted(start: Callable[..., Ca
     assert b'faser_engine_sat_out{engine="boot-1"} 2.0' in metrics
 
 
+def test_the_split_in_force_is_shown_where_the_engine_offers_any(
+    start: Callable[..., Callable[..., Session]], make_engine: Make, make_record: Callable[..., StepRecord]
+) -> None:
+    assert "split" not in dict(engine_lines(start("fixed:2")().status(1.0)))
+    session = Session(make_engine().hello(splits=["unsplit", "1:1"]), "fixed:2", LeaseConfig(), 7, 0.0)
+    shown_splits = [session.status(0.0).split]
+    for counter, split in enumerate([1, None, 9], 1):
+        assert session.admit(msgspec.structs.replace(make_record("boot-1", counter), split=split), counter * 0.01)
+        session.learn()
+        shown_splits.append(session.status(1.0).split)
+    assert shown_splits == ["unsplit", "1:1", "unsplit", ""]
+
+
 def test_goodput_is_shown_beside_what_no_speculation_would_give(start: Callable[..., Callable[..., Session]]) -> None:
     hear = start("fixed:2")
     session = hear()

@@ -4,10 +4,13 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -440,3 +443,35 @@ def _await_text(path: Path, text: str, process: subprocess.Popen[str]) -> None:
         assert process.poll() is None, path.read_text()[-2000:]
         assert time.monotonic() < end_s, path.read_text()[-2000:]
         time.sleep(0.1)
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be split")
+def test_a_demo_with_splits_runs_under_two_of_them_and_replay_carries_them(tmp_path: Path) -> None:
+    """The view names the one in force, telemetry holds both, and replay makes of it what the sidecar made."""
+    output = tmp_path / "run"
+    flags = ["--output", str(output), "--splits", "1:1", "--policy", "turns:3", "--peak-rps", "3", "--duration", "15"]
+    obeying = os.environ | {"FASER_PING_PONG": "always"}
+    command = [*FASER, "demo", "--json", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=obeying)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1])["requests"]["failed"] == 0
+    assert re.search("split (1:1|unsplit)", done.stderr)
+    with closing(sqlite3.connect(output / "telemetry.sqlite")) as file:
+        steps = dict(file.execute("SELECT split, count(*) FROM steps GROUP BY split"))
+        asked = dict(file.execute("SELECT decision_split, count(*) FROM steps GROUP BY decision_split"))
+    assert set(steps) == {0, 1}, steps
+    assert min(steps.values()) > 20
+    assert set(asked) >= {0, 1}
+    again = subprocess.run([*FASER, "replay", str(output / "telemetry.sqlite")], capture_output=True, text=True)
+    assert again.returncode == 0, again.stdout[-2000:]
+
+
+@pytest.mark.engine
+def test_splits_that_cannot_be_had_are_one_line_and_the_demo_serves_unsplit(tmp_path: Path) -> None:
+    flags = ["--output", str(tmp_path / "run"), "--splits", "1:999", "--peak-rps", "0.5", "--duration", "4"]
+    done = subprocess.run([*FASER, "demo", "--json", *flags], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stderr.count("splits 1:999 cannot be had") == 1
+    with closing(sqlite3.connect(tmp_path / "run/telemetry.sqlite")) as file:
+        assert list(file.execute("SELECT DISTINCT split FROM steps")) == [(None,)]

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from faser.engine_adapter.drafter_process import server
 from faser.engine_adapter.drafter_process.drafted import Drafted
 from faser.engine_adapter.drafter_process.mailbox import READY, Ask, Job, Mailbox, Reply, StateRows, Tokens
 from faser.engine_adapter.drafter_process.server import NEAR_TOKENS, PORTION_TOKENS, DraftTask, JobServer
@@ -114,3 +115,15 @@ def test_a_prompt_nobody_wants_any_more_is_not_read_on(engine: Engine) -> None:
     assert 1 not in engine.drafter.known
     # Told to go on behind tokens it was never told, it has no answer.
     assert engine.ask(ask(1, len(LONG), LONG[:0], [7])).drafted == {}
+
+
+def test_a_job_says_with_how_many_threads_it_is_computed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is set where a job says nothing, or what the last one said."""
+    told: list[int] = []
+    monkeypatch.setattr(server, "set_threads", told.append)
+    for threads in [0, 2, 2, 1, 0]:
+        engine.jobs += 1
+        engine.mailbox.post(Job(engine.jobs, [], [], threads))
+        assert engine.mailbox.heard(LIMIT_S) == engine.jobs
+        engine.mailbox.read_reply(engine.jobs)
+    assert told == [2, 1]

@@ -11,6 +11,7 @@ import pytest
 
 from faser.engine_adapter.gate import EVIDENCE_STEPS
 from faser.engine_adapter.overlap import ping_pong
+from faser.engine_adapter.overlap.groups import GroupTurn
 from faser.engine_adapter.overlap.ping_pong import PingPong, chosen_groups
 from faser.engine_adapter.settings import load_settings
 from faser.engine_adapter.steering.orders import StepReport
@@ -51,6 +52,22 @@ class Engine:
         report = StepReport(verify_s=verify_s, draft_s=draft_s, is_drafter_ready=is_ready)
         self.groups.note(scheduled, len(scheduled), time_s, report)
         return set(scheduled)
+
+
+@dataclass
+class SplitEngine(Engine):
+    """The same, where a lease asks for splits."""
+
+    splits: list[int | None] = field(default_factory=list)  # in force, of each step
+
+    def run_asked(self, split: int, **named: Any) -> set[str]:
+        scheduled = self.run(**named)
+        self.splits.append(self.groups.in_force(split))
+        return scheduled
+
+
+def split_engine(mode: str = "always") -> SplitEngine:
+    return SplitEngine(PingPong(mode, by_split=True), [Request(name) for name in "abcd"])
 
 
 def engine(mode: str = "always", names: str = "abcd") -> Engine:
@@ -150,6 +167,72 @@ def test_auto_settles_for_what_was_measured_to_be_faster(apart_s: float, share: 
 def test_auto_tries_nothing_where_a_phase_is_too_short_to_hide() -> None:
     one = engine("auto")
     assert all(one.run(draft_s=0.01) == ALL for _ in range(3 * EVIDENCE_STEPS))
+
+
+def test_groups_are_dealt_while_a_split_is_asked_for_and_no_longer() -> None:
+    """A step behind the order, which is latched when the step is dealt already; drafts under way keep their cores."""
+    one = split_engine()
+    for split in [0, 0, 1, 1, 1, 1, 0, 0, 0]:
+        one.run_asked(split)
+    assert one.splits == [0, 0, 0, 1, 1, 1, 1, 1, 0]
+    assert one.run_asked(0) == ALL
+
+
+def test_another_split_takes_over_between_two_steps() -> None:
+    one = split_engine()
+    for split in [1, 1, 1, 2, 2, 2]:
+        one.run_asked(split)
+    assert one.splits == [0, 1, 1, 1, 2, 2]
+    assert one.groups.is_deferred
+
+
+def test_a_process_that_takes_no_job_ends_the_split() -> None:
+    one = split_engine()
+    for is_ready in [True, True, True, False, False, False]:
+        one.run_asked(1, is_ready=is_ready)
+    assert one.splits == [0, 1, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(("apart_s", "share"), [(0.3, 0.9), (0.7, 0.0)])
+def test_auto_goes_back_from_a_split_that_was_measured_to_be_slower(apart_s: float, share: float) -> None:
+    """Asked for all the time: two half steps under the split against a whole unsplit one of 1 s."""
+    one = split_engine("auto")
+    for _ in range(8 * EVIDENCE_STEPS):
+        one.run_asked(1, time_s=apart_s if one.groups.is_deferred else 1.0)
+    late = one.splits[4 * EVIDENCE_STEPS :]
+    assert share <= sum(map(bool, late)) / len(late) <= share + 0.1
+
+
+def test_each_split_has_its_own_evidence() -> None:
+    """The second one is faster, the first one slower than unsplit; a policy asks for both by turns."""
+    one, late = split_engine("auto"), dict[int, list[int | None]]()
+    for step in range(40 * EVIDENCE_STEPS):
+        asked = 1 + step // 64 % 2
+        apart_s = 0.7 if one.groups._split == 1 else 0.3
+        one.run_asked(asked, time_s=apart_s if one.groups.is_deferred else 1.0)
+        if step >= 20 * EVIDENCE_STEPS:
+            late.setdefault(asked, []).append(one.splits[-1])
+    assert late[1].count(1) < 0.1 * len(late[1])
+    assert late[2].count(2) > 0.8 * len(late[2])
+
+
+def test_steps_in_which_the_drafter_catches_up_are_no_evidence_against_being_unsplit() -> None:
+    one, told = split_engine("auto"), list[bool]()
+    for _ in range(64):
+        one.run_asked(1)
+    gate = one.groups._gates[1]
+    gate.note = lambda requests, has_used, time_s, tokens: told.append(has_used)  # type: ignore[method-assign]
+    one.groups._turn, one.groups._is_between = GroupTurn(), False
+    for caught_up in [5, 0]:
+        report = StepReport(is_drafter_ready=True, caught_up=caught_up)
+        one.groups.note(dict.fromkeys(ALL, 1), 4, 1.0, report)
+    assert told == [False]
+
+
+def test_without_splits_on_offer_none_is_in_force() -> None:
+    one = engine()
+    one.run()
+    assert one.groups.in_force(None) is None
 
 
 def test_a_setting_that_nothing_can_be_made_of_is_one_line(

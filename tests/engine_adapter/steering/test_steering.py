@@ -859,3 +859,24 @@ def test_a_copy_of_a_request_that_was_preempted_is_forgotten() -> None:
     record = link.sent[-1]
     assert isinstance(record, wire.StepRecord)
     assert record.verified_copies == ()
+
+
+def test_a_split_is_ordered_where_it_is_offered_and_recorded_where_it_was_in_force() -> None:
+    """Unknown ones and no opinion are unsplit; an engine that offers none says none."""
+    alone, link = steering()
+    engine, wires = steering()
+    engine.hello = msgspec.structs.replace(hello(), splits=["unsplit", "1:3", "1:1"])
+    asked = [None, 2, 3, 1, 0]
+    seen = []
+    for sequence, split in enumerate(asked, 1):
+        link.arrived, wires.arrived = [[msgspec.structs.replace(act({}, 1, sequence), split=split)] for _ in range(2)]
+        assert alone.order({}, time.monotonic()).split is None
+        seen.append(engine.order({}, time.monotonic()).split)
+    assert seen == [0, 2, 0, 1, 0]
+    for split in [None, 2]:
+        done = outcome({}, {}, [])
+        assert done.report is not None
+        done.report.split = split
+        engine.record(engine.order({}, time.monotonic()), done)
+    records = [message for message in wires.sent if isinstance(message, wire.StepRecord)]
+    assert [record.split for record in records] == [None, 2]

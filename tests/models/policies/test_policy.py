@@ -12,7 +12,7 @@ from faser.engine_adapter.protocol import Prune, RequestEvent, RequestRow, StepR
 from faser.env.cost.cost_table import StepCost
 from faser.env.estimate.engine_state import EngineState, observe
 from faser.env.spaces import Action, Capabilities
-from faser.models.policies.baselines import LengthTable
+from faser.models.policies.baselines import TURN_RECORDS, LengthTable
 from faser.models.policies.policy import PolicyError
 from faser.models.policies.price import COMPARE_SEARCHES, SETTLED_DECISIONS, Plan, PricePolicy, _lead
 from faser.models.policies.probe import BUDGET_SHARE, HALVING_PROBES, LEAST_ZEAL, Chances, ProbeAccount
@@ -480,3 +480,15 @@ def test_probes_that_change_nothing_get_rarer_and_one_that_does_brings_the_budge
         account.choose(state.view(), 1.0, 0, chances)
     account._credit_s = 0.0
     assert earned_s(account, 0) == pytest.approx(BUDGET_SHARE * LEAST_ZEAL, rel=0.01), "never nothing"
+
+
+def test_turns_show_every_split_and_one_alone_where_none_is_offered() -> None:
+    state = make_state({1: 0.5, 2: 0.5}, row_ms=0.1)
+    policy = make_policy("turns:3", replace(state.capabilities, splits=("unsplit", "1:3", "1:1")))
+    asked = [policy.act(state) for _ in range(4 * TURN_RECORDS)]
+    assert [action.split for action in asked[TURN_RECORDS // 2 :: TURN_RECORDS]] == [0, 1, 2, 0]
+    assert {action.default_length for action in asked} == {3}
+    alone = make_policy("turns:3", state.capabilities)
+    assert {alone.act(state).split for _ in range(2 * TURN_RECORDS)} == {0}
+    with pytest.raises(PolicyError, match="length 'x'"):
+        make_policy("turns:x", state.capabilities)

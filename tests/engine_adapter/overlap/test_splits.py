@@ -1,0 +1,71 @@
+"""Which splits are offered, and what is said where none can be."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from faser.engine_adapter.overlap import splits
+from faser.engine_adapter.overlap.ping_pong import chosen_groups
+from faser.engine_adapter.overlap.splits import are_offered, chosen_splits
+from faser.engine_adapter.settings import load_settings
+
+CONFIG: Any = SimpleNamespace()
+ENDPOINT = {"FASER_ENDPOINT": "inproc://x"}
+needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be split")
+
+
+@pytest.fixture(autouse=True)
+def drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that can have a process, and whose threads are bound to nothing."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setattr(splits, "chosen_drafter", lambda cores, config: (["drafter"], None))
+
+
+def settings(**given: str) -> Any:
+    return load_settings(ENDPOINT | given)
+
+
+def test_by_default_nothing_but_unsplit_is_offered_and_nothing_said() -> None:
+    found = chosen_splits(settings(), CONFIG)
+    assert (found.names, found.refused) == (["unsplit"], ())
+    assert not are_offered(found)
+
+
+@needs_two_cores
+def test_what_is_named_is_offered_behind_unsplit() -> None:
+    found = chosen_splits(settings(FASER_SPLITS=" 1:1,"), CONFIG)
+    assert (found.names, found.refused) == (["unsplit", "1:1"], ())
+    groups = chosen_groups(settings(FASER_SPLITS="1:1"), CONFIG)
+    assert groups is not None
+    assert (groups.by_split, groups.mode) == (True, "auto")
+
+
+@needs_two_cores
+@pytest.mark.parametrize("name", ["2:x", "half", "streams", "1:99"])
+def test_a_split_that_nothing_can_be_made_of_is_one_line_and_the_others_stay(name: str) -> None:
+    found = chosen_splits(settings(FASER_SPLITS=f"{name},1:1"), CONFIG)
+    assert found.names == ["unsplit", "1:1"]
+    assert len(found.refused) == 1
+    assert name in found.refused[0]
+
+
+def test_fewer_than_two_cores_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    found = chosen_splits(settings(FASER_SPLITS="1:1"), CONFIG)
+    assert found.names == ["unsplit"]
+    assert "0.5 of 1 cores" in found.refused[0]
+
+
+def test_no_process_and_settled_cores_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = settings(FASER_SPLITS="1:1")
+    settled = chosen_splits(settings(FASER_SPLITS="1:1", FASER_DRAFTER_CORES="1"), CONFIG)
+    assert (settled.names, len(settled.refused)) == (["unsplit"], 1)
+    assert "FASER_DRAFTER_CORES" in settled.refused[0]
+    monkeypatch.setattr(splits, "chosen_drafter", lambda cores, config: ([], "method ngram: it has no drafter"))
+    assert chosen_splits(asked, CONFIG).refused == ("method ngram: it has no drafter",)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
+    assert "nobind" in chosen_splits(asked, CONFIG).refused[0]
