@@ -57,7 +57,7 @@ def plan(is_dry: bool) -> list[Part]:
     late = [serve.pop(arm) for arm in arms if arm[1:].isdigit()]  # `lengths` tells as much, but for vLLM's own fixed k
     kernels = [Part("decoder", "torch", "part_decoder", {}, 10.0), Part("kernel", "torch", "part_kernel", {}, 20.0)]
     below = [
-        Part("splits", "torch", "part_splits", {}, 40.0), Part("pruning", "torch", "part_pruning", {}, 30.0),
+        Part("splits", "torch", "part_splits", {}, 40.0), Part("pruning", "torch", "part_pruning", {}, 45.0),
         Part("overlap", "torch", "part_overlap", {}, 60.0),
     ]  # fmt: skip
     return [*exact, *serve.values(), *kernels, *below, *late]

@@ -1,13 +1,17 @@
 """Pruned verification: two captured halves of the target with rows leaving in between, against the whole in one.
 
 Every request keeps the same number of rows, as if the heads had cut all of them there. `decided` lets the exit heads'
-kernel decide in between, with the copy to the host that this takes; `free` knows the answer. `equal_tokens` is the
-share of kept rows whose likeliest token is the whole pass's; kernels of other shapes may round differently.
+kernel decide in between, with the copy to the host that this takes; `free` knows the answer. `fixed` is what FASER
+does on vLLM's V2 runner: the host fixes how many rows go on, and two captured kernels choose which, for which nobody
+waits; this decoder wants as many rows of each request, so its rows are taken for that, and its tokens mean nothing.
+`equal_tokens` is the share of kept rows whose likeliest token is the whole pass's; kernels of other shapes may round
+differently.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,12 +20,20 @@ from pair import Pair, Pass, pair_for
 from part_kernel import SIZE, TINY, Case, Size
 
 from faser.engine_adapter.partition.shares import UNSPLIT
+from faser.engine_adapter.pruning import prefix_kernel
+from faser.engine_adapter.pruning.prefixes import DraftLayout
+
+LONG = 7  # draft tokens of "32 long"
 
 
 def measure(is_dry: bool) -> dict[str, Any]:
     """Return each batch size's."""
     pair = pair_for(machine_for(is_dry), (2,) if is_dry else (16, 64))
-    return {f"{requests}": times(pair, requests) for requests in pair.sizes.requests}
+    found = {f"{requests}": times(pair, requests) for requests in pair.sizes.requests}
+    if not is_dry:
+        pair.sizes = replace(pair.sizes, length=LONG)
+        found["32 long"] = times(pair, 32)
+    return found
 
 
 def times(pair: Pair, requests: int) -> dict[str, Any]:
@@ -34,11 +46,15 @@ def times(pair: Pair, requests: int) -> dict[str, Any]:
     machine.capture(partition, "verify", "lower", lower)
     kept = sorted({1, (rows + 1) // 2, rows})
     uppers = {count: upper(count) for count in kept}
+    chosen = {count: torch.arange(requests * count, device=machine.device) for count in kept}
     for count in kept:
         machine.capture(partition, "verify", count, uppers[count])
+        machine.capture(partition, "verify", f"chosen {count}", upper(count, chosen[count]))
     size = TINY if machine.is_dry else Size(pair.target.shape.hidden, SIZE.vocabulary, SIZE.candidates)
     case = Case(machine, size, [pair.sizes.length] * requests, machine.dtype, requests)
     threshold = case.threshold(0.3)
+    for count in kept:
+        machine.capture(partition, "verify", f"choice {count}", choice(case, threshold, chosen[count], requests))
 
     def launch(*shapes: Any, decide: bool = False) -> Callable[[], None]:
         def run() -> None:
@@ -54,6 +70,7 @@ def times(pair: Pair, requests: int) -> dict[str, Any]:
     for count in kept:
         arms[f"free {count}"] = launch("lower", count)
         arms[f"decided {count}"] = launch("lower", count, decide=True)
+        arms[f"fixed {count}"] = launch("lower", f"choice {count}", f"chosen {count}")
     times = machine.rounds(arms, pair.sizes.rounds)
     equal = {}
     for count in kept:
@@ -74,8 +91,21 @@ def times(pair: Pair, requests: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def halves(pair: Pair, requests: int, cut: int) -> tuple[Callable[[], None], Callable[[int], Pass]]:
-    """Return the lower half's work, and the upper's as a function of the rows that each request keeps."""
+def choice(case: Case, threshold: float, rows: torch.Tensor, requests: int) -> Callable[[], None]:
+    """Return the work that fills `rows` (rows that go on,) with those that the heads think best of."""
+    lengths = case.batch.drafts + 1
+    layout = DraftLayout.of(case.batch.drafts, lengths, lambda array: torch.from_numpy(array).to(rows.device))
+    budget = len(rows) - requests
+
+    def work() -> None:
+        chances = prefix_kernel.chances(case.head, case.lm_head, case.checks)
+        rows.copy_(prefix_kernel.staying_rows(chances, threshold, layout, budget).rows)
+
+    return work
+
+
+def halves(pair: Pair, requests: int, cut: int) -> tuple[Callable[[], None], Callable[..., Pass]]:
+    """Return the lower half's work, and the upper's by the rows that each request keeps, and which these are."""
     from decoder import Flow
 
     target, rows = pair.target, 1 + pair.sizes.length
@@ -88,8 +118,9 @@ def halves(pair: Pair, requests: int, cut: int) -> tuple[Callable[[], None], Cal
         state.copy_(flow.state)
         residual.copy_(flow.residual)
 
-    def upper(kept: int) -> Pass:
+    def upper(kept: int, chosen: torch.Tensor | None = None) -> Pass:
         stays = (torch.arange(requests)[:, None] * rows + torch.arange(kept)).flatten().to(device)
+        stays = stays if chosen is None else chosen
         answer = torch.zeros(requests * kept, dtype=torch.int64, device=device)
 
         def work() -> None:

@@ -1,4 +1,4 @@
-"""Private names of vLLM's V1 runner, models and samplers that pruning of the verification touches.
+"""Private names of vLLM's runners, models and samplers that pruning of the verification touches.
 
 Nothing here decides anything. Imports of vLLM are lazy.
 """
@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
+
+    from ..arrays import Ints
 
     Cut = Any  # pruning/cut.py stands above this folder
 
@@ -196,3 +200,124 @@ def tracks_thinking(runner: Any) -> bool:
 def forget_narrowing(model: Any) -> None:
     """Undo `narrowed_logits` if a step ended before it was used."""
     model.__dict__.pop("compute_logits", None)
+
+
+# --- on the V2 runner (pruning/forward_v2.py) ---
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """What V2 has made ready for a step: its batch, and where its tokens lie in the KV cache."""
+
+    batch: Any  # vLLM's InputBatch
+    tables: Any  # block tables, one for each group of KV caches
+    slots: Tensor  # (groups, rows)
+
+
+class PruningHooksV2:
+    """Mixin in front of vLLM's V2 runners: a step as it is prepared, and what was sampled."""
+
+    def prune_step(self, step: PreparedStep) -> None:
+        """Look at a step whose forward pass comes next."""
+
+    def prune_sample(self, sample: Callable[[], Any], batch: Any) -> Any:
+        """Run the sampler; return its output, tokens sampled and tokens rejected (requests,)."""
+        return sample()
+
+    def prepare_attn(self, input_batch: Any) -> Any:
+        tables, slots = super().prepare_attn(input_batch)  # type: ignore[misc]
+        self.prune_step(PreparedStep(input_batch, tables, slots))
+        return tables, slots
+
+    def sample(self, hidden_states: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        inherited = super().sample  # type: ignore[misc]
+        return self.prune_sample(lambda: inherited(hidden_states, input_batch, *args, **kwargs), input_batch)
+
+
+def shorter_attention(runner: Any, step: PreparedStep, names: frozenset[str], short: ShortBatch) -> None:
+    """Let the attention layers `names` of the forward pass under way see the rows that stay; builds first.
+
+    As in vLLM's adaptive verification the device knows where each request's rows begin, and the host only about.
+    """
+    import torch
+    from vllm.config import CUDAGraphMode
+    from vllm.forward_context import get_forward_context
+
+    batch, rows = step.batch, len(short.rows)
+    shortened = replace(
+        batch, num_tokens=rows, num_tokens_after_padding=rows, positions=short.positions,
+        query_start_loc=short.starts, query_start_loc_np=short.guessed_starts, seq_lens=batch.seq_lens - short.left,
+        max_query_len=int(batch.num_scheduled_tokens.max()),
+    )  # fmt: skip
+    slots = torch.index_select(step.slots, 1, short.rows)
+    built = runner.model_state.prepare_attn(
+        shortened, CUDAGraphMode.NONE, step.tables, slots, runner.attn_groups, runner.kv_cache_config
+    )
+    context: Any = get_forward_context()
+    metadata, by_layer = dict(context.attn_metadata), dict(context.slot_mapping)
+    metadata.update((name, built[name]) for name in names)
+    by_layer.update(dict.fromkeys(names, slots[0]))
+    context.attn_metadata, context.slot_mapping = metadata, by_layer
+
+
+@dataclass(frozen=True, slots=True)
+class ShortBatch:
+    """The rows of a step that stay."""
+
+    rows: Tensor  # (rows,) int64 of the whole batch
+    positions: Tensor  # (rows,)
+    starts: Tensor  # (requests + 1,) int32 on the device
+    guessed_starts: Ints  # (requests + 1,) int32 on the host, of the same sum
+    left: Tensor  # (requests,) int32 rows that left
+
+
+@contextmanager
+def narrower_logits(model: Any, rows: Tensor) -> Iterator[None]:
+    """Within the block, let `compute_logits` work on `rows` of its input; the others' logits are zero."""
+    whole, outer = model.compute_logits, model.__dict__.get("compute_logits")
+
+    def compute_logits(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        narrow = whole(hidden[rows], *args, **kwargs)
+        return narrow.new_zeros((len(hidden), narrow.shape[1])).index_copy_(0, rows, narrow)
+
+    model.compute_logits = compute_logits
+    try:
+        yield
+    finally:
+        del model.compute_logits
+        if outer is not None:
+            model.compute_logits = outer
+
+
+def capped(sampled: tuple[Any, Tensor, Tensor], most: Tensor) -> tuple[Any, Tensor, Tensor]:
+    """Return a sampler's (output, tokens sampled, tokens rejected) with at most so many tokens of each request."""
+    import torch
+
+    output, counts, rejected = sampled
+    output.num_sampled = torch.minimum(counts, most.to(counts.dtype))
+    output.num_rejected = rejected + (counts - output.num_sampled)
+    return output, output.num_sampled, output.num_rejected
+
+
+def refusal_v2(runner: Any) -> str | None:
+    """Return why the V2 runner's steps cannot be cut, by what is known once its model is loaded; None if they can."""
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+    if type(runner.rejection_sampler) is not RejectionSampler:
+        return f"rejection sampler {type(runner.rejection_sampler).__name__}; expected RejectionSampler"
+    if runner.use_pp or runner.pcp_manager is not None or runner.ubatch_runner is not None:
+        return "a batch that is split over ranks or micro-batches"
+    if runner.fast_prefill is not None:
+        return "layers that share their KV cache"
+    return None
+
+
+def on_target_device(runner: Any) -> Callable[[NDArray[Any]], Tensor]:
+    """Return what takes an array to the target's device without waiting for it."""
+    from vllm.utils.torch_utils import async_tensor_h2d
+
+    def move(array: NDArray[Any]) -> Tensor:
+        moved: Tensor = async_tensor_h2d(array, device=runner.device)
+        return moved
+
+    return move

@@ -212,21 +212,26 @@ def watch_logits(speculator: Any, note: Callable[[Tensor, Tensor, Tensor], None]
 
     def load(*args: Any, **kwargs: Any) -> None:
         load_model(*args, **kwargs)
-        if not isinstance(speculator.acceptance_estimator, _Watched):  # weights may be loaded again
-            speculator.acceptance_estimator = _Watched(speculator.acceptance_estimator, note)
+        watched = speculator.acceptance_estimator
+        if not isinstance(watched, _Watched):
+            watched = speculator.acceptance_estimator = _Watched(watched)
+        if note not in watched.notes:  # weights may be loaded again
+            watched.notes.append(note)
 
     speculator.load_model = load
     return True
 
 
 class _Watched:
-    """vLLM's estimator of acceptance, if there is one, behind a look at the logits (0.32 speculator.py:473)."""
+    """vLLM's estimator of acceptance, if there is one, behind looks at the logits (0.32 speculator.py:473)."""
 
-    def __init__(self, inner: Any, note: Callable[[Tensor, Tensor, Tensor], None]) -> None:
-        self._inner, self._note = inner, note
+    def __init__(self, inner: Any) -> None:
+        self.notes: list[Callable[[Tensor, Tensor, Tensor], None]] = []
+        self._inner = inner
 
     def predict(self, logits: Tensor, slots: Tensor, step: Tensor, *rest: Any) -> None:
-        self._note(logits, slots, step)
+        for note in self.notes:
+            note(logits, slots, step)
         if self._inner is not None:
             self._inner.predict(logits, slots, step, *rest)
 

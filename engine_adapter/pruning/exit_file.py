@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 FORMAT: Final = "faser-exits-1"
 METHODS: Final = frozenset({"draft_model", "eagle", "eagle3", "ngram"})
+METHODS_V2: Final = METHODS | {"ngram_gpu"}
+SEARCHES: Final = frozenset({"ngram", "ngram_gpu"})
 ARCHITECTURES: Final = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 
 
@@ -85,10 +87,10 @@ def check_model(path: str, facts: ExitFacts, layers: int, hidden_size: int, voca
 def _check_method(path: str, facts: ExitFacts, config: VllmConfig) -> None:
     """Raise ExitError if the heads score candidates that this drafter does not name: no step would be pruned."""
     drafting = config.speculative_config
-    if facts.candidates and drafting is not None and drafting.method == "ngram":
+    if facts.candidates and drafting is not None and drafting.method in SEARCHES:
         raise ExitError(
-            f"{path} has heads that score the drafter's {facts.candidates} likeliest tokens, and ngram names none; "
-            f"expected one of {_names(METHODS - {'ngram'})}"
+            f"{path} has heads that score the drafter's {facts.candidates} likeliest tokens, and {drafting.method} "
+            f"names none; expected one of {_names(METHODS - SEARCHES)}"
         )
 
 
@@ -96,18 +98,19 @@ def pruning_refusal(config: VllmConfig) -> str | None:
     """Return why verification cannot be pruned on this engine, None if it can."""
     from vllm.platforms import current_platform
 
-    parallel, drafting = config.parallel_config, config.speculative_config
-    if drafting is None or drafting.method not in METHODS:
-        return f"speculative method {drafting.method if drafting else None!r}; expected one of {_names(METHODS)}"
+    parallel, drafting, is_v2 = config.parallel_config, config.speculative_config, config.use_v2_model_runner
+    methods = METHODS_V2 if is_v2 else METHODS
+    if drafting is None or drafting.method not in methods:
+        return f"speculative method {drafting.method if drafting else None!r}; expected one of {_names(methods)}"
     architecture = (config.model_config.architectures or ["none"])[0]
     if architecture not in ARCHITECTURES:
         return f"architecture {architecture}; expected one of {_names(ARCHITECTURES)}"
     if not current_platform.is_cpu():
         return f"device {current_platform.device_type}: cutting a batch is tested on the CPU only"
-    if config.use_v2_model_runner:
-        return "vLLM's V2 model runner; set VLLM_USE_V2_MODEL_RUNNER=0"
-    if config.scheduler_config.async_scheduling:
+    if config.scheduler_config.async_scheduling and not is_v2:
         return "async scheduling; start with --no-async-scheduling"
+    if is_v2 and (reason := _refusal_v2(config)):
+        return reason
     if config.compilation_config.mode:
         return "a compiled target; start with --enforce-eager"
     if max(parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size) > 1:
@@ -116,6 +119,21 @@ def pruning_refusal(config: VllmConfig) -> str | None:
         return "LoRA: its rows are mapped to adapters before the cut"
     if config.kv_transfer_config is not None:
         return "a KV connector: it would copy slots that the cut left unwritten"
+    return None
+
+
+def _refusal_v2(config: VllmConfig) -> str | None:
+    """Return what of V2's own does not go with a cut."""
+    from ..graph_lengths import has_graphs
+
+    drafting: Any = config.speculative_config
+    if getattr(drafting, "enable_adaptive_verification", False):
+        return "adaptive verification: it chooses what is verified by itself"
+    rule = getattr(drafting, "rejection_sample_method", "standard")
+    if rule != "standard":
+        return f"rejection_sample_method={rule}: only standard judges a token without looking behind it"
+    if has_graphs(config):
+        return "captured graphs of the whole target; start with --enforce-eager"
     return None
 
 

@@ -76,6 +76,16 @@ class ExitHeads(TokenHeads):
             return decide(self._heads[layer], self._lm_head, threshold, checks, batch)
         return super().decide(layer, threshold, checks, batch)
 
+    def chances(self, layer: int, threshold: float, checks: Checks) -> Tensor:
+        """Return the predicted acceptance (tokens,); on CUDA in one launch, for which nobody waits."""
+        if checks.states.is_cuda:
+            try:
+                from .prefix_kernel import chances
+            except ImportError:  # a CUDA build without Triton
+                return self.accepts(layer, checks)
+            return chances(self._heads[layer], self._lm_head, checks)
+        return self.accepts(layer, checks)
+
     def accepts(self, layer: int, checks: Checks) -> Tensor:
         """Return the predicted acceptance (tokens,)."""
         import torch

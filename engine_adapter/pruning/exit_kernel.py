@@ -76,14 +76,11 @@ def _on_device(batch: CutBatch, device: Any) -> _Shape:
 
 
 @triton.jit
-def _decide(
-    moved_states, lm_head, tokens, candidates, confidences, positions, probes, weights, spared, owner, row_owner,
-    behind, drafts, told, rows, threshold, count, requests, all_rows, hidden, stride, width,
-    BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, LEAST: tl.constexpr,
-    NOWHERE: tl.constexpr,
+def chance_of(
+    token, moved_states, lm_head, tokens, candidates, confidences, positions, probes, weights, hidden, stride, width,
+    BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, LEAST: tl.constexpr, NOWHERE: tl.constexpr,
 ):  # fmt: skip
-    """Score draft token `program_id(0)`; the program that ends last compacts the batch's rows."""
-    token = tl.program_id(0)
+    """Return the predicted acceptance of one draft token."""
     column = tl.arange(0, BLOCK_C)
     own_id = tl.load(tokens + token).to(tl.int64)
     others = tl.load(
@@ -114,7 +111,22 @@ def _decide(
     value += tl.load(weights + 5) * tl.load(positions + token).to(tl.float32)
     value += tl.load(weights + 6) * tl.load(probes + token)
     value += tl.load(weights + 7)
-    accept = 1.0 / (1.0 + tl.exp(-value))
+    return 1.0 / (1.0 + tl.exp(-value))
+
+
+@triton.jit
+def _decide(
+    moved_states, lm_head, tokens, candidates, confidences, positions, probes, weights, spared, owner, row_owner,
+    behind, drafts, told, rows, threshold, count, requests, all_rows, hidden, stride, width,
+    BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, LEAST: tl.constexpr,
+    NOWHERE: tl.constexpr,
+):  # fmt: skip
+    """Score draft token `program_id(0)`; the program that ends last compacts the batch's rows."""
+    token = tl.program_id(0)
+    accept = chance_of(
+        token, moved_states, lm_head, tokens, candidates, confidences, positions, probes, weights, hidden, stride,
+        width, BLOCK_C, BLOCK_H, LEAST, NOWHERE,
+    )  # fmt: skip
     if (accept < threshold) & (tl.load(spared + token) == 0):
         # Behind this token every row leaves; its own test, in the row before it, stays.
         tl.atomic_min(told + tl.load(owner + token), tl.load(positions + token).to(tl.int32))

@@ -46,6 +46,12 @@ class TokenHeads(ABC):
     def passes(self, layer: int, threshold: float, checks: Checks) -> Bools:
         """Return (draft tokens,) which of them pass; must not look at later rows."""
 
+    def chances(self, layer: int, threshold: float, checks: Checks) -> Tensor:
+        """Return (draft tokens,) the chance of each, where rows are ranked by it; must not look at later rows."""
+        import torch
+
+        return torch.from_numpy(self.passes(layer, threshold, checks)).float()
+
     def decide(self, layer: int, threshold: float, checks: Checks, batch: CutBatch) -> Verdict:
         """Cut each request behind its first token that does not pass."""
         return Verdict(batch.kept(self.passes(layer, threshold, checks)))

@@ -74,6 +74,7 @@ def fill_times(report: StepReport, step: StepEvents, previous: StepEvents | None
     """
     report.verify_s = step.seconds("forward", "verified")
     report.sample_s = step.seconds("logits", "sampled")
+    report.prune_s = step.seconds("look", "cut")
     if previous is not None:
         report.draft_s = previous.seconds("draft", "drafted")
         report.runner_s = previous.seconds("begin", "end")

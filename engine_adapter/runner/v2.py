@@ -29,6 +29,8 @@ from ..patches.v2 import (
     sampling_rows,
 )
 from ..patches.v2_sampling import ComparedDrafts, around_comparison
+from ..pruning.forward_v2 import CutNotes
+from ..pruning.runner_v2 import PruningRunnerV2
 from ..sampling.seeded_step import GUARDED
 from ..sampling.seeded_v2 import amended
 from ..settings import load_settings
@@ -41,7 +43,7 @@ from .v2_limits import DraftingFacts, limits_for
 logger = operator_log(__name__)
 
 
-class FaserRunnerV2(RunnerV2Hooks):
+class FaserRunnerV2(RunnerV2Hooks, PruningRunnerV2):
     """Mixin in front of the V2 GPUModelRunner."""
 
     drafting: DraftingV2 | None = None  # None: no drafter, or vLLM's own drafting
@@ -84,7 +86,7 @@ class FaserRunnerV2(RunnerV2Hooks):
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
         """Build what the KV cache needs: adaptive verification and graph managers, of which none has captured yet."""
-        result = super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        result = super().initialize_kv_cache(*args, **kwargs)
         self._guard("adaptive verification", self._set_up_verification)
         if self.drafting is not None:
             self._guard("skipping of the drafter", self.drafting.catch_up.set_up)
@@ -99,7 +101,7 @@ class FaserRunnerV2(RunnerV2Hooks):
         if self.drafting is not None:
             self.drafting.catch_up.close()
         self.drafting = self.graphs = self.verification = self.drawn = None
-        super().shutdown()  # type: ignore[misc]
+        super().shutdown()
 
     def _set_up_verification(self) -> None:
         self.verification = SteeredVerification.of(self, self._is_pinned, self._guard)
@@ -128,9 +130,13 @@ class FaserRunnerV2(RunnerV2Hooks):
         if self.events is not None:
             self._guard("clock", partial(self.events.mark, moment))
 
+    def mark_pruning(self, moment: str) -> None:
+        """Put a moment of a cut on the clock."""
+        self._mark(moment)
+
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the target for one step."""
-        inherited = super().execute_model  # type: ignore[misc]
+        inherited = super().execute_model
         if is_dummy(args, kwargs):
             return inherited(scheduler_output, *args, **kwargs)
         self.order = getattr(scheduler_output, "faser", None)
@@ -191,9 +197,10 @@ class FaserRunnerV2(RunnerV2Hooks):
             return
         report = StepReport(drafted=self._drafted(len(request_ids)), rounds=self.rounds, caught_up=self.caught_up)
         inner.faser = report
-        late = Late(
-            self.events, self.previous, self.drawn, None if self.verification is None else self.verification.admitted
-        )
+        if self.cut is not None:
+            report.prune_layer, report.saved_rows = self.cut.layer, self.cut.saved_rows
+        admitted = None if self.verification is None else self.verification.admitted
+        late = Late(self.events, self.previous, self.drawn, admitted, self.cut)
         on_delivery(output, partial(self._guard, "late report", partial(late.complete, report)))
 
     def _drafted(self, requests: int) -> list[int]:
@@ -210,6 +217,7 @@ class Late:
     previous: StepEvents | None
     drawn: Drawn | None
     admitted: HostCopy | None
+    cut: CutNotes | None = None
 
     def complete(self, report: StepReport) -> None:
         """Fill in times, confidences and what was verified."""
@@ -217,6 +225,8 @@ class Late:
             report.admitted = self.admitted.values()
         if self.drawn is not None:
             report.late_confidences = self.drawn.told()
+        if self.cut is not None and (told := self.cut.values()) is not None:
+            report.pruned, report.is_last_accepted = told
         if self.events is not None:
             fill_times(report, self.events, self.previous)
 

@@ -79,9 +79,9 @@ LIMITS_V2: Final = (
     ),
     Limit(
         "pruning and overlap",
-        "V2 runs the target as one captured graph: no row leaves it early and drafting starts after sampling",
+        "rows leave the target early on a CPU only, and with --enforce-eager; drafting starts after sampling",
         "rows behind a certain rejection are computed to the last layer",
-        "none in this version",
+        "none on GPUs in this version",
     ),
     Limit(
         "block verification",

@@ -60,6 +60,8 @@ class StepReport:
     drafted: list[int] = field(default_factory=list)  # tokens handed to verification
     confidences: list[tuple[float, ...]] = field(default_factory=list)  # and of a dropped one; empty: not recorded
     pruned: list[int] = field(default_factory=list)  # rows that left the target's forward pass; empty: none
+    # Whose last token that was tested was accepted, of cut drafts; empty: the tokens themselves tell (the V1 runner).
+    is_last_accepted: list[bool] = field(default_factory=list)
     prune_layer: int | None = None  # behind which exit heads looked at the drafts; None: they did not
     prune_s: float = 0.0  # part of `verify_s`: deciding which rows leave, and cutting
     saved_rows: float = 0.0  # rows that left, each as the share of the layers that it was spared

@@ -218,8 +218,11 @@ class RecordBuilder:
             left = pruned[row] if pruned else 0
             accepted = 0
             if verified and generated:
-                last = raw.sampled.lasts[row] if left else -1
-                accepted = _accepted(draft_of[request_id], generated, last, left)
+                if report.is_last_accepted:  # under asynchronous scheduling the host knows no draft's tokens
+                    accepted = generated - 1 + report.is_last_accepted[row]
+                else:
+                    last = raw.sampled.lasts[row] if left else -1
+                    accepted = _accepted(draft_of[request_id], generated, last, left)
             # An emitting step with one row per token decodes; anything else computes prompt.
             is_prefill = scheduled > verified + 1 or not generated
             if is_prefill:

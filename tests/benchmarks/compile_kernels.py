@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import faser
-from faser.engine_adapter.pruning import exit_kernel
+from faser.engine_adapter.pruning import exit_kernel, prefix_kernel
 
 sys.path.insert(0, str(Path(faser.__file__).parent / "benchmarks" / "gpu"))
 import fused
@@ -53,3 +53,16 @@ compiled(
     | dict.fromkeys(("tokens", "spared", "owner", "row_owner", "behind", "drafts", "told"), "*i32"),
     {"BLOCK_C": 16, "BLOCK_H": 256, "BLOCK_R": 1024, "LEAST": exit_kernel.LEAST, "NOWHERE": exit_kernel.NOWHERE},
 )
+compiled(
+    prefix_kernel._score,
+    {"moved_states": STATE, "lm_head": STATE, "tokens": "*i32", "candidates": "*i64", "positions": "*i64"}
+    | dict.fromkeys(("confidences", "probes", "weights", "out"), "*fp32"),
+    {"BLOCK_C": 16, "BLOCK_H": 256, "LEAST": exit_kernel.LEAST, "NOWHERE": exit_kernel.NOWHERE},
+)
+for requests in (1, 256):
+    compiled(
+        prefix_kernel._plan,
+        {"chances": "*fp32", "threshold": REAL, "rows_out": "*i64", "logits_out": "*i64"}
+        | dict.fromkeys(("firsts", "lengths", "kept_out", "left_out", "starts_out", "passing_out"), "*i32"),
+        {"BLOCK_Q": requests, "BLOCK_K": 8, "BLOCK_R": prefix_kernel.ROWS_AT_ONCE, "TOP_BIT": prefix_kernel.TOP_BIT},
+    )

@@ -122,7 +122,10 @@ def test_drafting_beside_verifying_is_timed_on_every_partition_and_changes_no_to
 def test_rows_kept_behind_the_cut_come_out_as_in_the_whole_pass(parts: dict[str, Any]) -> None:
     found = parts["pruning"]["2"]
     assert found["equal_tokens"] == {"1": 1.0, "2": 1.0, "3": 1.0}
-    assert set(found["ms"]) == {"whole", *(f"{kind} {kept}" for kind in ("free", "decided") for kept in (1, 2, 3))}
+    assert set(found["ms"]) == {
+        "whole",
+        *(f"{kind} {kept}" for kind in ("free", "decided", "fixed") for kept in (1, 2, 3)),
+    }
 
 
 def test_a_second_run_runs_nothing_that_is_finished(told: str, output: Path) -> None:

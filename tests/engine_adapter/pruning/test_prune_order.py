@@ -80,14 +80,23 @@ def test_a_lease_prunes_the_drafts_that_were_drawn_under_it_and_no_earlier_ones(
 def config(**changed: Any) -> Any:
     values: dict[str, Any] = {
         "method": "eagle3", "architecture": "LlamaForCausalLM", "use_v2": False, "is_async": False, "mode": 0,
-        "tensor": 1, "lora": None, "kv": None,
+        "tensor": 1, "lora": None, "kv": None, "rule": "standard", "is_adaptive": False, "graphs": "NONE",
     } | changed  # fmt: skip
+    drafting = SimpleNamespace(
+        method=values["method"],
+        rejection_sample_method=values["rule"],
+        enable_adaptive_verification=values["is_adaptive"],
+    )
     return SimpleNamespace(
-        speculative_config=values["method"] and SimpleNamespace(method=values["method"]),
+        speculative_config=drafting if values["method"] else None,
         model_config=SimpleNamespace(architectures=[values["architecture"]]),
         use_v2_model_runner=values["use_v2"],
         scheduler_config=SimpleNamespace(async_scheduling=values["is_async"]),
-        compilation_config=SimpleNamespace(mode=values["mode"]),
+        compilation_config=SimpleNamespace(
+            mode=values["mode"],
+            cudagraph_mode=SimpleNamespace(name=values["graphs"]),
+            cudagraph_capture_sizes=[8],
+        ),
         parallel_config=SimpleNamespace(
             tensor_parallel_size=values["tensor"], pipeline_parallel_size=1, data_parallel_size=1
         ),
@@ -102,7 +111,11 @@ def config(**changed: Any) -> Any:
         ({"method": None}, "speculative method None"),
         ({"method": "medusa"}, "speculative method 'medusa'"),
         ({"architecture": "MambaForCausalLM"}, "architecture MambaForCausalLM; expected one of LlamaForCausalLM"),
-        ({"use_v2": True}, "V2 model runner"),
+        ({"architecture": "DeepseekV3ForCausalLM", "use_v2": True}, "architecture DeepseekV3ForCausalLM; expected"),
+        ({"use_v2": True, "graphs": "FULL"}, "--enforce-eager"),
+        ({"use_v2": True, "rule": "synthetic"}, "rejection_sample_method=synthetic"),
+        ({"use_v2": True, "is_adaptive": True}, "adaptive verification"),
+        ({"use_v2": True, "method": "dspark"}, "speculative method 'dspark'"),
         ({"is_async": True}, "--no-async-scheduling"),
         ({"mode": 3}, "--enforce-eager"),
         ({"tensor": 2}, "several ranks"),
@@ -120,6 +133,13 @@ def test_what_cannot_be_pruned_is_refused_with_its_reason(changed: dict[str, Any
 
 def test_the_embedded_engine_is_not_refused() -> None:
     assert exits.pruning_refusal(config()) is None
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_on_v2_asynchronous_scheduling_is_not_refused(is_async: bool) -> None:
+    """Nothing waits for the device there."""
+    assert exits.pruning_refusal(config(use_v2=True, is_async=is_async)) is None
+    assert exits.pruning_refusal(config(use_v2=True, is_async=is_async, method="ngram_gpu")) is None
 
 
 def test_without_a_file_nothing_is_said() -> None:

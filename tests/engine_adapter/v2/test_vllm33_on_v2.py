@@ -97,6 +97,17 @@ def test_everything_that_vllm_does_in_a_batch_goes_on(newer: Any, tiny: Any) -> 
     assert (run["faults"], run["miscounted"], run["is_steered"]) == ({}, 0, True)
 
 
+@pytest.mark.parametrize("method", ["near", "eagle3"])
+def test_rows_that_leave_change_nothing(newer: Any, tiny: Any, method: str) -> None:
+    whole = newer("generate", **tiny.without(method))
+    exits = {"layers": [1], "thresholds": [0.3, 0.6], "kind": "scores"}
+    run = newer("prunings:pruned", **tiny.scenario(method), is_async=True, rule=RANDOM, exits=exits)
+    assert run["version"].startswith(VERSION)
+    assert run["tokens"] == whole["tokens"]
+    assert (run["is_pruning"], run["faults"], run["miscounted"]) == (True, {}, 0)
+    assert sum(row[1] for step in run["pruned"] for row in step["rows"]) > 20
+
+
 def test_adaptive_verification_takes_fasers_numbers(newer: Any, tiny: Any) -> None:
     whole = newer("generate", **tiny.without("eagle3"))
     scenario = tiny.scenario("eagle3", enable_adaptive_verification=True)

@@ -1,0 +1,243 @@
+"""Cuts the target's forward pass on vLLM's V2 runner: behind layer L a number of rows goes on that the host has fixed.
+
+Which ones, the device alone decides (prefixes.py); nobody waits for it, so that asynchronous scheduling stays
+asynchronous and every shape is known beforehand. What left counts as rejected: at most as many tokens as rows stayed
+are said, so that the row that was cut behind still tests its token, and nothing follows it (docs/design/pruning.md).
+Owned by runner_v2.py. Everything is built before anything is replaced, so that a failure is a step without pruning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from ..arrays import Ints
+from ..host_copy import HostCopy
+from ..operator_log import operator_log
+from ..patches.pruning import (
+    PreparedStep,
+    ShortBatch,
+    attention_layer,
+    capped,
+    decoder_of,
+    narrower_logits,
+    on_target_device,
+    shorter_attention,
+)
+from .prefixes import DraftLayout, even_shares, staying_rows
+from .row_budget import RowBudget
+from .verdict import Checks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..drafting.candidates_v2 import CandidatesV2
+    from ..protocol import Prune
+    from .prefixes import StayingRows
+    from .verdict import TokenHeads
+
+logger = operator_log(__name__)
+
+ANY: Final = 1 << 30  # tokens of a request in a step, where nothing of it left
+LOOK: Final = "look"  # the moment of a step at which the heads begin
+CUT: Final = "cut"  # ... and at which the rows have left
+
+
+class PruningV2:
+    """One step at a time: `open` before the forward pass, `sample` around the sampler."""
+
+    def __init__(
+        self, runner: Any, heads: TokenHeads, notes: CandidatesV2 | None, is_pinned: bool, mark: Callable[[str], None]
+    ) -> None:
+        """`notes`: what the drafter noted, for heads that ask for it; `mark`: notes a moment of the step."""
+        self.heads, self.is_on = heads, True  # off after a failure
+        self._runner, self._notes, self._is_pinned, self._mark = runner, notes, is_pinned, mark
+        self._model = runner.get_model()
+        self._layers = list(decoder_of(self._model).layers)
+        names = [attention_layer(layer) for layer in self._layers]
+        self._behind = {layer: frozenset(names[layer:]) for layer in heads.layers}  # attention from there on
+        self.budgets = {layer: RowBudget() for layer in heads.layers}
+        self._move = on_target_device(runner)
+        self._step: CutStep | None = None
+        self._handles: list[Any] = []
+
+    def begin(self) -> None:
+        """Begin a step: nothing is looked at yet, nothing left."""
+        self._detach()
+        self._step = None
+
+    def could_open(self, prune: Prune | None, batch: Any) -> bool:
+        """Tell whether a step is one to prune."""
+        is_noted = not self.heads.candidates or (self._notes is not None and self._notes.is_on)
+        is_asked = self.is_on and prune is not None and prune.layer in self.heads.layers
+        return is_asked and is_noted and bool(batch.num_draft_tokens)
+
+    def open(self, prune: Prune, prepared: PreparedStep) -> None:
+        """Look at this step behind layer L of its forward pass, and cut it there."""
+        step = CutStep(prune, prepared, self._move)
+        step.budget = self.budgets[prune.layer].draft_rows(step.layout.rows, step.layout.drafts, prune.threshold)
+        first, *later = self._layers[prune.layer :]
+        self._handles = [first.register_forward_pre_hook(self._enter)]
+        if step.budget is not None:
+            self._handles += [layer.register_forward_pre_hook(self._pass_on) for layer in later]
+            self._handles.append(self._model.register_forward_hook(self._spread))
+        self._step = step
+
+    def _detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _enter(self, _layer: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        try:
+            self._mark(LOOK)
+            return self._cut_rows(arguments)
+        except Exception:
+            self.fail("FASER prunes no more after a failure; vLLM verifies every row")
+            return None
+        finally:
+            self._mark(CUT)
+
+    def fail(self, said: str) -> None:
+        """Prune no more; from an exception's handler."""
+        self.is_on, self._step = False, None  # hooks that hang on layers do nothing from here on
+        logger.exception(said)
+
+    def _cut_rows(self, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        step = self._step
+        assert step is not None
+        positions, hidden, residual, *rest = arguments
+        layer, threshold = step.prune.layer, step.prune.threshold
+        chances = self.heads.chances(layer, threshold, step.checks(hidden, residual, self._notes))
+        budget = step.layout.drafts if step.budget is None else step.budget
+        plan = _chooser(chances)(chances, threshold, step.layout, budget)
+        if step.budget is None:
+            step.passing = plan.passing
+            return None
+        kept = tuple(each.index_select(0, plan.rows) for each in (positions, hidden, residual))
+        short = ShortBatch(plan.rows, kept[0], plan.starts, step.guessed_starts(), plan.left)
+        most = plan.kept.masked_fill(plan.left == 0, ANY)
+        shorter_attention(self._runner, step.prepared, self._behind[layer], short)
+        step.passing, step.plan, step.most, step.positions = plan.passing, plan, most, kept[0]
+        return (*kept, *rest)
+
+    def _pass_on(self, _layer: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        step = self._step
+        return None if step is None or step.plan is None else (step.positions, *arguments[1:])
+
+    def _spread(self, _model: Any, _arguments: Any, output: Any) -> Any:
+        """Return the forward pass's output over all rows; those that left are zero, and nobody reads them.
+
+        With auxiliary states (EAGLE-3) the layers up to L have every row already.
+        """
+        step = self._step
+        if step is None or step.plan is None:
+            return output
+        rows, index = int(step.prepared.batch.num_tokens), step.plan.rows
+        if isinstance(output, tuple):
+            hidden, auxiliary = output
+            return _over_all(hidden, index, rows), [_over_all(state, index, rows) for state in auxiliary]
+        return _over_all(output, index, rows)
+
+    def sample(self, sample: Callable[[], Any]) -> Any:
+        """Run vLLM's sampler; what left counts as rejected."""
+        step = self._step
+        self._detach()
+        if step is None or step.plan is None:
+            return sample()
+        with narrower_logits(self._model, step.plan.logits):
+            sampled = sample()
+        step.counts = sampled[1]
+        return capped(sampled, step.most)
+
+    def told(self) -> CutNotes | None:
+        """Return what the host will know of this step, on its way there; None if nobody looked."""
+        step = self._step
+        if step is None or step.passing is None:
+            return None
+        return CutNotes(step, self._is_pinned, self.budgets[step.prune.layer], len(self._layers))
+
+
+class CutStep:
+    """What one forward pass verifies, and what of it stays."""
+
+    budget: int | None = None  # draft rows that go on behind the layer; None: all, nothing is cut
+    passing: Tensor | None = None  # (1,) None: nobody has looked yet
+    plan: StayingRows | None = None  # None: nothing left
+    most: Tensor  # (requests,) tokens that may be said
+    positions: Tensor  # (rows that stay,)
+    counts: Tensor  # (requests,) tokens that would have been said
+
+    def __init__(self, prune: Prune, prepared: PreparedStep, move: Callable[[Any], Tensor]) -> None:
+        self.prune, self.prepared = prune, prepared
+        batch = prepared.batch
+        self._drafts: Ints = batch.num_draft_tokens_per_req.astype(np.int64)
+        self._lengths: Ints = batch.num_scheduled_tokens.astype(np.int64)
+        self.layout = DraftLayout.of(self._drafts, self._lengths, move)
+
+    def checks(self, hidden: Tensor, residual: Tensor, notes: CandidatesV2 | None) -> Checks:
+        """Return what is known of the draft tokens, with the states of the rows that test them."""
+        import torch
+
+        batch, owner, place = self.prepared.batch, self.layout.owner.long(), self.layout.place.long()
+        logit_rows = torch.arange(len(owner), device=owner.device) + owner  # each request has one more than it drafts
+        tested = batch.logits_indices.index_select(0, logit_rows).long()
+        states = hidden.index_select(0, tested) + residual.index_select(0, tested)
+        candidates = confidences = None
+        if notes is not None:
+            candidates, confidences = notes.of(batch.idx_mapping.index_select(0, owner), place)
+        return Checks(states, batch.input_ids.index_select(0, tested + 1), candidates, confidences, place + 1)
+
+    def guessed_starts(self) -> Ints:
+        """Return about where each request's rows begin behind the cut."""
+        assert self.budget is not None
+        shares = self._lengths - self._drafts + even_shares(self._drafts, self.budget)
+        starts: Any = np.concatenate([[0], np.cumsum(shares)]).astype(np.int32)
+        return starts  # type: ignore[no-any-return]
+
+
+class CutNotes:
+    """What a cut did, on its way to the host."""
+
+    def __init__(self, step: CutStep, is_pinned: bool, budget: RowBudget, layers: int) -> None:
+        import torch
+
+        assert step.passing is not None
+        self.layer, self._budget, self._drafts = step.prune.layer, budget, step.layout.drafts
+        self.saved_rows, told = 0.0, step.passing
+        if step.plan is not None and step.budget is not None:
+            self.saved_rows = (self._drafts - step.budget) * (layers - self.layer) / layers
+            is_over = (step.plan.left > 0) & (step.counts > step.plan.kept)
+            told = torch.cat([step.passing, step.plan.left, is_over.int()])
+        self._copy = HostCopy(told if is_pinned else told.clone(), is_pinned)
+
+    def values(self) -> tuple[list[int], list[bool]] | None:
+        """Return rows that left, by batch row, and whose last tested token was accepted; both empty without a cut.
+
+        None while they are under way.
+        """
+        told = self._copy.values()
+        if told is None:
+            return None
+        passing, *rest = told
+        self._budget.note(self._drafts, passing)
+        half = len(rest) // 2
+        return rest[:half], [bool(each) for each in rest[half:]]
+
+
+def _chooser(chances: Tensor) -> Callable[[Tensor, float, DraftLayout, int], StayingRows]:
+    if chances.is_cuda:
+        try:
+            from .prefix_kernel import staying_rows as by_kernel
+        except ImportError:  # a CUDA build without Triton
+            return staying_rows
+        return by_kernel
+    return staying_rows
+
+
+def _over_all(states: Tensor, index: Tensor, rows: int) -> Tensor:
+    if states.shape[0] == rows:
+        return states
+    return states.new_zeros((rows, *states.shape[1:])).index_copy_(0, index, states)
