@@ -2,7 +2,8 @@
 
 Asked by the price policy (models/policies/price.py), which asks for the lengths that bring most value per second. The
 value is a controller's: it rises with what a request will lack some steps from now, until the drafts that it brings
-are enough. Who is so far behind that it will not catch up counts like any other. Pure, no clock.
+are enough; the fewer lack anything, the higher, for what they ask for costs the others little. Who is so far behind
+that it will not catch up counts like any other. Pure, no clock.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from .policy import PolicyError
 
 GIVING_UP: Final = 0.25  # of `patience`: over so many tokens a request is given up
 LEAST_SPREAD: Final = 0.05  # of the most that a token is worth: values that differ less favour nobody
+CROWD: Final = 0.5  # power of those who lack nothing over those who do: so many times as much is a token worth
 SETTING: Final = re.compile(r"([a-z]+)=(\d+(?:\.\d+)?)")
 BOUNDS: Final = {
     "urgency": (1.0, 1e4), "horizon": (0.0, 1e4), "reserve": (0.0, 1e3), "width": (0.1, 1e3), "patience": (1.0, 1e4),
@@ -31,7 +33,7 @@ BOUNDS: Final = {
 class TokenValues:
     """How a value follows from how far ahead of its schedule a request would be with one token in each step."""
 
-    urgency: float = 8.0  # the most that a token is worth
+    urgency: float = 8.0  # the most that a token is worth where as many lack something as do not
     horizon: float = 15.0  # steps that are looked ahead
     reserve: float = 5.0  # tokens ahead that a request shall be then: its tokens are worth 1
     width: float = 2.0  # tokens less by which they are worth e times as much
@@ -78,8 +80,14 @@ def _fill(lacking: Floats, slack: Floats, decoding: Bools, most_log: float, pati
     """Fill in (n,) values as shares of the largest; return how far those of who decode lie apart, 0..1.
 
     :param lacking: (n,) tokens that will be lacking, in widths
+    :param most_log: logarithm of the urgency
     """
-    most, least = 0.0, np.inf
+    most, least, some, others = 0.0, np.inf, 0, 0
+    for i in range(len(values)):
+        some += decoding[i] and lacking[i] > 0.0 and -patience < slack[i] < np.inf
+        others += decoding[i]
+    others -= some
+    most_log += CROWD * max(math.log(max(others, 1) / max(some, 1)), 0.0)
     for i in range(len(values)):
         values[i] = 1.0
         if not decoding[i]:
