@@ -2,7 +2,8 @@
 
 Called by env/pipeline/pipeline_serving.py and models/pipeline. Shipped traces last half an hour at 3 to 6 requests/s;
 they are run faster until they come at the wanted rate, and blocks of them are drawn with replacement, so that a run may
-be longer than the trace and seeds differ. Inside a block every burst is as recorded.
+be longer than the trace and seeds differ. Inside a block every burst is as recorded, on the faster clock. ServeGen's
+clients keep their clock.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ import numpy as np
 from ...engine_adapter.arrays import Floats
 from ...engine_adapter.errors import UsageError
 from ..workload.request_trace import SHIPPED, Trace, shipped_trace
-from ..workload.servegen import ClientWindow, draw_trace, shipped_windows
+from ..workload.servegen import WINDOW_S, ClientWindow, draw_trace, shipped_windows
+from ..workload.workload import Swell
 
 RATE_RPS: Final = 20.0  # the paper's
 BLOCK_S: Final = 30.0
 GAMMAS: Final = (1, 2, 4, 8)
 SERVEGEN: Final = "servegen"
+SWELL: Final = "swell"
 WEEK_S: Final = 604_200.0  # of ServeGen's windows
-LOADS: Final = (*SHIPPED, SERVEGEN, *(f"gamma-{cv}" for cv in GAMMAS))
+LOADS: Final = (*SHIPPED, SERVEGEN, SWELL, *(f"gamma-{cv}" for cv in GAMMAS))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +65,8 @@ def draw_arrivals(name: str, seed: int, duration_s: float, rate_rps: float = RAT
         return _blocks(name, _shipped(name), duration_s, rate_rps, random)
     if name == SERVEGEN:
         return _servegen(seed, duration_s, rate_rps, random)
+    if name == SWELL:
+        return _swell(duration_s, rate_rps, random)
     variation = _variation(name)
     if variation is None:
         raise UsageError(f"load {name!r}", f"one of {', '.join(LOADS)}")
@@ -103,18 +108,30 @@ def _blocks(name: str, trace: Trace, duration_s: float, rate_rps: float, random:
 
 
 def _servegen(seed: int, duration_s: float, rate_rps: float, random: np.random.Generator) -> Arrivals:
-    """Draw a window of the week, run at the wanted mean rate."""
-    wanted = duration_s * rate_rps
-    start_s, span_s = float(random.uniform(0.0, 0.9 * WEEK_S)), 3600.0
-    while True:
-        trace = draw_trace(_windows(), start_s, span_s, _shipped("azure-conv"), seed)
-        if len(trace) >= wanted or start_s == 0.0:
+    """Draw clients of a part of the week until they come at the wanted rate together, on their own clock."""
+    start_s = float(random.uniform(0.0, WEEK_S - duration_s))
+    inside = [each for each in _windows() if start_s - WINDOW_S < each.start_s < start_s + duration_s]
+    clients, chosen, total = sorted({each.client for each in inside}), [], 0.0
+    for client in random.permutation(clients).tolist():
+        theirs = [each for each in inside if each.client == client]
+        chosen += theirs
+        total += sum(each.rate_rps for each in theirs) * WINDOW_S / duration_s
+        if total >= rate_rps:
             break
-        span_s *= 1.5 * wanted / len(trace)
-        start_s = max(min(start_s, WEEK_S - span_s), 0.0)
-    trace = trace.rows(0, min(int(wanted), len(trace)))
-    times = trace.arrival_s * (duration_s / max(float(trace.arrival_s[-1]), 1e-9))
-    return Arrivals(SERVEGEN, times, _tokens(trace))
+    trace = draw_trace(chosen, start_s, duration_s, _shipped("azure-conv"), seed)
+    scale = min(len(trace) / duration_s / rate_rps, 1.0)  # too few clients at night: their clock runs faster
+    return Arrivals(SERVEGEN, trace.arrival_s * scale, _tokens(trace))
+
+
+def _swell(duration_s: float, rate_rps: float, random: np.random.Generator) -> Arrivals:
+    """Draw a Poisson process whose rate swells once from a fifth of the mean to 2.3 times the mean and back."""
+    low = 0.2 * rate_rps
+    swell = Swell(low_rps=low, peak_rps=low + (rate_rps - low) * 8 / 3, duration_s=duration_s, sharpness=2.0)
+    time_s, expected = swell.cumulative()
+    count = random.poisson(expected[-1])
+    times = np.interp(np.sort(random.uniform(0.0, expected[-1], count)), expected, time_s)
+    lengths = _tokens(_shipped("azure-conv"))
+    return Arrivals(SWELL, times, lengths[random.integers(len(lengths), size=count)])
 
 
 @functools.cache

@@ -222,6 +222,7 @@ class Cluster:
             if next_s >= until_s:
                 break
             self._end_phase(int(self.ready_s.argmin()))
+            self._penalise()  # a switch changes what stages compute
         sent = slice(first, self.head)
         late = self.finish_s[sent] - self.arrivals.arrival_s[sent] > self.constants.objective_s
         self.totals.missed += int(late.sum())
@@ -284,6 +285,10 @@ class Cluster:
         span_s = max(min(window_s, self.now_s), 1e-9)
         return (self.arrived(self.now_s) - self.arrived(self.now_s - span_s)) / span_s if self.now_s > 0 else 0.0
 
+    def _since(self, window_s: float) -> Floats:
+        low, high = self.arrived(self.now_s - window_s), self.arrived(self.now_s)
+        return self.arrivals.arrival_s[low:high]
+
     def variation(self, window_s: float) -> float:
         """Return the coefficient of variation of the gaps of the last so many seconds; 1 of fewer than three."""
         low, high = self.arrived(self.now_s - window_s) + 1, self.arrived(self.now_s)
@@ -334,10 +339,11 @@ class Cluster:
             gpus_held=self.gpus_held,
             room=tuple(int(self.gpus.fitting(g).sum()) for g in STAGES),
             free_memory=tuple(self.gpus.free_histogram().tolist()),
-            in_memory=float(((self.gpus.kept_until_s > self.now_s) | (self.gpus.held > 0)).mean()),
+            load_s=tuple(self.expected_load_s(g) for g in STAGES),
             last_move_s=lead_s,
             last_move_bytes=moved,
             since_move_s=self.now_s - moved_s,
+            arrived_s=self._since(self.constants.decision_s),
         )
 
     @property

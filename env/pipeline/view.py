@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from ...engine_adapter.arrays import Singles
+from ...engine_adapter.arrays import Floats, Singles
 from ..layout.observation import Feature
 from .constants import GIGA, STAGES
 
@@ -18,7 +18,7 @@ WINDOWS_S: Final = (15.0, 60.0, 180.0, 900.0)  # 15 s and 180 s are the paper's;
 MOVES: Final = (-3, -2, -1, 0, 1, 2, 3)  # changes of the number of pipelines that an action can name
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ClusterView:
     """One moment. Tuples over granularities are in the order of STAGES."""
 
@@ -35,10 +35,11 @@ class ClusterView:
     gpus_held: int
     room: tuple[int, ...]  # GPUs on which one more stage would fit
     free_memory: tuple[float, ...]  # share of GPUs by eighths of free memory
-    in_memory: float  # share of the servers' segments that host memory has
+    load_s: tuple[float, ...]  # how long one more pipeline would load; infinite: there is no room
     last_move_s: float
     last_move_bytes: float
     since_move_s: float
+    arrived_s: Floats  # (n,) when requests came since the last decision
 
     def settled(self) -> tuple[int, ...]:
         """Return the pipelines by granularity once everything under way is done."""
@@ -56,7 +57,7 @@ class ClusterView:
             *(_squashed(count, 2.0) for count in (*self.serving, *self.coming, *self.moving)),
             _squashed(self.kv_bytes, 50.0 * GIGA), _squashed(self.gpus_held, 16.0),
             *(_squashed(gpus, 16.0) for gpus in self.room),
-            *self.free_memory, self.in_memory,
+            *self.free_memory, *(_squashed(seconds, 5.0) for seconds in self.load_s),
             _squashed(self.last_move_s, 5.0), _squashed(self.last_move_bytes, 50.0 * GIGA),
             _squashed(self.since_move_s, 60.0),
         ]  # fmt: skip
@@ -86,7 +87,7 @@ def _layout() -> tuple[Feature, ...]:
         ("gpus", "x/(x+16), x GPUs held"),
         *((f"room_{stages}", f"x/(x+16), x GPUs with room for one of {stages} stages") for stages in STAGES),
         *((f"free_{part}", f"share of GPUs with {part}/8 to {part + 1}/8 of memory free") for part in range(8)),
-        ("in_memory", "share of the servers' host memory that has the weights"),
+        *((f"load_{stages}", f"x/(x+5), x seconds that one more of {stages} stages would load") for stages in STAGES),
         ("move_time", "x/(x+5), x seconds of the last move"),
         ("move_bytes", "x/(x+50), x GB on links of the last move"),
         ("since_move", "x/(x+60), x seconds since then"),

@@ -1,0 +1,199 @@
+"""Pipeline policies against the best fixed set of pipelines at equal GPU seconds: loads x policies x seeds.
+
+Called by controller/pipeline/evaluation.py.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from ...env.pipeline.arrivals import LOADS, RATE_RPS, Arrivals, draw_arrivals
+from ...env.pipeline.cluster import Cluster
+from ...env.pipeline.constants import STAGES, PipelineConstants
+from ..evaluation.standing import interval
+from .names import DEFAULT, make_pipeline_policy
+from .pipeline_policy import LoadHint, PipelinePolicy
+
+MOST_STATIC: Final = {4: 12, 8: 8, 16: 4, 32: 2}  # pipelines that find room on 82 GPUs
+ANOTHER_DAY: Final = 1000  # added to a seed: what operators know of a load is another day of it
+EQUAL_GPUS: Final = 4  # GPUs up to which a fixed set may have more than the policy, in its favour
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineCell:
+    """One run to make."""
+
+    load: str
+    policy: str
+    seed: int
+    duration_s: float
+    rate_rps: float = RATE_RPS
+    is_serial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRun:
+    """What came of a cell."""
+
+    cell: PipelineCell
+    mean_s: float
+    p50_s: float
+    p99_s: float
+    attainment: float  # share of the requests within the objective
+    gpus: float  # held, mean over time
+    cost: float  # per request: see PipelineConstants.cost
+    moves: int
+    refactored: int
+    refused: int
+    reclaimed: int
+    moved_gb: float
+    decision_ms: float  # the slowest per cent
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineComparison:
+    """What is compared."""
+
+    policies: tuple[str, ...] = DEFAULT
+    loads: tuple[str, ...] = LOADS
+    seeds: tuple[int, ...] = (101, 102, 103)
+    duration_s: float = 1200.0
+    rate_rps: float = RATE_RPS
+    is_serial: bool = False
+
+    def cells(self) -> list[PipelineCell]:
+        """Return all runs, those of every fixed set included."""
+        fixed = [f"static:{stages}:{count}" for stages in STAGES for count in range(1, MOST_STATIC[stages] + 1)]
+        return [
+            PipelineCell(load, policy, seed, self.duration_s, self.rate_rps, self.is_serial)
+            for load in self.loads
+            for policy in dict.fromkeys((*self.policies, *fixed))
+            for seed in self.seeds
+        ]
+
+
+def run_cell(cell: PipelineCell) -> PipelineRun:
+    """Serve a load under a policy."""
+    constants = PipelineConstants(is_serial=cell.is_serial)
+    arrivals = draw_arrivals(cell.load, cell.seed, cell.duration_s, cell.rate_rps)
+    day = draw_arrivals(cell.load, cell.seed + ANOTHER_DAY, cell.duration_s, cell.rate_rps)
+    policy = make_pipeline_policy(cell.policy, constants, arrivals, cell.seed)
+    cluster, decision_ms = serve_load(policy, arrivals, LoadHint.of(day), constants, cell.seed)
+    latency_s, totals = cluster.latency_s, cluster.totals
+    cost = constants.cost(totals.missed, totals.gpu_s, totals.moved_bytes) / len(arrivals)
+    p50_s, p99_s = np.quantile(latency_s, (0.5, 0.99)).tolist()
+    return PipelineRun(
+        cell, float(latency_s.mean()), p50_s, p99_s, 1.0 - totals.missed / len(arrivals),
+        totals.gpu_s / cluster.now_s, cost, totals.moves, totals.refactored, totals.refused, totals.reclaimed,
+        cluster.moved_gb, decision_ms,
+    )  # fmt: skip
+
+
+def serve_load(
+    policy: PipelinePolicy, arrivals: Arrivals, hint: LoadHint, constants: PipelineConstants, seed: int
+) -> tuple[Cluster, float]:
+    """Serve all of a load; return the cluster at its end, and milliseconds of the slowest per cent of decisions."""
+    cluster = Cluster(arrivals, policy.start(hint), constants, seed)
+    cluster.reclaims = not policy.keeps_idle
+    spent = []
+    while not cluster.is_done:
+        begun_s = time.perf_counter()
+        move = policy.decide(cluster.view())
+        spent.append(time.perf_counter() - begun_s)
+        cluster.apply(move)
+        cluster.advance(cluster.now_s + constants.decision_s)
+    return cluster, 1e3 * float(np.quantile(spent, 0.99))
+
+
+def judge(
+    plan: PipelineComparison, executor: Executor | None = None, progress: Callable[[int, int], None] | None = None
+) -> list[PipelineRun]:
+    """Make all runs, in the order of the plan's cells."""
+    cells, found = plan.cells(), []
+    runs = map(run_cell, cells) if executor is None else executor.map(run_cell, cells, chunksize=8)
+    for run in runs:
+        found.append(run)
+        if progress is not None:
+            progress(len(found), len(cells))
+    return found
+
+
+@dataclass(slots=True)
+class Runs:
+    """All runs by load and policy, in the order of seeds."""
+
+    by_policy: dict[tuple[str, str], list[PipelineRun]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, runs: Sequence[PipelineRun]) -> Runs:
+        """Sort runs."""
+        found: dict[tuple[str, str], list[PipelineRun]] = {}
+        for run in runs:
+            found.setdefault((run.cell.load, run.cell.policy), []).append(run)
+        return cls(found)
+
+    def mean(self, load: str, policy: str, what: str) -> float:
+        """Return the mean of a figure over seeds."""
+        return float(np.mean([getattr(run, what) for run in self.by_policy[load, policy]]))
+
+    def best_static(self, load: str, gpus: float) -> str:
+        """Return the fixed set with the least mean latency that has no more GPUs, a pipeline of four aside."""
+        most = EQUAL_GPUS * math.ceil(gpus / EQUAL_GPUS - 1e-9)
+        fixed = [
+            policy for seen, policy in self.by_policy
+            if seen == load and policy.count(":") == 2 and math.prod(map(int, policy.split(":")[1:])) <= most
+        ]  # fmt: skip
+        return min(fixed, key=lambda policy: self.mean(load, policy, "mean_s"))
+
+    def ratio(self, load: str, policy: str, other: str) -> tuple[float, float, float]:
+        """Return mean latency over that of another policy with the same requests, and its 95 % interval."""
+        pairs = zip(self.by_policy[load, policy], self.by_policy[load, other], strict=True)
+        logs = [math.log(mine.mean_s / theirs.mean_s) for mine, theirs in pairs]
+        found = interval(logs)
+        return math.exp(found.mean), math.exp(found.mean - found.half), math.exp(found.mean + found.half)
+
+
+OF_FIXED_SETS: Final = ("mean_s", "p99_s", "attainment", "gpus", "cost")
+FIGURES: Final = (
+    "mean_s", "p50_s", "p99_s", "attainment", "gpus", "cost", "moves", "refactored", "refused", "reclaimed", "moved_gb",
+    "decision_ms",
+)  # fmt: skip
+
+
+def judgement(plan: PipelineComparison, runs: Sequence[PipelineRun]) -> dict[str, Any]:
+    """Return the table: figures with intervals by load and policy, and the best fixed set at equal GPU seconds."""
+    sorted_runs = Runs.of(runs)
+    return {
+        "plan": asdict(plan),
+        "loads": {
+            load: {policy: _row(sorted_runs, load, policy) for policy in plan.policies} for load in plan.loads
+        },
+        "fixed_sets": {
+            load: {
+                policy: {what: sorted_runs.mean(load, policy, what) for what in OF_FIXED_SETS}
+                for seen, policy in sorted_runs.by_policy if seen == load and policy.count(":") == 2
+            }
+            for load in plan.loads
+        },
+    }  # fmt: skip
+
+
+def _row(runs: Runs, load: str, policy: str) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for what in FIGURES:
+        found = interval([float(getattr(run, what)) for run in runs.by_policy[load, policy]])
+        row[what] = {"mean": found.mean, "half_width": found.half if math.isfinite(found.half) else None}
+    static = runs.best_static(load, row["gpus"]["mean"])
+    ratio, low, high = runs.ratio(load, policy, static)
+    row["static"] = {
+        "policy": static, "gpus": runs.mean(load, static, "gpus"), "mean_s": runs.mean(load, static, "mean_s"),
+        "attainment": runs.mean(load, static, "attainment"), "latency_ratio": ratio, "ci": [low, high],
+    }  # fmt: skip
+    return row
