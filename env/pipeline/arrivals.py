@@ -108,19 +108,27 @@ def _blocks(name: str, trace: Trace, duration_s: float, rate_rps: float, random:
 
 
 def _servegen(seed: int, duration_s: float, rate_rps: float, random: np.random.Generator) -> Arrivals:
-    """Draw clients of a part of the week until they come at the wanted rate together, on their own clock."""
+    """Draw clients of a part of the week that together come at about the wanted rate; their clock makes up the rest."""
     start_s = float(random.uniform(0.0, WEEK_S - duration_s))
     inside = [each for each in _windows() if start_s - WINDOW_S < each.start_s < start_s + duration_s]
-    clients, chosen, total = sorted({each.client for each in inside}), [], 0.0
+    clients = sorted({each.client for each in inside})
+    chosen: list[ClientWindow] = []
+    total = 0.0
     for client in random.permutation(clients).tolist():
         theirs = [each for each in inside if each.client == client]
-        chosen += theirs
-        total += sum(each.rate_rps for each in theirs) * WINDOW_S / duration_s
-        if total >= rate_rps:
+        own = sum(each.rate_rps * _overlap_s(each, start_s, duration_s) for each in theirs) / duration_s
+        if total + own <= 1.2 * rate_rps:
+            chosen, total = chosen + theirs, total + own
+        if total >= 0.9 * rate_rps:
             break
     trace = draw_trace(chosen, start_s, duration_s, _shipped("azure-conv"), seed)
-    scale = min(len(trace) / duration_s / rate_rps, 1.0)  # too few clients at night: their clock runs faster
-    return Arrivals(SERVEGEN, trace.arrival_s * scale, _tokens(trace))
+    times = trace.arrival_s * (len(trace) / max(float(trace.arrival_s[-1]), 1e-9) / rate_rps)
+    inside_s = times < duration_s
+    return Arrivals(SERVEGEN, times[inside_s], _tokens(trace)[inside_s])
+
+
+def _overlap_s(window: ClientWindow, start_s: float, duration_s: float) -> float:
+    return max(min(window.start_s + WINDOW_S, start_s + duration_s) - max(window.start_s, start_s), 0.0)
 
 
 def _swell(duration_s: float, rate_rps: float, random: np.random.Generator) -> Arrivals:

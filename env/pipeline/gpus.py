@@ -35,7 +35,7 @@ class Gpus:
 
     def _draw(self, count: int) -> Floats:
         shares, used = np.array(self.constants.used_quantiles).T
-        return np.interp(self._random.random(count), shares, used)
+        return np.asarray(np.interp(self._random.random(count), shares, used), np.float64)
 
     def churn(self) -> None:
         """Let other models come and go on the GPUs that hold no stage."""
@@ -45,7 +45,7 @@ class Gpus:
     def fitting(self, stages: int) -> Bools:
         """Return (gpus,) whether a stage fits beside what others hold."""
         room = (1.0 - self.used) * self.constants.gpu_bytes
-        return (self.owner == NOBODY) & (room >= self.constants.needed_bytes(stages))
+        return np.asarray((self.owner == NOBODY) & (room >= self.constants.needed_bytes(stages)))
 
     def is_shared(self, gpus: Ints) -> Bools:
         """Return (n,) whether other models hold a part of these GPUs."""

@@ -56,7 +56,7 @@ class PipelineServingEnv(gymnasium.Env[Singles, Ints]):
         self.constants = constants or PipelineConstants()
         count = len(PIPELINE_FEATURES)
         self.observation_space = cast(Any, spaces.Box(0.0, 1.0, (count,), np.float32))
-        self.action_space = cast(Any, spaces.MultiDiscrete(ACTION_SIZES))
+        self.action_space = cast(Any, spaces.MultiDiscrete(list(ACTION_SIZES)))
         self.cluster: Cluster | None = None
 
     def reset(

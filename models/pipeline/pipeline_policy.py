@@ -34,8 +34,12 @@ class LoadHint:
 class PipelinePolicy(Protocol):
     """Says once with what to begin, then one move a decision."""
 
-    name: str
     keeps_idle: bool  # idle pipelines are not reclaimed
+
+    @property
+    def name(self) -> str:
+        """How it is asked for."""
+        ...
 
     def start(self, hint: LoadHint) -> tuple[int, int]:
         """Return the stages and the number of pipelines that are loaded before the first request."""
