@@ -13,28 +13,13 @@ from gymnasium import spaces
 
 from ...engine_adapter.arrays import Ints, Singles
 from .arrivals import LOADS, draw_arrivals
-from .cluster import Cluster, PipelineMove
+from .cluster import Cluster
 from .constants import STAGES, PipelineConstants
+from .pipeline_actions import ACTION_SIZES, MODES, move_of
 from .view import MOVES, PIPELINE_FEATURES
 
 PIPELINE_ENV_ID = "faser/PipelineServing-v0"
-MODES = ("add or release", "refactor in place")
-ACTION_SIZES = (len(STAGES), len(MOVES), len(MODES))
 _STARTS = ((4, 2), (4, 4), (8, 1), (8, 2), (16, 1), (32, 1))  # pipelines at the beginning: stages, how many
-
-
-def move_of(action: Ints) -> PipelineMove:
-    """Return what an action means; raise ValueError for numbers out of range."""
-    granularity, change, mode = (int(part) for part in np.asarray(action).reshape(-1))
-    if not all(0 <= part < size for part, size in zip((granularity, change, mode), ACTION_SIZES, strict=True)):
-        raise ValueError(f"action {granularity}, {change}, {mode}; expected each below {ACTION_SIZES}")
-    return PipelineMove(STAGES[granularity], MOVES[change], bool(mode))
-
-
-def action_of(move: PipelineMove) -> Ints:
-    """Return the action that means a move; more than an action can name is cut."""
-    change = MOVES.index(int(np.clip(move.count, MOVES[0], MOVES[-1])))
-    return np.array([STAGES.index(move.stages), change, int(move.is_refactor)], np.int64)
 
 
 class PipelineServingEnv(gymnasium.Env[Singles, Ints]):

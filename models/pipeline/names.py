@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
 
 from ...env.pipeline.arrivals import Arrivals
@@ -9,6 +10,7 @@ from ...env.pipeline.constants import STAGES, PipelineConstants
 from ..policies.policy import PolicyError
 from .flexpipe import FlexPipe
 from .hindsight_plan import HindsightPlan
+from .learned_policy import RELEASED, LearnedPipeline, load_pipeline_network
 from .pipeline_policy import PipelinePolicy
 from .rules import ReactiveScaler, StaticStages
 from .weigh import Weigh
@@ -18,6 +20,7 @@ PIPELINE_POLICIES: Final = {
     "reactive:S": "as many pipelines of S stages as requests under way ask for, as Ray Serve scales",
     "flexpipe": "rival: the rule of FlexPipe (arXiv 2510.11938)",
     "weigh": "changes stages and pipelines where that saves more than the move costs",
+    "learned:PATH": "a network trained by imitation of weigh, then PPO; PATH is its manifest",
     "hindsight": "bound: plans with the whole trace known",
 }
 DEFAULT: Final = (
@@ -32,6 +35,8 @@ def make_pipeline_policy(spec: str, constants: PipelineConstants, arrivals: Arri
     :param arrivals, seed: what it will serve; hindsight alone looks at them
     """
     name, _, argument = spec.strip().partition(":")
+    if name == "learned":
+        return LearnedPipeline(load_pipeline_network(Path(argument) if argument else RELEASED), constants, spec.strip())
     if not argument:
         if name == "flexpipe":
             return FlexPipe(constants)

@@ -13,12 +13,8 @@ from stable_baselines3.common.env_checker import check_env as check_env_for_sb3
 
 from faser.env.pipeline.cluster import PipelineMove
 from faser.env.pipeline.constants import PipelineConstants
-from faser.env.pipeline.pipeline_serving import (
-    PIPELINE_ENV_ID,
-    PipelineServingEnv,
-    action_of,
-    move_of,
-)
+from faser.env.pipeline.pipeline_actions import action_of, move_of
+from faser.env.pipeline.pipeline_serving import PIPELINE_ENV_ID, PipelineServingEnv
 from faser.env.pipeline.view import PIPELINE_FEATURES
 
 SMALL = {"loads": ("gamma-2",), "duration_s": 20.0}
