@@ -72,8 +72,11 @@ def _squashed(value: float, half: float) -> float:
 def _layout() -> tuple[Feature, ...]:
     windows = [f"{window_s:g}" for window_s in WINDOWS_S]
     named = [
-        *((f"rate_{window}", f"x/(x+20), x arrivals per second in {window} s") for window in windows),
-        *((f"cv_{window}", f"x/(x+2), x the CV of gaps between arrivals in {window} s") for window in windows),
+        *((f"rate_{window}", f"x/(x+20), x arrivals per second in a window of {window} s") for window in windows),
+        *(
+            (f"cv_{window}", f"x/(x+2), x the CV of gaps between arrivals in a window of {window} s")
+            for window in windows
+        ),
         ("waiting", "x/(x+16), x waiting requests"),
         ("oldest", "x/(x+1), x seconds that the first of them has waited"),
         ("running", "x/(x+16), x requests in pipelines"),
@@ -86,7 +89,10 @@ def _layout() -> tuple[Feature, ...]:
         ("kv", "x/(x+50), x GB of KV of requests in pipelines"),
         ("gpus", "x/(x+16), x GPUs held"),
         *((f"room_{stages}", f"x/(x+16), x GPUs with room for one of {stages} stages") for stages in STAGES),
-        *((f"free_{part}", f"share of GPUs with {part}/8 to {part + 1}/8 of memory free") for part in range(8)),
+        *(
+            (f"free_{part}", f"share of GPUs, without our stages, whose free memory is at {part} eighths and above")
+            for part in range(8)
+        ),
         *((f"load_{stages}", f"x/(x+5), x seconds that one more of {stages} stages would load") for stages in STAGES),
         ("move_time", "x/(x+5), x seconds of the last move"),
         ("move_bytes", "x/(x+50), x GB on links of the last move"),
