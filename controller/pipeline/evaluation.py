@@ -17,7 +17,7 @@ from ..errors import UsageError
 
 HEADER = (
     f"{'load':11} {'policy':14} {'mean s':>13} {'p99 s':>6} {'in time':>8} {'GPUs':>5} {'moves':>6} "
-    f"{'best fixed set':>15} {'latency over it':>22}"
+    f"{'cost':>6}  {'fixed, as many GPUs: s':>22} {'in time':>8}  latency over theirs"
 )
 
 
@@ -71,13 +71,13 @@ def drawn_table(result: dict[str, Any]) -> str:
 def _line(load: str, policy: str, row: dict[str, Any]) -> str:
     mean, half = row["mean_s"]["mean"], row["mean_s"]["half_width"]
     seconds = f"{mean:.3f}" + ("" if half is None else f" ± {half:.3f}")
-    static = row["static"]
-    low, high = static["ci"]
-    span = "" if low is None else f" ({low:.3f} to {high:.3f})"
+    fixed = row["fixed"]
+    span = "" if fixed["ci"] is None else " ({:.3f} to {:.3f})".format(*fixed["ci"])
+    sets = " ".join(name.removeprefix("static:") for name in fixed["sets"])
     return (
         f"{load:11} {policy:14} {seconds:>13} {row['p99_s']['mean']:6.2f} {row['attainment']['mean']:8.2%} "
-        f"{row['gpus']['mean']:5.1f} {row['moves']['mean']:6.0f} {static['policy'].removeprefix('static:'):>15} "
-        f"{static['latency_ratio']:.3f}{span}"
+        f"{row['gpus']['mean']:5.1f} {row['moves']['mean']:6.0f} {row['cost']['mean']:6.3f}  "
+        f"{sets + format(fixed['mean_s'], '8.3f'):>22} {fixed['attainment']:8.2%}  {fixed['latency_ratio']:.3f}{span}"
     )
 
 

@@ -25,7 +25,6 @@ from .rules import StaticStages
 
 MOST_STATIC: Final = {4: 12, 8: 8, 16: 4, 32: 2}  # pipelines that find room on 82 GPUs
 ANOTHER_DAY: Final = 1000  # added to a seed: what operators know of a load is another day of it
-EQUAL_GPUS: Final = 4  # GPUs up to which a fixed set may have more than the policy, in its favour
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,21 +150,43 @@ class Runs:
         """Return the mean of a figure over seeds."""
         return float(np.mean([getattr(run, what) for run in self.by_policy[load, policy]]))
 
-    def best_static(self, load: str, gpus: float) -> str:
-        """Return the fixed set with the least mean latency that has no more GPUs, a pipeline of four aside."""
-        most = EQUAL_GPUS * math.ceil(gpus / EQUAL_GPUS - 1e-9)
-        fixed = [
-            policy for seen, policy in self.by_policy
-            if seen == load and policy.count(":") == 2 and math.prod(map(int, policy.split(":")[1:])) <= most
-        ]  # fmt: skip
-        return min(fixed, key=lambda policy: self.mean(load, policy, "mean_s"))
+    def fixed(self, load: str) -> list[str]:
+        """Return the fixed sets."""
+        return [policy for seen, policy in self.by_policy if seen == load and policy.count(":") == 2]
 
-    def ratio(self, load: str, policy: str, other: str) -> tuple[float, float, float]:
-        """Return mean latency over that of another policy with the same requests, and its 95 % interval."""
-        pairs = zip(self.by_policy[load, policy], self.by_policy[load, other], strict=True)
-        logs = [math.log(mine.mean_s / theirs.mean_s) for mine, theirs in pairs]
-        found = interval(logs)
+    def at_equal_gpus(self, load: str, gpus: float) -> tuple[str, str, float]:
+        """Return two fixed sets and the share of the second whose mix has the least mean latency at so many GPUs.
+
+        A set that is there for a part of the time is more than a fixed set can do: it favours them. Below the smallest
+        set and above the largest that is the fastest of them alone.
+        """
+        points = [(self.mean(load, each, "gpus"), self.mean(load, each, "mean_s"), each) for each in self.fixed(load)]
+        below = [point for point in points if point[0] <= gpus + 1e-9] or [min(points)]
+        best = min(below, key=lambda point: point[1])
+        found, least = (best[2], best[2], 0.0), best[1]
+        for low in below:
+            for high in points:
+                if high[0] > gpus >= low[0]:
+                    share = (gpus - low[0]) / (high[0] - low[0])
+                    mixed = (1 - share) * low[1] + share * high[1]
+                    if mixed < least:
+                        found, least = (low[2], high[2], share), mixed
+        return found
+
+    def mixed(self, load: str, mix: tuple[str, str, float], what: str) -> list[float]:
+        """Return a figure of such a mix by seed."""
+        pairs = zip(self.by_policy[load, mix[0]], self.by_policy[load, mix[1]], strict=True)
+        return [(1 - mix[2]) * float(getattr(low, what)) + mix[2] * float(getattr(high, what)) for low, high in pairs]
+
+    def ratio(self, load: str, policy: str, mix: tuple[str, str, float]) -> tuple[float, float, float]:
+        """Return mean latency over that of a mix of fixed sets with the same requests, and its 95 % interval."""
+        pairs = zip(self.by_policy[load, policy], self.mixed(load, mix, "mean_s"), strict=True)
+        found = interval([math.log(mine.mean_s / theirs) for mine, theirs in pairs])
         return math.exp(found.mean), math.exp(found.mean - found.half), math.exp(found.mean + found.half)
+
+    def cheapest(self, load: str) -> str:
+        """Return the fixed set with the least cost."""
+        return min(self.fixed(load), key=lambda policy: self.mean(load, policy, "cost"))
 
 
 OF_FIXED_SETS: Final = ("mean_s", "p99_s", "attainment", "gpus", "cost")
@@ -198,10 +219,13 @@ def _row(runs: Runs, load: str, policy: str) -> dict[str, Any]:
     for what in FIGURES:
         found = interval([float(getattr(run, what)) for run in runs.by_policy[load, policy]])
         row[what] = {"mean": found.mean, "half_width": found.half if math.isfinite(found.half) else None}
-    static = runs.best_static(load, row["gpus"]["mean"])
-    ratio, low, high = runs.ratio(load, policy, static)
-    row["static"] = {
-        "policy": static, "gpus": runs.mean(load, static, "gpus"), "mean_s": runs.mean(load, static, "mean_s"),
-        "attainment": runs.mean(load, static, "attainment"), "latency_ratio": ratio, "ci": [low, high],
+    mix = runs.at_equal_gpus(load, row["gpus"]["mean"])
+    ratio, low, high = runs.ratio(load, policy, mix)
+    cheapest = runs.cheapest(load)
+    row["fixed"] = {
+        "sets": sorted({mix[0], mix[1]}), "share": mix[2], "mean_s": float(np.mean(runs.mixed(load, mix, "mean_s"))),
+        "attainment": float(np.mean(runs.mixed(load, mix, "attainment"))), "latency_ratio": ratio,
+        "ci": [low, high] if math.isfinite(high) else None, "cheapest": cheapest,
+        "cheapest_cost": runs.mean(load, cheapest, "cost"),
     }  # fmt: skip
     return row

@@ -21,7 +21,7 @@ def test_the_table_the_json_and_the_picture_tell_the_same(tmp_path: Path) -> Non
     saved = json.loads(output.read_text())
     row = saved["loads"]["gamma-2"]["flexpipe"]
     assert f"{row['mean_s']['mean']:.3f}" in result.output
-    assert f"{row['static']['latency_ratio']:.3f}" in result.output
+    assert f"{row['fixed']['latency_ratio']:.3f}" in result.output
     assert set(saved["loads"]["gamma-2"]) == {"static:4", "flexpipe"}
     assert len(saved["fixed_sets"]["gamma-2"]) == 26
     assert saved["command"].startswith("faser ")

@@ -27,7 +27,7 @@ from faser.models.pipeline.names import DEFAULT, make_pipeline_policy
 from faser.models.pipeline.pipeline_policy import LoadHint, toward
 from faser.models.pipeline.rules import ReactiveScaler, StaticStages, pipelines_for
 from faser.models.pipeline.shadows import SETS, day_costs
-from faser.models.pipeline.weigh import Weigh
+from faser.models.pipeline.weigh import Memory, Weigh, WeighSettings
 from faser.models.policies.policy import PolicyError
 
 CONSTANTS = PipelineConstants()
@@ -156,11 +156,32 @@ def test_weigh_begins_with_the_best_of_another_day_and_grows_with_the_load() -> 
     assert cluster.totals.refused <= 5
 
 
+def test_a_saving_counts_at_rates_like_it_was_seen_at_and_only_when_it_is_sure() -> None:
+    random, settings = np.random.default_rng(0), WeighSettings()
+    slow, fast = np.zeros(len(SETS)), np.zeros(len(SETS))
+    slow[0], fast[0] = -1.0, 5.0  # the first set saves at a low rate and costs at a high one
+    costs = np.vstack([np.tile(slow, (400, 1)), np.tile(fast, (400, 1))])
+    memory = Memory(np.arange(-800.0, 0.0), np.repeat([1.0, 5.0], 400), costs)
+    assert memory.saving(1, 0.0, 1.0, settings)[0] == pytest.approx(1.0, abs=0.01)
+    assert memory.saving(1, 0.0, 5.0, settings)[0] == pytest.approx(-5.0, abs=0.01)
+    memory.cost[:, 0] += random.normal(0.0, 100.0, 800)
+    assert memory.saving(1, 0.0, 1.0, settings)[0] < 0.5
+    assert Memory().saving(1, 0.0, 1.0, settings).max() == 0.0
+
+
+def test_weigh_follows_a_swelling_load_with_fewer_gpus_than_a_fixed_set_as_fast() -> None:
+    swell = run_cell(PipelineCell("swell", "weigh", 101, 600.0))
+    fixed = run_cell(PipelineCell("swell", "static:4:4", 101, 600.0))
+    assert swell.gpus < 0.9 * fixed.gpus
+    assert swell.mean_s < 1.02 * fixed.mean_s
+
+
 def test_a_move_without_room_is_not_asked_for_again_at_once() -> None:
     policy = Weigh(CONSTANTS)
     policy.start(HINT)
     policy.target = (4, 2)
-    policy.short = policy.long = np.where(np.arange(len(SETS)) == SETS.index((16, 1)), 0.0, 1e6)
+    free = np.where(np.arange(len(SETS)) == SETS.index((16, 1)), 0.0, 1e6)
+    policy.memory = Memory(np.zeros(2), np.zeros(2), np.tile(free, (2, 1)))
     first = policy.decide(view(now_s=0.0, serving=(2, 0, 0, 0)))
     assert first.is_refactor
     assert policy.decide(view(now_s=0.0, serving=(2, 0, 0, 0))) == STAY
@@ -195,17 +216,21 @@ def made(policy: str, seed: int, mean_s: float, gpus: float) -> PipelineRun:
     return PipelineRun(cell, mean_s, mean_s, mean_s, 1.0, gpus, 0.1, 0, 0, 0, 0, 0.0, 0.1)
 
 
-def test_a_policy_is_compared_with_the_best_fixed_set_of_no_more_gpus() -> None:
+def test_a_policy_is_compared_with_fixed_sets_at_equal_gpus_by_hand() -> None:
     runs = [made("weigh", seed, 0.5 * seed, 13.0) for seed in (1, 2)]
     runs += [made("static:4:3", seed, 1.0 * seed, 12.0) for seed in (1, 2)]
     runs += [made("static:4:4", seed, 0.8 * seed, 16.0) for seed in (1, 2)]
-    runs += [made("static:8:4", seed, 0.1 * seed, 32.0) for seed in (1, 2)]
+    runs += [made("static:8:4", seed, 0.7 * seed, 32.0) for seed in (1, 2)]
     table = judgement(PipelineComparison(("weigh",), ("load",), (1, 2)), runs)
-    row = table["loads"]["load"]["weigh"]
-    assert row["static"]["policy"] == "static:4:4"  # 13 GPUs may be 16, in its favour
-    assert row["static"]["latency_ratio"] == pytest.approx(0.5 / 0.8)
-    assert row["static"]["ci"] == pytest.approx([0.625, 0.625])
-    assert Runs.of(runs).best_static("load", 12.0) == "static:4:3"
+    fixed = table["loads"]["load"]["weigh"]["fixed"]
+    assert fixed["sets"] == ["static:4:3", "static:4:4"]
+    assert fixed["share"] == pytest.approx(0.25)
+    assert fixed["latency_ratio"] == pytest.approx(0.5 / 0.95)
+    assert fixed["ci"] == pytest.approx([0.5 / 0.95] * 2)
+    sorted_runs = Runs.of(runs)
+    assert sorted_runs.at_equal_gpus("load", 12.0) == ("static:4:3", "static:4:3", 0.0)
+    assert sorted_runs.at_equal_gpus("load", 99.0) == ("static:8:4", "static:8:4", 0.0)
+    assert sorted_runs.at_equal_gpus("load", 5.0) == ("static:4:3", "static:4:3", 0.0)
 
 
 @pytest.mark.alone
