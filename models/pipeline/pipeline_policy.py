@@ -7,7 +7,7 @@ the one exception, and says so).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from ...engine_adapter.arrays import Floats
 from ...env.pipeline.arrivals import Arrivals
@@ -15,7 +15,7 @@ from ...env.pipeline.cluster import STAY, PipelineMove
 from ...env.pipeline.constants import STAGES
 from ...env.pipeline.view import MOVES, ClusterView
 
-MOST: int = MOVES[-1]
+MOST: Final = MOVES[-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
