@@ -20,12 +20,12 @@ PIPELINE_POLICIES: Final = {
     "reactive:S": "as many pipelines of S stages as requests under way ask for, as Ray Serve scales",
     "flexpipe": "rival: the rule of FlexPipe (arXiv 2510.11938)",
     "weigh": "changes stages and pipelines where that saves more than the move costs",
-    "learned:PATH": "a network trained by imitation of weigh, then PPO; PATH is its manifest",
+    "learned": "a network trained by imitation of weigh, then PPO; learned:PATH takes another manifest",
     "hindsight": "bound: plans with the whole trace known",
 }
 DEFAULT: Final = (
     *(f"static:{stages}" for stages in STAGES), *(f"reactive:{stages}" for stages in STAGES), "flexpipe", "weigh",
-    "hindsight",
+    "learned", "hindsight",
 )  # fmt: skip
 
 

@@ -178,7 +178,11 @@ def train(folder: Path, minutes: float, seed: int, episodes: int = 72) -> Pipeli
 
 def _judge(folder: Path, model: PPO, progress: PipelineProgress, seed: int) -> None:
     """Judge the actor, keep it where it is the best so far, and write the checkpoint."""
-    network = network_of(model, {"seed": seed, "steps": progress.steps, "seconds": progress.seconds})
+    facts = {
+        "command": "python -m faser.models.pipeline.train_pipeline FOLDER", "seed": seed, "steps": progress.steps,
+        "seconds": round(progress.seconds, 1), "loads": list(TRAINING_LOADS), "held_out": list(HELD_OUT),
+    }  # fmt: skip
+    network = network_of(model, facts)
     cost = judged(network)
     progress.history.append(cost)
     if cost < progress.best:
