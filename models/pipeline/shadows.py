@@ -88,7 +88,7 @@ def day_costs(arrival_s: Floats, constants: PipelineConstants, step_s: float = 5
         end_s = (step + 1) * step_s
         of_rate, of_gaps = np.searchsorted(arrival_s, end_s - np.array(WINDOWS_S[:2]))
         recent = gaps[of_gaps + 1 : high]
-        variation = float(recent.std() / recent.mean()) if len(recent) > 2 else 1.0
+        variation = float(recent.std() / max(recent.mean(), 1e-12)) if len(recent) > 2 else 1.0
         rate = float(high - of_rate) / min(WINDOWS_S[0], end_s)
         total += shadows.advance(end_s, step_s, arrival_s[low:high], rate, variation)
     return total / max(steps, 1)

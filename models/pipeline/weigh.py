@@ -172,7 +172,7 @@ def _day(arrival_s: Floats, constants: PipelineConstants) -> Iterator[tuple[floa
     for second in range(1, length + 1):
         short, context = (int(ends[max(second - int(window_s), 0)]) for window_s in WINDOWS_S[:2])
         recent = gaps[context + 1 : ends[second]]
-        variation = float(recent.std() / recent.mean()) if len(recent) > 2 else 1.0
+        variation = float(recent.std() / max(recent.mean(), 1e-12)) if len(recent) > 2 else 1.0
         rate = float(ends[second] - short) / min(WINDOWS_S[0], second)
         cost = shadows.advance(float(second), 1.0, arrival_s[ends[second - 1] : ends[second]], rate, variation)
         if before is not None:

@@ -176,6 +176,13 @@ def test_weigh_follows_a_swelling_load_with_fewer_gpus_than_a_fixed_set_as_fast(
     assert swell.mean_s < 1.02 * fixed.mean_s
 
 
+def test_a_day_that_begins_with_requests_at_one_time_is_remembered_in_numbers() -> None:
+    policy = Weigh(CONSTANTS)
+    policy.start(LoadHint(np.concatenate((np.zeros(5), np.arange(1.0, 30.0))), 5.0))
+    assert np.isfinite(policy.memory.cost).all()
+    assert len(policy.memory.cost) == 28
+
+
 def test_a_move_without_room_is_not_asked_for_again_at_once() -> None:
     policy = Weigh(CONSTANTS)
     policy.start(HINT)
