@@ -91,13 +91,13 @@ def imitate(model: PPO, observations: Singles, actions: Ints, epochs: int = 30) 
     inputs, labels = torch.as_tensor(observations), torch.as_tensor(actions)
     is_move = (labels[:, 1] != ACTION_SIZES[1] // 2).float()
     weight = 1.0 + is_move * float((1 - is_move).sum() / is_move.sum().clamp(min=1)) ** 0.5
-    optimizer = torch.optim.Adam(model.policy.parameters(), 1e-3)
+    optimizer, random = torch.optim.Adam(model.policy.parameters(), 1e-3), np.random.default_rng(0)
     for _ in range(epochs):
-        for part in torch.randperm(len(inputs)).split(512):
+        for part in np.array_split(random.permutation(len(inputs)), len(inputs) // 512 + 1):
             _, log_likelihood, _ = model.policy.evaluate_actions(inputs[part], labels[part])
             loss = -(log_likelihood * weight[part]).mean()
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
     network = network_of(model)
     agreed = [(action_of(network.move(row)) == label).all() for row, label in zip(observations, actions, strict=True)]
