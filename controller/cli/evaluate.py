@@ -1,4 +1,4 @@
-"""`faser evaluate`: every policy against every rival in simulated worlds, through the decision core.
+"""`faser evaluate`: every policy against every rival in simulated worlds, through the decision core; or of pipelines.
 
 Registered by controller/cli/main.py. The core is injected into models/evaluation/evaluate.py from here, the floor
 above.
@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # numpy comes with them: `faser --help` must not wait for it
     from ...models.policies.policy import Policy
 
 
+OURS = "price price:history"
 MOST_REQUESTS = 256  # running at once in a simulated engine
 
 
@@ -105,7 +107,12 @@ def loads_of(text: str) -> tuple[int, ...]:
 
 
 def evaluate(
-    policies: Annotated[str, typer.Option(help="Policies to judge, with spaces between them.")] = "price price:history",
+    policies: Annotated[
+        str,
+        typer.Option(
+            help="Policies to judge, with spaces between them; default: price price:history, or of pipelines all."
+        ),
+    ] = "",
     rivals: Annotated[str, typer.Option(help="Rivals beside off, fixed lengths and the best table.")] = (
         "goodput smartspec adaspec ema bandit gplcb"
     ),
@@ -127,8 +134,19 @@ def evaluate(
     ] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the JSON object to this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="End with one JSON object instead of a table.")] = False,
+    pipeline: Annotated[
+        bool, typer.Option("--pipeline", help="Judge who decides about pipeline stages; -o FILE also draws FILE.svg.")
+    ] = False,
+    traces: Annotated[str, typer.Option(help="With --pipeline: arrivals, with commas; default: all.")] = "",
+    minutes: Annotated[float, typer.Option(help="With --pipeline: length of a run.")] = 20.0,
+    serial: Annotated[bool, typer.Option("--serial", help="With --pipeline: a batch holds one request.")] = False,
 ) -> None:
     """Compare policies with rivals and upper bounds in held-out simulated worlds."""
+    if pipeline:
+        options = PipelineFlags(policies, traces, seeds, minutes, serial, workers, output, json)
+        _evaluate_pipeline(options)
+        return
+    policies = policies or OURS
     from rich.console import Console
 
     from ...env.spaces import Capabilities
@@ -182,6 +200,53 @@ def _tell(
     if output is not None:  # behind what is printed: a full disk must not cost hours
         with replacing(output) as place:
             place.write_text(text + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineFlags:
+    """The flags that `--pipeline` goes by."""
+
+    policies: str
+    traces: str
+    seeds: int
+    minutes: float
+    is_serial: bool
+    workers: int
+    output: Path | None
+    is_json: bool
+
+
+def _evaluate_pipeline(flags: PipelineFlags) -> None:
+    """Judge pipeline policies; print a table or JSON, and write JSON and picture."""
+    import shlex
+    import sys
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from ..calibrate.profile import command_line
+    from ..pipeline.evaluation import PipelineOptions, drawn_table, evaluate_pipeline, plan_of, write_picture
+
+    if flags.output is not None:
+        require_place(flags.output, "--output")
+    options = PipelineOptions(
+        flags.policies, flags.traces, flags.seeds, flags.minutes, flags.is_serial,
+        command_line(("faser", *map(shlex.quote, sys.argv[1:]))),
+    )  # fmt: skip
+    plan_of(options)
+    console = Console(stderr=True)
+    with (
+        Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
+        pool(flags.workers) as executor,
+    ):
+        task = bar.add_task("evaluating", total=None)
+        result = evaluate_pipeline(options, executor, lambda done, total: bar.update(task, completed=done, total=total))
+    text = json_module.dumps(result, indent=None if flags.is_json else 1)
+    typer.echo(text if flags.is_json else drawn_table(result))
+    if flags.output is not None:
+        with replacing(flags.output) as place:
+            place.write_text(text + "\n")
+        write_picture(result, flags.output.with_suffix(".svg"))
 
 
 def drawn(result: dict[str, Any]) -> str:

@@ -1,0 +1,1 @@
+"""`faser evaluate --pipeline`: the second decision's policies in the pipeline world, as table, JSON and picture."""
