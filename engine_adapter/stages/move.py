@@ -20,7 +20,7 @@ from .validity import Validity, Write
 class Pace:
     """How much a step may carry for a move that is under way."""
 
-    bytes_per_step: int = 4 << 20  # of KV, over all pairs of ranks
+    bytes_per_step: int = 4 << 20  # of KV, over all pairs of ranks; more where requests write faster than that
     layers_per_step: int = 1  # whose weights each rank loads
 
 
@@ -42,6 +42,7 @@ class Move:
 
     target: Cut
     loads: dict[int, list[int]]  # by rank
+    left: int | None = None  # blocks that were missing behind the last step's copies; None before the first step
 
 
 @dataclass(slots=True)
@@ -102,7 +103,7 @@ class StagePlan:
         if self._is_ready(missing, running):
             return False
         is_loaded = all(len(layers) <= self.pace.layers_per_step for layers in self.move.loads.values())
-        is_last = is_loaded and missing.count() <= self._blocks_per_step()
+        is_last = is_loaded and missing.count() <= self._allowance(missing)
         self.counts.thin_steps += is_last
         return is_last
 
@@ -141,8 +142,10 @@ class StagePlan:
         for rank, layers in self.move.loads.items():
             due, layers[:] = layers[: self.pace.layers_per_step], layers[self.pace.layers_per_step :]
             loads += [(rank, layer) for layer in due]
-        ahead = tuple(missing.ahead(self._full(), self._blocks_per_step()))
-        self.counts.ahead_blocks += sum(len(copy.blocks) for copy in ahead)
+        ahead = tuple(missing.ahead(self._full(), self._allowance(missing)))
+        sent = sum(len(copy.blocks) for copy in ahead)
+        self.move.left = missing.count() - sent
+        self.counts.ahead_blocks += sent
         return StageStep(self.cut.bounds, ahead=ahead, loads=tuple(loads))
 
     def _missing(self, running: Sequence[Sequence[int]]) -> Missing:
@@ -181,8 +184,12 @@ class StagePlan:
         full: list[int] = np.flatnonzero(self._validity.tokens[owner, 0] == self._validity.block_tokens).tolist()
         return full
 
-    def _blocks_per_step(self) -> int:
-        return max(1, self.pace.bytes_per_step // self._block_bytes)
+    def _allowance(self, missing: Missing) -> int:
+        """Return how many blocks may go ahead: at least twice what the last step added, else a move might never end."""
+        assert self.move is not None
+        count = missing.count()
+        added = 0 if self.move.left is None else count - self.move.left
+        return max(1, self.pace.bytes_per_step // self._block_bytes, 2 * added)
 
     def _count(self, missing: Missing, running: Sequence[Sequence[int]]) -> None:
         self.counts.moves += 1
