@@ -54,7 +54,7 @@ class StageDesk:
         self.orders: StageOrders = NoOrders()
         self._shape = shape
         self._is_on = True
-        self._told: str | None = None
+        self._told: object = None  # the move, or the bad order, about which the log has a line
 
     def schedule(self, scheduler: Any, inherited: Callable[[], Any]) -> Any:
         """Return vLLM's next step, with the ranks' orders about stages on it."""
@@ -76,14 +76,18 @@ class StageDesk:
             return None
 
     def _look(self, scheduler: Any) -> bool:
+        wanted = self.orders.wanted()
         try:
-            reason = self.plan.order(self.orders.wanted())
+            self._tell(self.plan.order(wanted), self.plan.move)
         except CutError as error:
-            reason = str(error)
-        if reason is not None and reason != self._told:
-            logger.warning("FASER: %s", reason)
-        self._told = reason
+            self._tell(str(error), wanted)
         return self.plan.is_thin(held_blocks(scheduler))
+
+    def _tell(self, reason: str | None, cause: object) -> None:
+        """Log why an order was not taken, once for each move that it met."""
+        if reason is not None and cause != self._told:
+            self._told = cause
+            logger.warning("FASER: %s", reason)
 
     def _attach(self, scheduler: Any, output: Any) -> None:
         step = self.plan.step(self._writes(scheduler, output), held_blocks(scheduler), copied_blocks(output))
