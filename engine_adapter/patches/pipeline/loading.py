@@ -104,7 +104,9 @@ def load_layer(decoder: Decoder, layer: Module, weights: Weights, config: Any) -
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
     forget_missing(decoder.model)
-    decoder.model.load_weights(weights)
+    loaded, expected = decoder.model.load_weights(weights), len(list(layer.parameters()))
+    if loaded is not None and len(loaded) != expected:
+        raise RuntimeError(f"{len(loaded)} of a layer's {expected} weights loaded: the checkpoint has changed")
     process_weights_after_loading(layer, config.model_config, torch.device("cpu"))
 
 
@@ -142,5 +144,8 @@ def checkpoint_files(config: Any) -> list[str]:
     loader, model = get_model_loader(config.load_config), config.model_config
     if not hasattr(loader, "_prepare_weights"):
         return []
-    _, files, is_safetensors, _ = loader._prepare_weights(model.model, None, model.revision, False, None)
+    try:
+        _, files, is_safetensors, _ = loader._prepare_weights(model.model, None, model.revision, False, None)
+    except RuntimeError:  # the model has files of another kind
+        return []
     return sorted(files) if is_safetensors else []

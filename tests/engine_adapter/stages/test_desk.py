@@ -10,6 +10,7 @@ from typing import Any
 from faser.engine_adapter.patches.pipeline.scheduler import KvShape
 from faser.engine_adapter.stages.cut import Cut
 from faser.engine_adapter.stages.desk import StageDesk
+from faser.engine_adapter.stages.move import Pace
 from faser.engine_adapter.stages.orders import StageStep
 
 SHAPE = KvShape(layers=4, blocks=8, block_tokens=4, block_bytes=100)
@@ -95,10 +96,11 @@ def test_a_prompt_is_held_back_for_one_step_and_the_limits_come_back() -> None:
 def test_a_refused_order_is_said_once_for_each_move(vllm_log: io.StringIO) -> None:
     orders = Orders((0,))
     stages, scheduler = desk(orders), Scheduler()
+    stages.plan.pace = Pace(layers_per_step=1)
     ordered(stages, scheduler, 1)
     for bounds in ((4,), (1,)):
         orders.bounds = bounds
-        ordered(stages, scheduler, 0 + 1) if stages.plan.move is None else stages._look(scheduler)
+        ordered(stages, scheduler, 1)
     assert vllm_log.getvalue().count("is under way") == 1
     assert "a move to [0] is under way; order [4] again later" in vllm_log.getvalue()
 
