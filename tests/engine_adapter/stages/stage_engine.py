@@ -56,15 +56,16 @@ class ListedOrders:
 
 
 class OneOrder:
-    """Wants a cut once, and then nothing any more, as a sidecar that died."""
+    """Wants a cut until the move has begun, and then nothing any more, as a sidecar that died."""
 
-    def __init__(self, cut: list[int]) -> None:
-        self._cut: tuple[int, ...] | None = tuple(cut)
+    def __init__(self, cut: list[int], plan: Any) -> None:
+        self._cut, self._plan, self._has_begun = tuple(cut), plan, False
 
     def wanted(self) -> tuple[int, ...] | None:
-        """Return bounds, at the first time."""
-        cut, self._cut = self._cut, None
-        return cut
+        """Return bounds, or None."""
+        move = self._plan.move
+        self._has_begun = self._has_begun or (move is not None and move.target.bounds == self._cut)
+        return None if self._has_begun else self._cut
 
 
 def spoil(stages: Any, control: str) -> None:
@@ -142,7 +143,7 @@ def orders_of(phase: dict[str, Any], stages: Any, seed: int) -> Any:
     cut = stages.plan.cut
     if "cuts" in phase:
         return ListedOrders(phase["cuts"], phase["steps_each"])
-    return OneOrder(phase["once"]) if "once" in phase else RandomOrders(seed, cut.layers, cut.ranks)
+    return OneOrder(phase["once"], stages.plan) if "once" in phase else RandomOrders(seed, cut.layers, cut.ranks)
 
 
 class Stage:
@@ -169,6 +170,7 @@ class Stage:
 
     def play(self, phase: dict[str, Any]) -> dict[str, Any]:
         """Return what the requests of a phase said in each of its rounds, and what happened on the way."""
+        started = time.perf_counter()
         self.llm.reset_prefix_cache()
         self.preempted.clear()
         moved = 0 if self.stages is None else self.stages.plan.counts.moves
@@ -190,6 +192,7 @@ class Stage:
             "preempted": len(self.preempted),
             "drafted": self.drafted,
             "moves": self.moves() - moved,
+            "phase_s": time.perf_counter() - started,
             "times_s": watched.times_s,
             "switches": watched.switches,
             "bounds": None if self.stages is None else list(self.stages.plan.cut.bounds),

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 Run = Callable[..., dict[str, Any]]
 LEAST_DIFFERENCE = 1e-3  # of log probabilities; rows of another batch are rounded otherwise
 GAUNTLET: dict[str, Any] = {}
-SHORT = {"requests": 8, "tokens": 40}
+SHORT = {"requests": 6, "tokens": 32}
 QUICK = [64 << 20, 30]  # bytes and layers a step: a move takes three steps
 LAYERS = 30
 
@@ -61,17 +61,15 @@ def short(reference: dict[str, Any]) -> dict[str, Any]:
 def test_moving_stages_change_no_token(stage_engine: Run, gauntlet: dict[str, Any], short: dict[str, Any]) -> None:
     phases = [
         GAUNTLET | {"seed": 1, "moves": 30},
+        SHORT | {"seed": 2, "control": "stale"},  # first: else the block would hold the same prompt's tokens anyhow
         SHORT | {"seed": 2, "control": "none"},
-        SHORT | {"seed": 2, "control": "stale"},
-        SHORT | {"seed": 2},
         SHORT | {"once": [0]},
     ]
     result = stage_engine(2, {"phases": phases, "pace": QUICK})
     assert result["code"] == 0, result["log"]
-    moving, unmoved, stale, again, once = result["phases"]
-    print(result["counts"], result["ranks"], [phase["moves"] for phase in result["phases"]])
+    moving, stale, unmoved, once = result["phases"]
+    print(result["counts"], result["ranks"], [(phase["moves"], phase["phase_s"]) for phase in result["phases"]])
     assert [different(said, gauntlet) for said in moving["rounds"]] == [[] for _ in moving["rounds"]]
-    assert different(again["rounds"][0], short) == []
     assert len(different(unmoved["rounds"][0], short)) > 3, "the control: KV stayed where it was"
     assert len(different(stale["rounds"][0], short)) > 0, "the control: one block was left behind"
     assert moving["moves"] >= 30
