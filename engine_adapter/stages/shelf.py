@@ -115,13 +115,11 @@ class Shelf:
         self.held.add(number)
 
     def keep(self, layers: range) -> None:
-        """Drop what is held and not among these layers."""
-        dropped = [number for number in self.held if number not in layers]
-        for number in dropped:
+        """Drop what is held and not among these layers, and what loading left behind."""
+        for number in [number for number in self.held if number not in layers]:
             self._put_away(number)
             self.held.discard(number)
-        if dropped:
-            _give_back_memory()
+        _give_back_memory()
 
     def _put_away(self, number: int) -> None:
         layer = self._layers[number]

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from ..operator_log import operator_log
 from ..patches.pipeline.loading import every_layer_built, forget_layers
-from ..patches.pipeline.ranks import PipelineRank, make_receive_buffers
+from ..patches.pipeline.ranks import PipelineRank, make_receive_buffers, note_missing_drafter
 from ..settings import load_settings
 from .refusal import drafting_refusal, stages_refusal
 from .shelf import ImmovableModelError
@@ -60,6 +60,7 @@ class StagedWorker:
             super().load_model(*args, **kwargs)  # type: ignore[misc]
         if self.vllm_config.parallel_config.pipeline_parallel_size > 1 and not self.use_v2_model_runner:  # type: ignore[attr-defined]
             make_receive_buffers(self.model_runner)
+            note_missing_drafter(self.model_runner)
 
     def _load_movable(self, stages: StageRank, args: Any, kwargs: Any) -> bool:
         try:

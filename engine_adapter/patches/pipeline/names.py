@@ -51,6 +51,7 @@ PIPELINE_ATTRIBUTES: Final = (
     *((_GROUPS, "GroupCoordinator", name) for name in ("ranks", "rank", "rank_in_group", "first_rank", "last_rank")),
     *((_MODELS, "", name) for name in ("PPMissingLayer", "_model_to_pp_missing_layer_names")),
     *((_RUNNER, "GPUModelRunner", name) for name in ("intermediate_tensors", "kv_cache_config", "max_num_tokens")),
+    (_RUNNER, "GPUModelRunner", "drafter"),
     ("vllm.config.compilation", "CompilationConfig", "static_forward_context"),
     *((_SCHEDULER, "Scheduler", name) for name in ("kv_cache_manager", "max_num_scheduled_tokens", "num_spec_tokens")),
     (_SCHEDULER, "Scheduler", "adaptive_long_prefill_threshold"),

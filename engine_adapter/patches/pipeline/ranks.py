@@ -74,6 +74,15 @@ def make_receive_buffers(runner: Any) -> None:
     )
 
 
+def note_missing_drafter(runner: Any) -> None:
+    """Say of a loaded runner that it has no drafter where it has none.
+
+    vLLM 0.32 reads the attribute on every rank and makes it on the last one (gpu_model_runner.py:7017, :590).
+    """
+    if not hasattr(runner, "drafter"):
+        runner.drafter = None
+
+
 def kv_caches(runner: Any) -> list[Tensor]:
     """Return each layer's KV cache, (blocks, ...)."""
     from vllm.model_executor.models.utils import extract_layer_index
