@@ -60,9 +60,12 @@ def FaserScheduler(vllm_config: VllmConfig, **arguments: Any) -> Any:
 def set_up_pipeline(vllm_config: VllmConfig, scheduler: Any, kv_cache_config: Any) -> None:
     """Let a pipeline draft, and its stages move if the operator wants that; both hold without steering, too."""
     try:
+        settings = load_settings()
+        if not settings.is_enabled:
+            return
         if vllm_config.speculative_config is not None and not vllm_config.use_v2_model_runner:
             one_batch_at_a_time(vllm_config)
-        if load_settings().has_stages:
+        if settings.has_stages:
             scheduler.stages = open_desk(vllm_config, kv_cache_config)
     except Exception as error:
         logger.warning("FASER's stages are off: %s", in_one_line(error))

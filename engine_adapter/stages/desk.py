@@ -81,7 +81,7 @@ class StageDesk:
             self._tell(self.plan.order(wanted), self.plan.move)
         except CutError as error:
             self._tell(str(error), wanted)
-        return self.plan.is_thin(held_blocks(scheduler))
+        return self.plan.is_thin(self._held(scheduler))
 
     def _tell(self, reason: str | None, cause: object) -> None:
         """Log why an order was not taken, once for each move that it met."""
@@ -90,8 +90,12 @@ class StageDesk:
             logger.warning("FASER: %s", reason)
 
     def _attach(self, scheduler: Any, output: Any) -> None:
-        step = self.plan.step(self._writes(scheduler, output), held_blocks(scheduler), copied_blocks(output))
+        step = self.plan.step(self._writes(scheduler, output), self._held(scheduler), copied_blocks(output))
         setattr(output, ATTRIBUTE, step)
+
+    def _held(self, scheduler: Any) -> list[list[int]]:
+        """Return what requests hold, which nobody asks for unless a move is under way."""
+        return [] if self.plan.move is None else held_blocks(scheduler)
 
     def _writes(self, scheduler: Any, output: Any) -> list[Write]:
         computed, tokens = computed_tokens(output), self._shape.block_tokens

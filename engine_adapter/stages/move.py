@@ -92,15 +92,15 @@ class StagePlan:
             self.move = Move(target, loads)
         return None
 
-    def is_thin(self, running: Sequence[Sequence[int]]) -> bool:
+    def is_thin(self, held: Sequence[Sequence[int]]) -> bool:
         """Tell whether only what this step writes will be missing at the next one.
 
         A prompt's chunk would fill several blocks, which would all have to travel at the switch: one token does not.
         """
         if self.move is None:
             return False
-        missing = self._missing(running)
-        if self._is_ready(missing, running):
+        missing = self._missing(held)
+        if self._is_ready(missing, held):
             return False
         is_loaded = all(len(layers) <= self.pace.layers_per_step for layers in self.move.loads.values())
         is_last = is_loaded and missing.count() <= self._allowance(missing)
@@ -110,15 +110,15 @@ class StagePlan:
     def step(
         self,
         writes: Sequence[Write],
-        running: Sequence[Sequence[int]],
+        held: Sequence[Sequence[int]],
         clones: Iterable[tuple[int, int]] = (),
     ) -> StageStep:
         """Return what the ranks do before a step that makes these writes.
 
-        `running`: the blocks of each running request. `clones`: (source, target) of blocks that vLLM copies in the
-        step before it computes.
+        `held`: the blocks of each request that has some; read only while a move is under way. `clones`: (source,
+        target) of blocks that vLLM copies in the step before it computes.
         """
-        order = self._order(running)
+        order = self._order(held)
         for copy in (*order.ahead, *order.tail):
             self._validity.copy(copy.layer, copy.source, copy.target, copy.blocks)
         for source, target in clones:
@@ -126,14 +126,14 @@ class StagePlan:
         self._validity.write(self.cut.owners(), writes)
         return order
 
-    def _order(self, running: Sequence[Sequence[int]]) -> StageStep:
+    def _order(self, held: Sequence[Sequence[int]]) -> StageStep:
         if self.move is None:
             return StageStep(self.cut.bounds)
-        missing = self._missing(running)
-        if not self._is_ready(missing, running):
+        missing = self._missing(held)
+        if not self._is_ready(missing, held):
             return self._prepare(missing)
         self.cut, self.move = self.move.target, None
-        self._count(missing, running)
+        self._count(missing, held)
         return StageStep(self.cut.bounds, tail=tuple(missing.copies), is_switch=True)
 
     def _prepare(self, missing: Missing) -> StageStep:
@@ -148,10 +148,10 @@ class StagePlan:
         self.counts.ahead_blocks += sent
         return StageStep(self.cut.bounds, ahead=ahead, loads=tuple(loads))
 
-    def _missing(self, running: Sequence[Sequence[int]]) -> Missing:
+    def _missing(self, held: Sequence[Sequence[int]]) -> Missing:
         assert self.move is not None
         live = np.zeros(self._validity.tokens.shape[2], np.bool_)
-        for blocks in running:
+        for blocks in held:
             live[list(blocks)] = True
         found = Missing()
         for layer, source, target in self._travels():
@@ -166,15 +166,15 @@ class StagePlan:
         pairs = zip(self.cut.owners(), self.move.target.owners(), strict=True)
         return ((layer, source, target) for layer, (source, target) in enumerate(pairs) if source != target)
 
-    def _is_ready(self, missing: Missing, running: Sequence[Sequence[int]]) -> bool:
-        """Tell whether weights are there, and of each running request at most one block per layer is missing."""
+    def _is_ready(self, missing: Missing, held: Sequence[Sequence[int]]) -> bool:
+        """Tell whether weights are there, and of each request at most one block per layer is missing."""
         assert self.move is not None
         if any(self.move.loads.values()):
             return False
-        held = [set(blocks) for blocks in running]
-        everybodys: set[int] = set().union(*held)
+        sets = [set(blocks) for blocks in held]
+        everybodys: set[int] = set().union(*sets)
         for lacking in {copy.blocks for copy in missing.copies}:  # mostly the same for all layers
-            if not everybodys.issuperset(lacking) or any(len(blocks.intersection(lacking)) > 1 for blocks in held):
+            if not everybodys.issuperset(lacking) or any(len(blocks.intersection(lacking)) > 1 for blocks in sets):
                 return False
         return True
 
@@ -191,12 +191,12 @@ class StagePlan:
         added = 0 if self.move.left is None else count - self.move.left
         return max(1, self.pace.bytes_per_step // self._block_bytes, 2 * added)
 
-    def _count(self, missing: Missing, running: Sequence[Sequence[int]]) -> None:
+    def _count(self, missing: Missing, held: Sequence[Sequence[int]]) -> None:
         self.counts.moves += 1
         self.counts.tail_blocks += missing.count()
         most = [
             len(set(blocks).intersection(lacking))
             for lacking in {copy.blocks for copy in missing.copies}
-            for blocks in running
+            for blocks in held
         ]
         self.counts.most_tail_blocks = max(self.counts.most_tail_blocks, *most, 0)

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from ..arrays import Bools, Ints
+from ..arrays import Bools
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,11 @@ def writes_of(blocks: Sequence[int], block_tokens: int, computed: int, scheduled
 
 
 class Validity:
-    """`tokens[r, l, b]`: how many leading tokens of block b rank r holds of layer l, (ranks, layers, blocks) int64."""
+    """`tokens[r, l, b]`: how many leading tokens of block b rank r holds of layer l, (ranks, layers, blocks) int16."""
 
     def __init__(self, ranks: int, layers: int, blocks: int, block_tokens: int) -> None:
         self.block_tokens = block_tokens
-        self.tokens: Ints = np.zeros((ranks, layers, blocks), np.int64)
+        self.tokens: npt.NDArray[np.int16] = np.zeros((ranks, layers, blocks), np.int16)
         self._layers = np.arange(layers)
 
     def write(self, owners: Sequence[int], writes: Iterable[Write]) -> None:
@@ -59,7 +60,7 @@ class Validity:
     def missing(self, layer: int, source: int, target: int, live: Bools) -> list[int]:
         """Return the blocks of which `target` holds less than `source`.
 
-        `live` (blocks,) bool: those of running requests. Another block that is not full will never be read again.
+        `live` (blocks,) bool: those of requests. Another block that is not full will never be read again.
         """
         held, wanted = self.tokens[target, layer], self.tokens[source, layer]
         is_read = live | (wanted == self.block_tokens)

@@ -34,8 +34,9 @@ def blocks_of(scheduler: Any, request_id: str) -> list[int]:
 
 
 def held_blocks(scheduler: Any) -> list[list[int]]:
-    """Return the blocks of each running request."""
-    return [blocks_of(scheduler, request.request_id) for request in scheduler.running]
+    """Return the blocks of each request that has some; one that waits for its client to go on keeps them, too."""
+    found = (blocks_of(scheduler, request_id) for request_id in scheduler.requests)
+    return [blocks for blocks in found if blocks]
 
 
 def computed_tokens(output: Any) -> dict[str, int]:

@@ -39,7 +39,7 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.scheduler_config = Namespace(long_prefill_token_threshold=0)
-        self.running = [Namespace(request_id="a")]
+        self.requests = {"a": None}
         self.kv_cache_manager = Namespace(get_block_ids=lambda name: (self.blocks,))
 
     def get_request_counts(self) -> tuple[int, int]:

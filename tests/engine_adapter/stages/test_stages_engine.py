@@ -6,6 +6,7 @@ Random bounds at every step or two, chunked prefill, prefix hits, preemption, ab
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -211,3 +212,24 @@ def recovery(times_s: list[float], switches: list[int], ranks: int) -> str:
         f"{len(at)} moves, P25 {1e3 * quick / 1.2:.1f} ms; back within {ranks + 1} steps: {soon}; "
         f"steps {waits}; ms {[round(ms) for ms in lost]}"
     )
+
+
+@pytest.mark.slow  # `make proof`
+def test_a_checkpoint_whose_layers_cannot_be_read_one_by_one_is_served_as_vllm_cuts_it(
+    stage_engine: Run, short: dict[str, Any], tmp_path: Path
+) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    from faser.models.embedded.pair import ensure_embedded_target
+
+    target = ensure_embedded_target()
+    for file in target.iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, tmp_path / file.name)
+    torch.save(load_file(target / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    result = stage_engine(2, {"model": str(tmp_path), "phases": [SHORT]})
+    assert result["code"] == 0, result["log"]
+    assert "stages are off: no weights of layer 0 in safetensors files" in result["log"]
+    assert different(result["phases"][0]["rounds"][0], short) == []
+    assert result["ranks"] == [None, None]
