@@ -17,14 +17,14 @@ class CutError(FaserError):
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class StageCut:
     """`bounds[r]` is the first layer behind rank r; the last rank ends with the last layer."""
 
     bounds: tuple[int, ...]
     layers: int
 
     @classmethod
-    def checked(cls, bounds: Sequence[int], layers: int, ranks: int) -> Cut:
+    def checked(cls, bounds: Sequence[int], layers: int, ranks: int) -> StageCut:
         """Return the cut; raise CutError unless `bounds` has one for each rank but the last, in order."""
         if len(bounds) != ranks - 1:
             raise CutError(f"stages: {len(bounds)} bounds for {ranks} ranks", f"{ranks - 1} bounds")
@@ -34,7 +34,7 @@ class Cut:
         return cls(tuple(map(int, bounds)), layers)
 
     @classmethod
-    def even(cls, stages: int, layers: int, ranks: int) -> Cut:
+    def even(cls, stages: int, layers: int, ranks: int) -> StageCut:
         """Return the cut into so many stages, on the last ranks: an empty range in front of them costs no hop."""
         most = min(layers, ranks)
         if not 1 <= stages <= most:
@@ -65,7 +65,7 @@ class Cut:
         busy = {rank for rank in range(self.ranks) if self.range_of(rank)} | {self.ranks - 1}
         return tuple(sorted(busy if can_start_anywhere else busy | {0}))
 
-    def gained(self, rank: int, later: Cut) -> list[int]:
+    def gained(self, rank: int, later: StageCut) -> list[int]:
         """Return the layers that a rank runs under `later` and not yet."""
         present = self.range_of(rank)
         return [layer for layer in later.range_of(rank) if layer not in present]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..operator_log import operator_log
 from ..patches.pipeline.scheduler import KvShape, blocks_of, computed_tokens, copied_blocks, held_blocks, thin_chunks
-from .cut import Cut, CutError
+from .cut import CutError, StageCut
 from .move import StagePlan
 from .orders import ATTRIBUTE, StageOrders
 from .refusal import model_layers, stages_refusal
@@ -42,13 +42,13 @@ def open_desk(config: VllmConfig, kv_cache_config: Any) -> StageDesk | None:
     if shape.layers != layers:  # the ranks know the model, and have said why they keep vLLM's own cut
         return None
     logger.info("FASER can move the stages of this pipeline: %d layers on %d ranks", layers, ranks)
-    return StageDesk(Cut.even(ranks, layers, ranks), shape)
+    return StageDesk(StageCut.even(ranks, layers, ranks), shape)
 
 
 class StageDesk:
     """The stages of one engine, seen from its scheduler."""
 
-    def __init__(self, cut: Cut, shape: KvShape) -> None:
+    def __init__(self, cut: StageCut, shape: KvShape) -> None:
         validity = Validity(cut.ranks, cut.layers, shape.blocks, shape.block_tokens)
         self.plan = StagePlan(cut, validity, shape.block_bytes)
         self.orders: StageOrders = NoOrders()

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .cut import Cut
+from .cut import StageCut
 from .orders import BlockCopy, StageStep
 from .validity import Validity, Write
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class MovePace:
     """How much a step may carry for a move that is under way."""
 
     bytes_per_step: int = 4 << 20  # of KV, over all pairs of ranks; more where requests write faster than that
@@ -40,7 +40,7 @@ class Counts:
 class Move:
     """A move under way: where to, and whose weights are still to be loaded."""
 
-    target: Cut
+    target: StageCut
     loads: dict[int, list[int]]  # by rank
     left: int | None = None  # blocks that were missing behind the last step's copies; None before the first step
 
@@ -69,11 +69,11 @@ class Missing:
 class StagePlan:
     """The stages of one engine: the cut in force, a move under way, and who holds what."""
 
-    def __init__(self, cut: Cut, validity: Validity, block_bytes: int, pace: Pace | None = None) -> None:
+    def __init__(self, cut: StageCut, validity: Validity, block_bytes: int, pace: MovePace | None = None) -> None:
         self.cut = cut
         self.move: Move | None = None
         self.counts = Counts()
-        self.pace = pace or Pace()
+        self.pace = pace or MovePace()
         self._validity = validity
         self._block_bytes = block_bytes
 
@@ -81,7 +81,7 @@ class StagePlan:
         """Take an order; return why not, None if it was taken or there is nothing to do. Raises CutError."""
         if wanted is None:
             return None
-        target = Cut.checked(wanted, self.cut.layers, self.cut.ranks)
+        target = StageCut.checked(wanted, self.cut.layers, self.cut.ranks)
         if self.move is not None:
             if target == self.move.target:
                 return None

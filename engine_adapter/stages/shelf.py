@@ -35,7 +35,7 @@ class ImmovableModelError(ModelError):
     """A model whose layers cannot move between ranks; vLLM runs it as it is."""
 
 
-class HostCopy:
+class Checkpoint:
     """The checkpoint's files, kept open: whoever deletes them does not take a layer from a running engine."""
 
     def __init__(self, files: Iterable[str], decoder: Decoder) -> None:
@@ -89,7 +89,7 @@ class Shelf:
                 f"{type(model).__name__}: its forward pass does not read start_layer and end_layer", "one that does"
             )
         self.decoder = found
-        self.host = HostCopy(files, found)
+        self.host = Checkpoint(files, found)
         self.held = set(layers)
         self._config = config
         self._layers: list[Module] = list(found.layers)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..patches.pipeline.loading import checkpoint_files
 from ..patches.pipeline.ranks import PipelineRank, kv_caches, update_states
-from .cut import Cut
+from .cut import StageCut
 from .kv_transfer import KvTransfer
 from .orders import ATTRIBUTE, StageStep
 from .shelf import Shelf
@@ -37,7 +37,7 @@ class StageRank:
         self.counts = RankCounts()
         self.transfer = KvTransfer(group, pipeline.ranks, pipeline.number)
         self.shelf: Shelf
-        self.cut: Cut
+        self.cut: StageCut
         self._can_start_anywhere = False
         self._sends: list[Any] = []
         self._step = 0
@@ -45,7 +45,7 @@ class StageRank:
     def adopt(self, model: Any, config: Any) -> None:
         """Take a model over that has been built and not loaded yet; raise ImmovableModelError if that cannot be."""
         layers, ranks = config.model_config.hf_text_config.num_hidden_layers, len(self.pipeline.ranks)
-        self.cut = Cut.even(ranks, layers, ranks)
+        self.cut = StageCut.even(ranks, layers, ranks)
         self.shelf = Shelf(model, config, self.cut.range_of(self.pipeline.number), checkpoint_files(config))
 
     def loaded(self) -> None:
@@ -94,7 +94,7 @@ class StageRank:
     def _switch(self, order: StageStep) -> None:
         started = time.perf_counter()
         self.transfer.receive_all()
-        self.cut = Cut(order.bounds, self.cut.layers)
+        self.cut = StageCut(order.bounds, self.cut.layers)
         self.shelf.run(self.cut.range_of(self.pipeline.number))
         spent = time.perf_counter() - started
         self.counts.switches += 1

@@ -8,9 +8,9 @@ from types import SimpleNamespace as Namespace
 from typing import Any
 
 from faser.engine_adapter.patches.pipeline.scheduler import KvShape
-from faser.engine_adapter.stages.cut import Cut
+from faser.engine_adapter.stages.cut import StageCut
 from faser.engine_adapter.stages.desk import StageDesk
-from faser.engine_adapter.stages.move import Pace
+from faser.engine_adapter.stages.move import MovePace
 from faser.engine_adapter.stages.orders import StageStep
 
 SHAPE = KvShape(layers=4, blocks=8, block_tokens=4, block_bytes=100)
@@ -57,7 +57,7 @@ class Scheduler:
 
 
 def desk(orders: Any) -> StageDesk:
-    made = StageDesk(Cut.even(2, 4, 2), SHAPE)
+    made = StageDesk(StageCut.even(2, 4, 2), SHAPE)
     made.orders = orders
     return made
 
@@ -96,7 +96,7 @@ def test_a_prompt_is_held_back_for_one_step_and_the_limits_come_back() -> None:
 def test_a_refused_order_is_said_once_for_each_move(vllm_log: io.StringIO) -> None:
     orders = Orders((0,))
     stages, scheduler = desk(orders), Scheduler()
-    stages.plan.pace = Pace(layers_per_step=1)
+    stages.plan.pace = MovePace(layers_per_step=1)
     ordered(stages, scheduler, 1)
     for bounds in ((4,), (1,)):
         orders.bounds = bounds

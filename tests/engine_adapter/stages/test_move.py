@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from faser.engine_adapter.stages.cut import Cut, CutError
-from faser.engine_adapter.stages.move import Pace, StagePlan
+from faser.engine_adapter.stages.cut import CutError, StageCut
+from faser.engine_adapter.stages.move import MovePace, StagePlan
 from faser.engine_adapter.stages.orders import StageStep
 from faser.engine_adapter.stages.validity import Validity, Write, writes_of
 
 LAYERS, RANKS, BLOCKS, TOKENS = 6, 3, 24, 4
-QUICK = Pace(bytes_per_step=1 << 20, layers_per_step=LAYERS)
+QUICK = MovePace(bytes_per_step=1 << 20, layers_per_step=LAYERS)
 
 
-def plan(pace: Pace = QUICK, ranks: int = RANKS) -> StagePlan:
-    return StagePlan(Cut.even(ranks, LAYERS, ranks), Validity(ranks, LAYERS, BLOCKS, TOKENS), 100, pace)
+def plan(pace: MovePace = QUICK, ranks: int = RANKS) -> StagePlan:
+    return StagePlan(StageCut.even(ranks, LAYERS, ranks), Validity(ranks, LAYERS, BLOCKS, TOKENS), 100, pace)
 
 
 def until_switch(stages: StagePlan, writes: list[Write], running: list[list[int]], most: int = 50) -> list[StageStep]:
@@ -49,7 +49,7 @@ def test_full_blocks_go_ahead_and_only_the_tail_at_the_switch() -> None:
 
 
 def test_a_step_carries_no_more_than_its_bytes() -> None:
-    stages = plan(Pace(bytes_per_step=250, layers_per_step=LAYERS))
+    stages = plan(MovePace(bytes_per_step=250, layers_per_step=LAYERS))
     stages.step([Write(block, 0, 4) for block in range(6)], [list(range(6))])
     stages.order((0, 4))
     steps = until_switch(stages, [], [list(range(6))])
@@ -58,7 +58,7 @@ def test_a_step_carries_no_more_than_its_bytes() -> None:
 
 
 def test_weights_are_loaded_before_the_switch_a_layer_at_a_time() -> None:
-    stages = plan(Pace(layers_per_step=1))
+    stages = plan(MovePace(layers_per_step=1))
     stages.order((0, 0))
     steps = until_switch(stages, [], [])
     assert [step.loads for step in steps] == [((2, 0),), ((2, 1),), ((2, 2),), ((2, 3),), ()]
@@ -87,7 +87,7 @@ def test_a_prompt_that_is_not_held_back_keeps_a_move_waiting() -> None:
 
 
 def test_a_second_order_is_refused_while_a_move_is_under_way() -> None:
-    stages = plan(Pace(layers_per_step=1))
+    stages = plan(MovePace(layers_per_step=1))
     assert stages.order((1, 4)) is None
     assert stages.order((1, 4)) is None
     reason = stages.order((2, 2))
@@ -101,7 +101,7 @@ def test_a_second_order_is_refused_while_a_move_is_under_way() -> None:
 
 def test_a_move_is_completed_though_nobody_wants_it_any_more() -> None:
     """A sidecar that dies in the middle of a move leaves no order behind."""
-    stages = plan(Pace(layers_per_step=1))
+    stages = plan(MovePace(layers_per_step=1))
     stages.order((0, 0))
     for _ in range(5):
         stages.order(None)
@@ -218,7 +218,7 @@ class Toy:
 
 def play(seed: int, control: str = "", steps: int = 400, ranks: int = RANKS) -> Toy:
     dice = random.Random(seed)
-    pace = Pace(dice.choice([150, 500, 5000]), dice.choice([1, 3]))
+    pace = MovePace(dice.choice([150, 500, 5000]), dice.choice([1, 3]))
     toy = Toy(plan(pace, ranks), dice, control)
     for _ in range(steps):
         toy.stages.order(tuple(sorted(dice.randint(0, LAYERS) for _ in range(ranks - 1))))

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from faser.engine_adapter.patches.pipeline.loading import Decoder, blank, decoder_of, filled
-from faser.engine_adapter.stages.shelf import HostCopy, ImmovableModelError, mapped_embedding
+from faser.engine_adapter.stages.shelf import Checkpoint, ImmovableModelError, mapped_embedding
 
 
 class Ranged(nn.Module):
@@ -79,7 +79,7 @@ def test_a_weight_belongs_to_the_layer_in_its_name() -> None:
 
 
 def test_a_layer_is_read_from_all_files_though_they_are_gone(files: list[str]) -> None:
-    host = HostCopy(files, decoder())
+    host = Checkpoint(files, decoder())
     for file in files:
         Path(file).unlink()
     assert {name: float(weight.max()) for name, weight in host.layer(1)} == {
@@ -90,11 +90,11 @@ def test_a_layer_is_read_from_all_files_though_they_are_gone(files: list[str]) -
 
 def test_a_checkpoint_without_a_layer_cannot_move_it(files: list[str]) -> None:
     with pytest.raises(ImmovableModelError, match="no weights of layer 0 in safetensors files"):
-        HostCopy(files[1:], decoder())
+        Checkpoint(files[1:], decoder())
 
 
 def test_tokens_are_embedded_from_the_mapped_file_in_the_engines_type(files: list[str]) -> None:
-    table = HostCopy(files, decoder()).embedding()
+    table = Checkpoint(files, decoder()).embedding()
     assert table is not None
     embedded = mapped_embedding(table, torch.float32)(torch.tensor([3, 0], dtype=torch.int32))
     assert embedded.dtype is torch.float32
