@@ -194,10 +194,13 @@ def test_a_drafter_that_would_crash_is_refused_with_a_reason(stage_engine: Run) 
 @pytest.mark.alone
 def test_steps_are_back_to_their_time_soon_behind_a_move(stage_engine: Run) -> None:
     work = {"requests": 8, "tokens": 160, "cuts": [[15], [0], [15], [8]], "steps_each": 60}
-    result = stage_engine(2, {"phases": [SHORT, work]})
+    still = [{"requests": 1, "tokens": 60, "once": cut} for cut in ([0], [15], [30])]
+    result = stage_engine(2, {"phases": [SHORT, work, *still]})
     assert result["code"] == 0, result["log"]
-    phase = result["phases"][1]
+    _, phase, *others = result["phases"]
     print(recovery(phase["times_s"], phase["switches"], ranks=2), result["ranks"])
+    medians = [1e3 * statistics.median(other["times_s"][-40:]) for other in others]
+    print("ms a step of one request: one stage on the last rank, two, one on rank 0", medians)
     assert phase["moves"] >= 4
 
 
