@@ -51,7 +51,8 @@ def decoder_of(model: Any, layers: int) -> Decoder | None:
 @contextmanager
 def every_layer_built(before_weights: Callable[[Any], None]) -> Iterator[None]:
     """Let vLLM build all layers on this rank; `before_weights` sees the model before its weights are loaded."""
-    utils, loading = import_module("vllm.distributed.utils"), import_module("vllm.model_executor.model_loader")
+    utils: Any = import_module("vllm.distributed.utils")
+    loading: Any = import_module("vllm.model_executor.model_loader")
     indices, make = utils.get_pp_indices, loading.get_model_loader
 
     def get_model_loader(load_config: Any) -> Any:

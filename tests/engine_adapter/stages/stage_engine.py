@@ -68,11 +68,16 @@ class OneOrder:
         return None if self._has_begun else self._cut
 
 
+def blocks_left(control: str) -> list[int] | None:
+    """Return where the block to leave behind is noted; None: all of them stay."""
+    return [] if control == "stale" else None
+
+
 def spoil(stages: Any, control: str) -> None:
     """Leave KV behind: every block, or a single full one."""
     if not control:
         return
-    inherited, left = stages.plan.step, [] if control == "stale" else None
+    inherited, left = stages.plan.step, blocks_left(control)
 
     def cut(copies: Any) -> Any:
         if left is None:

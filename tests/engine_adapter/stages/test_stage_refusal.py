@@ -22,7 +22,12 @@ def configured(**changes: Any) -> Any:
             "enforce_eager": True, "quantization": None, "hf_text_config": Config(num_hidden_layers=30),
         },
     }  # fmt: skip
-    whole = {"lora_config": None, "kv_transfer_config": None, "use_v2_model_runner": False, "speculative_config": None}
+    whole: dict[str, Any] = {
+        "lora_config": None,
+        "kv_transfer_config": None,
+        "use_v2_model_runner": False,
+        "speculative_config": None,
+    }
     for name, value in changes.items():
         home = next((part for part in parts.values() if name in part), whole)
         home[name] = value
