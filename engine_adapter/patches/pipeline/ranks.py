@@ -43,6 +43,7 @@ class PipelineRank:
         from vllm.v1.worker.gpu_worker import AsyncIntermediateTensors
 
         tensors, handles, finish = self._group.irecv_tensor_dict(src=source, all_gather_group=get_tp_group())
+        assert tensors is not None  # it is for one rank alone
         return AsyncIntermediateTensors(tensors, comm_handles=handles, comm_postprocess=finish)
 
     def send(self, tensors: Any, target: int) -> list[Any]:
