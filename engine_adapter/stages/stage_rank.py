@@ -79,8 +79,8 @@ class StageRank:
             self.transfer.caches = kv_caches(runner)
         # By then every rank has passed the step that sent it: at most one step per rank is in flight.
         self.transfer.settle(self._step - len(self.pipeline.ranks))
-        self._load([layer for rank, layer in order.loads if rank == self.pipeline.number])
         self.transfer.post((*order.ahead, *order.tail), self._step)
+        self._load([layer for rank, layer in order.loads if rank == self.pipeline.number])
         if order.is_switch:
             self._switch(order)
 
