@@ -18,9 +18,11 @@ from .link.engine_link import EngineLink
 from .link.keys import engine_keys
 from .operator_log import operator_log
 from .overlap.ping_pong import PingPong, chosen_groups
+from .patches.pipeline.scheduler import one_batch_at_a_time
 from .patches.scheduler import SchedulerHooks
 from .patches.versions import unsupported_reason, vllm_version
 from .settings import ensure_private_folder, load_settings
+from .stages.desk import StageDesk, open_desk
 from .steering.lease import Lease
 from .steering.sampled_tokens import SampledTokens, delivered_tokens, vllms_count
 from .steering.steering import BatchOutcome, Default, Steering
@@ -50,7 +52,23 @@ def FaserScheduler(vllm_config: VllmConfig, **arguments: Any) -> Any:
         start_steering(vllm_config, scheduler)
     except Exception as error:
         logger.warning("FASER is off: %s", in_one_line(error))
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        set_up_pipeline(vllm_config, scheduler, arguments.get("kv_cache_config"))
     return scheduler
+
+
+def set_up_pipeline(vllm_config: VllmConfig, scheduler: Any, kv_cache_config: Any) -> None:
+    """Let a pipeline draft, and its stages move if the operator wants that; both hold without steering, too."""
+    try:
+        settings = load_settings()
+        if not settings.is_enabled:
+            return
+        if vllm_config.speculative_config is not None and not vllm_config.use_v2_model_runner:
+            one_batch_at_a_time(vllm_config)
+        if settings.has_stages:
+            scheduler.stages = open_desk(vllm_config, kv_cache_config)
+    except Exception as error:
+        logger.warning("FASER's stages are off: %s", in_one_line(error))
 
 
 def vllms_own(scheduler_config: Any) -> type[Any]:
@@ -145,12 +163,16 @@ class SteeredScheduler(SchedulerHooks):
     ping_pong: PingPong | None = None  # None: all requests are verified in every step
     _latched: dict[str, int] | None = None
     _sampled: SampledTokens | None = None  # of the step that vLLM digests
+    stages: StageDesk | None = None  # None: the pipeline stays as vLLM cut it, or there is none
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Time vLLM's own scheduling."""
         self._started_s = time.monotonic()
         self.deal_groups()
-        return super().schedule(*args, **kwargs)  # type: ignore[misc,no-any-return]
+        inherited = super().schedule  # type: ignore[misc]
+        if self.stages is None:
+            return inherited(*args, **kwargs)  # type: ignore[no-any-return]
+        return self.stages.schedule(self, lambda: inherited(*args, **kwargs))  # type: ignore[no-any-return]
 
     @harmless
     def deal_groups(self, steering: Steering) -> None:

@@ -64,6 +64,7 @@ class Settings:
     shared_mib: int = 0
     skipped_tokens: int = 2048
     ragged: str = AUTO
+    has_stages: bool = False
 
 
 def _integer(low: int, high: int) -> Callable[[str, str], int]:
@@ -272,6 +273,12 @@ SETTINGS: Final = {
         "When a request leaves the draft batch behind its own length (V2 runner): auto (at batch sizes where the "
         "engine measured it to be faster; always with several ranks) or always.",
         _choice(AUTO, ALWAYS),
+    ),
+    "has_stages": Setting(
+        "FASER_STAGES",
+        "0",
+        "1: with pipeline_parallel_size > 1, layers can move between ranks while requests run (CPU, eager).",
+        _switch,
     ),
 }
 

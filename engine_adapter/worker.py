@@ -14,18 +14,19 @@ from .operator_log import operator_log
 from .patches.v1 import GpuWorkerHooks, mend_expand, substituted
 from .patches.versions import unsupported_reason, vllm_version
 from .settings import SettingError, load_settings
+from .stages.stage_worker import StagedWorker
 
 logger = operator_log(__name__)
 
 
-class CpuWorker:
+class CpuWorker(StagedWorker):
     """Mixin in front of vLLM's CPUWorker."""
 
     def init_device(self) -> None:
         """Build the device and, on the way, a runner with FASER."""
         _harmlessly("mending of sampling parameters", mend_expand)
         with _runner_for_cpu(self.use_v2_model_runner):  # type: ignore[attr-defined]
-            super().init_device()  # type: ignore[misc]
+            super().init_device()
 
 
 class GpuWorker(GpuWorkerHooks):

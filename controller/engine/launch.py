@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -50,6 +50,7 @@ class EngineLaunch:
     threads: int | None = None
     environment_extra: Mapping[str, str] = field(default_factory=dict)
     draft_max: int | None = None  # longest draft of the drafter, unless the user says another; None: as its buffers
+    ranks: int = 1  # of the pipeline
 
     @property
     def url(self) -> str:
@@ -103,6 +104,8 @@ class EngineLaunch:
         ours = {}
         if self.kv_cache_gib is not None:
             ours["VLLM_CPU_KVCACHE_SPACE"] = str(self.kv_cache_gib)
+        if self.ranks > 1:
+            return ours | {"VLLM_CPU_OMP_THREADS_BIND": rank_cores(sorted(os.sched_getaffinity(0)), self.ranks)}
         cores = available_cores()
         if self.threads is not None or (cores <= _SMALL_MACHINE_CORES and "VLLM_CPU_OMP_THREADS_BIND" not in base):
             ours["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -133,6 +136,17 @@ def install_remedy(version: str | None) -> str:
 def available_cores() -> int:
     """Return the number of cores this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def rank_cores(cores: Sequence[int], ranks: int) -> str:
+    """Return vLLM's binding of a pipeline's ranks: cores of its own for each, or shared in turn where there are fewer.
+
+    vLLM's own binding keeps a core free for each rank, and refuses a machine that has no more.
+    """
+    each = len(cores) // ranks
+    if not each:
+        return "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+    return "|".join(",".join(map(str, cores[rank * each : (rank + 1) * each])) for rank in range(ranks))
 
 
 def default_threads(cores: int) -> int:

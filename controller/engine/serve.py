@@ -75,6 +75,7 @@ def embedded_launch(
         draft_max=EMBEDDED_K_MAX if is_ours else None,
         threads=available_cores() if splits else None,
         environment_extra={"FASER_SPLITS": splits} if splits else {},
+        ranks=_ranks(arguments, "eagle3" if is_ours else _method(arguments)),
     )
 
 
@@ -98,7 +99,32 @@ def model_launch(model: str, endpoint: str, arguments: Sequence[str]) -> EngineL
         arguments=tuple(_without_flags(arguments, ("--host", "--port"))),
         endpoint=endpoint,
         is_cpu=is_cpu_build(),
+        ranks=_ranks(arguments, _method(arguments)),
     )
+
+
+def _ranks(arguments: Sequence[str], method: str | None) -> int:
+    """Return the ranks of the pipeline; raise EngineError for a drafting method that it cannot have on a CPU."""
+    text = flag_value(arguments, "--pipeline-parallel-size") or flag_value(arguments, "-pp") or "1"
+    ranks = int(text) if text.isdecimal() else 1  # vLLM says what is wrong with anything else
+    if ranks > 1 and is_cpu_build() and method not in (None, "ngram"):
+        raise EngineError(
+            f"method {method} with --pipeline-parallel-size {ranks}",
+            "ngram, the method for which vLLM's V1 runner needs no drafter on every rank",
+            'pass --speculative-config \'{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}\', '
+            "or one rank",
+        )
+    return ranks
+
+
+def _method(arguments: Sequence[str]) -> str | None:
+    """Return the drafting method that is asked for, None if vLLM has to find out."""
+    text = flag_value(arguments, "--speculative-config") or flag_value(arguments, "-sc")
+    try:
+        named = json.loads(text).get("method") if text else flag_value(arguments, "--spec-method")
+    except (ValueError, AttributeError):
+        return None  # _require_json has the right words for it
+    return None if named is None else str(named)
 
 
 def _require_json(arguments: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from faser.controller.engine import launch as launching
-from faser.controller.engine.launch import EngineLaunch, default_threads, free_port, require_free_port
+from faser.controller.engine.launch import EngineLaunch, default_threads, free_port, rank_cores, require_free_port
 from faser.controller.errors import EndpointError
 
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 4}
@@ -102,6 +102,24 @@ def test_a_small_machine_leaves_one_core_to_the_others(
 def test_a_big_machine_is_left_to_vllms_own_binding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "available_cores", lambda: 64)
     assert "VLLM_CPU_OMP_THREADS_BIND" not in launch().environment({})
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "bound"),
+    [([0, 1], 2, "0|1"), ([0, 1, 2, 3, 6], 2, "0,1|2,3"), ([4, 5], 4, "4|5|4|5"), ([7], 3, "7|7|7")],
+)
+def test_each_rank_of_a_pipeline_is_bound_to_cores(cores: list[int], ranks: int, bound: str) -> None:
+    assert rank_cores(cores, ranks) == bound
+
+
+def test_a_pipelines_ranks_are_bound_for_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching.os, "sched_getaffinity", lambda _: {3, 5})
+    bind = "VLLM_CPU_OMP_THREADS_BIND"
+    environment = launch(ranks=2).environment({})
+    assert environment[bind] == "3|5"
+    assert "OMP_NUM_THREADS" not in environment
+    assert launch(ranks=2).environment({bind: "0-1|2"})[bind] == "0-1|2"
+    assert bind not in launch(ranks=2, is_cpu=False).environment({})
 
 
 def test_the_operators_environment_wins() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -378,3 +379,21 @@ def test_serve_answers_a_chat_and_ends_with_its_parent(tmp_path: Path) -> None:
     while left := [pid for pid in below if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < end, left
         time.sleep(0.1)
+
+
+def test_a_pipeline_is_launched_with_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("faser.controller.engine.serve.is_cpu_build", lambda: True)
+    ngram = ["-sc", '{"method": "ngram", "num_speculative_tokens": 2}']
+    assert model_launch("org/name", ENDPOINT, [*ngram, "--pipeline-parallel-size", "2"]).ranks == 2
+    assert model_launch("org/name", ENDPOINT, [*ngram, "-pp=4"]).ranks == 4
+    assert model_launch("org/name", ENDPOINT, ngram).ranks == 1
+
+
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_a_drafter_that_a_pipeline_cannot_have_is_refused(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("faser.controller.engine.serve.is_cpu_build", lambda: True)
+    arguments = ["-sc", json.dumps({"method": method, "num_speculative_tokens": 2}), "-pp", "2"]
+    with pytest.raises(EngineError, match=f"method {method} with --pipeline-parallel-size 2; expected ngram"):
+        model_launch("org/name", ENDPOINT, arguments)
+    monkeypatch.setattr("faser.controller.engine.serve.is_cpu_build", lambda: False)
+    assert model_launch("org/name", ENDPOINT, arguments).ranks == 2
