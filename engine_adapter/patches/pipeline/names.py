@@ -49,6 +49,7 @@ PIPELINE_NAMES: Final[tuple[tuple[str, str, str, tuple[str, ...] | None], ...]] 
 PIPELINE_ATTRIBUTES: Final = (
     (_GROUPS, "", "_PP"),
     *((_GROUPS, "GroupCoordinator", name) for name in ("ranks", "rank", "rank_in_group", "first_rank", "last_rank")),
+    (_GROUPS, "GroupCoordinator", "use_cpu_custom_send_recv"),
     *((_MODELS, "", name) for name in ("PPMissingLayer", "_model_to_pp_missing_layer_names")),
     *((_RUNNER, "GPUModelRunner", name) for name in ("intermediate_tensors", "kv_cache_config", "max_num_tokens")),
     (_RUNNER, "GPUModelRunner", "drafter"),

@@ -23,6 +23,9 @@ class PipelineRank:
         self._group = get_pp_group()
         self.number: int = self._group.rank_in_group
         self.ranks: list[int] = list(self._group.ranks)
+        if len(self.ranks) > 2:
+            # vLLM's shared memory counts messages between neighbours (csrc/cpu/shm.cpp): over an empty rank it hangs.
+            self._group.use_cpu_custom_send_recv = False
         self._first = copy.copy(self._group)
         self._first.ranks = sorted({self._group.rank, self.ranks[-1]})
 
