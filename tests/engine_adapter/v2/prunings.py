@@ -58,14 +58,6 @@ class ParityOfTokens(RandomHeads):
         return 1.0 - 0.99 * (checks.tokens % 2).float()
 
 
-class ParityOfTested(RandomHeads):
-    """Heads that look at the token which a row tests when they decide whether it stays: forbidden."""
-
-    def chances(self, layer: int, threshold: float, checks: Any) -> Any:
-        """Let a row stay before an even token."""
-        return 1.0 - 0.99 * (checks.tokens.roll(-1) % 2).float()
-
-
 class ScoringHeads(ExitHeads):
     """Heads as they are trained, but of random weights; the drafter's likeliest token must be the one it drafted."""
 
@@ -117,7 +109,7 @@ def _random_budget(budget: RowBudget, rows: int, drafts: int, threshold: float) 
 def install(layers: list[int], kind: str, has_random_budget: bool) -> None:
     """Let this process's engine have heads behind `layers`."""
     os.environ["FASER_EXIT_HEADS"] = kind
-    drawn = {"random": RandomHeads, "parity": ParityOfTokens, "tested": ParityOfTested}.get(kind)
+    drawn = {"random": RandomHeads, "parity": ParityOfTokens}.get(kind)
     facts = ExitFacts(tuple(layers), 0, 0, 0, 0 if drawn else CANDIDATES)
 
     def load(path: str, model: Any) -> TokenHeads:

@@ -152,16 +152,17 @@ def test_a_request_with_a_seed_says_the_same_beside_cuts(forks: Any, tiny: Any) 
 
 
 @pytest.mark.slow  # `make proof`
-@pytest.mark.parametrize("kind", ["parity", "tested"])
-def test_rows_that_leave_by_the_drawn_tokens_leave_the_distribution_alone(
-    forks: Any, tmp_path: Path, kind: str
-) -> None:
-    """By tokens before the one that a row tests, that is; a rule that looks at this one too is biased, and noticed."""
+def test_rows_that_leave_by_the_drawn_tokens_leave_the_distribution_alone(forks: Any, tmp_path: Path) -> None:
+    """By tokens before the one that a row tests. The rule itself is proved in pruning/test_prefixes.py and test_cut.py.
+
+    A rule that looks at the tested token too is not noticed here: V2 draws a position by the same noise in every step,
+    so that a token which was dropped is drawn again.
+    """
     target, drafter = forks("save_sampled_models", folder=str(tmp_path))
     chosen = {"method": "draft_model", "model": drafter, "num_speculative_tokens": 3}
-    exits = {"layers": [1], "thresholds": [0.5], "kind": kind, "job": "sampled"}
+    exits = {"layers": [1], "thresholds": [0.5], "kind": "parity", "job": "sampled"}
     asked = {"model": target, "speculation": chosen | {"draft_sample_method": "probabilistic"}, "requests": 1000}
     run = forks("prunings:pruned", **asked, temperature=1.0, is_async=True, rule={"fixed": 3}, exits=exits)
     assert run["is_pruning"]
     assert sum(left for _, left, *_ in rows_of(run)) > 300
-    assert (run["p_value"] > 1e-4) == (kind == "parity")
+    assert run["p_value"] > 1e-4
