@@ -1,6 +1,7 @@
 """Every error a user can meet, as one tree: the kinds are the ground floor's, each floor adds its own.
 
     FaserError                     1
+    ├── CutError                   1   bounds of pipeline stages that do not fit layers or ranks
     ├── UsageError                 2   a flag or argument that cannot be used
     │   ├── ConfigError            2   configuration: unknown key, wrong type, value out of bounds
     │   ├── PolicyError            2   no such policy, or a specification that cannot be read
@@ -13,6 +14,7 @@
     ├── EngineError                5   vLLM: does not start, is gone, has no drafter
     │   └── UnsupportedError       5   a version or a combination FASER does not work with
     └── ModelError                 6   a model's files: missing, corrupt, not convertible
+        ├── ImmovableModelError    6   a model whose layers cannot move between the ranks of a pipeline
         ├── CacheError             6   the cache of converted models cannot be used or filled
         ├── ProfileError           6   a profile that is none, or of another version
         ├── CalibrationError       6   too little was measured to fit a profile to

@@ -34,7 +34,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_step_reported_after_its_request_left_is_logged(driver: Any) -> None:
-    hello: Any = type("Hello", (), {"boot_id": "b", "is_async": True, "frontier": 0})
+    hello: Any = type("Hello", (), {"boot_id": "b", "is_async": True, "frontier": 0, "splits": ["unsplit"]})
     link: Any = Nobody()
     steering = Steering(hello, link, Lease("b", 4, 32, 1.0, []), Default(0))
     for name in ("a", "b"):

@@ -24,7 +24,7 @@ def test_the_table_the_json_and_the_picture_tell_the_same(tmp_path: Path) -> Non
     assert f"{row['fixed']['latency_ratio']:.3f}" in result.output
     assert set(saved["loads"]["gamma-2"]) == {"static:4", "flexpipe"}
     assert len(saved["fixed_sets"]["gamma-2"]) == 26
-    assert saved["command"].startswith("faser ")
+    assert saved["command"].startswith("faser")
     assert {"machine", "versions", "commit"} <= set(saved)
     picture = output.with_suffix(".svg").read_text()
     assert "gamma-2" in picture

@@ -156,7 +156,7 @@ def ask(server: Server, number: int, green: int) -> Answer:
         "max_tokens": chance.randint(20, 40),
     }
     if kind == "left":
-        return Answer(kind, None, server.leave(**body | {"max_tokens": 200, "ignore_eos": True}))
+        return Answer(kind, None, server.leave(**body | {"max_tokens": 1000, "ignore_eos": True}))
     body |= {
         "plain": {"ignore_eos": True},
         "stop token": {"prompt": PROMPTS[0], "stop_token_ids": [green], "min_tokens": 2 + number % 5},

@@ -66,7 +66,7 @@ def act(sequence: int, prune: wire.Prune | None) -> wire.ActionSet:
 def test_a_lease_prunes_the_drafts_that_were_drawn_under_it_and_no_earlier_ones() -> None:
     """Else it could depend on the tokens that it cuts: it may have been decided after they were drawn."""
     link = SilentLink()
-    hello: Any = SimpleNamespace(is_async=False, boot_id="boot", frontier=0)
+    hello: Any = SimpleNamespace(is_async=False, boot_id="boot", frontier=0, splits=["unsplit"])
     adapter = Steering(hello, link, Lease("boot", 6, 32, 60.0, (10, 20)), Default(0))  # type: ignore[arg-type]
     orders = []
     for sequence, prune in enumerate((None, wire.Prune(10, 0.1), wire.Prune(20, 0.2), None, None), start=1):
@@ -335,7 +335,7 @@ def test_groups_that_take_turns_are_not_pruned_and_nothing_is_noted_for_it() -> 
     scheduler: Any = SteeredScheduler()
     order = StepOrder({"a": 2}, prune=PRUNE, next_prune=PRUNE)
     scheduler.steering = SimpleNamespace(order=lambda *_: order, cost_s=0.0)
-    scheduler.ping_pong = SimpleNamespace(latch=dict, is_deferred=True)
+    scheduler.ping_pong = SimpleNamespace(latch=dict, is_deferred=True, in_force=lambda split: split)
     scheduler.before_latch(output := SimpleNamespace(num_scheduled_tokens={"a": 3}))
     assert output.faser is order
     assert (order.prune, order.next_prune, order.is_deferred) == (None, None, True)
