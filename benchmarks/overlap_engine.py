@@ -13,14 +13,13 @@ from typing import Any, Final
 
 from embedded_engine import start_engine
 from remote import serve
-from sliced_arms import LEARNING, SlicedArms, Told
+from sliced_arms import LEARNING, SlicedArms, Told, await_process
 
 from faser.engine_adapter.settings import ALWAYS, AUTO
 
 FORCED: Final = ("in turn", "ahead", "groups")
 GATED: Final = "gated"
 LEARNING_RUNS: Final = 12  # at most
-READY_S: Final = 60.0
 MAX_MODEL_LEN: Final = 1024
 
 
@@ -31,15 +30,10 @@ class GatedEngine(SlicedArms):
         llm = start_engine(length, requests, dtype=dtype, max_model_len=MAX_MODEL_LEN)
         super().__init__(llm, time.monotonic, first_steps=2)  # in which the process still has another way's drafts
         self._groups, self._remote = self.scheduler.ping_pong, self.runner.remote
-        self._wait_for_process()
+        await_process(self._remote.process)
         self.steering.default.length = self.steering.default.frontier = length
         self._remote.mode = AUTO
         self._new_gates()
-
-    def _wait_for_process(self) -> None:
-        ends_s = time.monotonic() + READY_S
-        while not self._remote.process.is_ready and time.monotonic() < ends_s:
-            self._remote.process.collect(1.0)
 
     def _new_gates(self) -> None:
         self.gates = self._ahead, self._deferred = Told(), Told()

@@ -1,12 +1,13 @@
 """An engine whose arms answer the same prompts with the same tokens, whole and taking turns within one answer.
 
-Called by overlap_engine.py and pruning_gate.py in the engine's process; steady.py makes rates of the steps. Steps with
-prompt rows are left out, and so are those after the first request has ended.
+Called by overlap_engine.py, split_engine.py and pruning_gate.py in the engine's process; steady.py makes rates of the
+steps. Steps with prompt rows are left out, and so are those after the first request has ended.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -18,7 +19,15 @@ from faser.engine_adapter.gate import Gate
 from faser.engine_adapter.steering.steering import BatchOutcome, Steering
 
 SLICE_TOKENS: Final = 12  # of each request
+READY_S: Final = 60.0
 LEARNING: Final = -1  # as a turn: steps of no answers
+
+
+def await_process(process: Any) -> None:
+    """Wait until a drafter's process takes jobs, a minute at most."""
+    ends_s = time.monotonic() + READY_S
+    while not process.is_ready and time.monotonic() < ends_s:
+        process.collect(1.0)
 
 
 class Told(Gate):

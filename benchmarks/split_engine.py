@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from embedded_engine import start_engine
 from remote import serve
-from sliced_arms import LEARNING, SlicedArms, Told
+from sliced_arms import LEARNING, SlicedArms, Told, await_process
 
 from faser.engine_adapter.gate import EVIDENCE_STEPS
 from faser.engine_adapter.settings import ALWAYS, AUTO
@@ -22,7 +22,6 @@ SPLIT: Final = 1  # of HELLO's splits
 FORCED: Final = ("unsplit", "1:1")
 GATED: Final = "gated"
 LEARNING_RUNS: Final = 12  # at most
-READY_S: Final = 60.0
 MAX_MODEL_LEN: Final = 1024
 
 
@@ -33,9 +32,7 @@ class SplitEngine(SlicedArms):
         llm = start_engine(length, requests, dtype=dtype, max_model_len=MAX_MODEL_LEN)
         super().__init__(llm, time.monotonic, first_steps=3)  # in which groups begin, and the drafter catches up
         self._groups, self._remote = self.scheduler.ping_pong, self.runner.remote
-        ends_s = time.monotonic() + READY_S
-        while not self._remote.process.is_ready and time.monotonic() < ends_s:
-            self._remote.process.collect(1.0)
+        await_process(self._remote.process)
         self.steering.default.length = length
         self.steering._split = lambda action: self._asked
         self._asked = 0

@@ -54,18 +54,17 @@ def make_policy(spec: str, capabilities: Capabilities) -> Policy:
         return LengthTable.parse(argument, capabilities)
     if name == "turns" and argument:
         return SplitTurns.parse(argument, capabilities)
-    if name == "price" and argument in ("", "even", "history", "drafter"):
-        values = None if argument == "even" else TokenValues()
-        return PricePolicy(
-            capabilities, use_confidence=argument != "history", use_copies=argument != "drafter", values=values
-        )
+    if name == "price" and argument in ("", "history", "drafter"):
+        return PricePolicy(capabilities, use_confidence=argument != "history", use_copies=argument != "drafter")
+    if name == "price" and argument == "even":
+        return PricePolicy(capabilities, values=None)
     if name == "price" and argument.startswith("values:"):
         return PricePolicy(capabilities, values=TokenValues.parse(argument.removeprefix("values:")))
     if name == "price" and argument.startswith("pace="):
         from .rivals.pace import Pace, PacedPolicy
 
         limits = argument.removeprefix("pace=")
-        return PacedPolicy(PricePolicy(capabilities), Pace.parse(limits), limits)
+        return PacedPolicy(PricePolicy(capabilities, values=None), Pace.parse(limits), limits)
     if name == "learned":
         from .policies.learned import LearnedPolicy
 
@@ -98,7 +97,7 @@ def _rival(name: str, argument: str, capabilities: Capabilities) -> Policy | Non
         from .policies.price import PricePolicy
         from .rivals.adaserve import AdaServe
 
-        return AdaServe(PricePolicy(capabilities))
+        return AdaServe(PricePolicy(capabilities, values=None))
     if name == "gplcb":
         from .rivals.gp_lcb import GaussianProcessBound
 

@@ -72,3 +72,14 @@ def choose_favouring(table: Floats, view: PlanningView, groups: FavouredGroups, 
         threshold, depth, others_depth, float(rates[threshold, depth, others_depth]),
         float(drafted[threshold, depth, others_depth]), np.ascontiguousarray(np.diagonal(rates[-1])),
     )  # fmt: skip
+
+
+def told_favoured(view: PlanningView, favoured: Bools) -> str:
+    """Say how many are favoured, and who is the latest."""
+    who = np.flatnonzero(favoured)
+    if not len(who):
+        return "nobody's objective brings it a draft"
+    slack = view.slack().tokens[who]
+    latest = int(np.argmin(slack))
+    name = int(view.table.column("handle")[who[latest]])
+    return f"{len(who)} favoured for their objectives, first request {name} ({slack[latest]:+.1f} tokens)"

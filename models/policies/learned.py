@@ -20,7 +20,6 @@ from .advice import NEUTRAL, SPAN_DECISIONS, Advice
 from .network import Network, load_network
 from .policy import PolicyError
 from .price import PricePolicy
-from .token_values import TokenValues
 
 RELEASED = Path(__file__).parents[1] / "weights" / "policy.json"
 SLOTS = 256  # requests that the network looks at
@@ -35,7 +34,7 @@ class LearnedPolicy:
     def __init__(self, network: Network, capabilities: Capabilities, name: str = "learned") -> None:
         self.name = name
         self._network = network
-        self._price = PricePolicy(capabilities, values=TokenValues())
+        self._price = PricePolicy(capabilities)
         low, high = (np.array(values, np.float32) for values in (network.manifest.low, network.manifest.high))
         slack = MARGIN * (high - low) + LEAST_MARGIN
         self._low, self._high = low - slack, high + slack

@@ -15,8 +15,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from ...engine_adapter.arrays import Bools, Floats, Ints
-from ...engine_adapter.compiled import compiled
+from ...engine_adapter.arrays import Floats, Ints
 from ...engine_adapter.protocol import MatchRule, StopRule
 from ...env.cost.split_cost import IdealSplit
 from ...env.estimate.confidence import Forecast
@@ -27,26 +26,20 @@ from .admission import admission
 from .advice import NEUTRAL, Advice
 from .baselines import uniform
 from .copying import beside_favoured, match_rule, with_copies
-from .favouring import FavouredGroups, choose_favouring
+from .favouring import FavouredGroups, choose_favouring, told_favoured
 from .probe import BUDGET_SHARE, Chances, ProbeAccount
 from .split_choice import RateEstimates, SplitChoice
-from .step_grid import PLANES, Choice, choose
+from .step_grid import BINS, PLANES, Choice, choose, least_survival, place, tabulate
 from .stop_rules import EDGE_LIST, NO_RULE, all_drafts, predict_stops, predict_trims, rule_of
 from .token_values import TokenValues
 
-BINS: Final = 48  # survival thresholds, log-spaced
-LOWEST_SURVIVAL: Final = 0.01  # the last of these: a row that seldom brings a token is worth its time nowhere
 SETTLE_DECISIONS = 3  # the whole grid is searched this often, 30 us at 64 requests; between, lengths are placed, 5 us
 SETTLED_DECISIONS = 12  # ... while search after search finds the same point
 PAY_BACK_STEPS = 64.0  # what a drafter must make up for is paid once, and has to come in again within so many steps
 LEAST_SHARE: Final = 0.01  # of the drafts that are copies: fewer are not worth reckoning with
 COMPARE_SEARCHES = 3  # confidence is weighed against history in one of so many
+VALUES: Final = TokenValues()  # as released
 SIMILAR_BATCH = 8  # ... while the batch has changed by less than one in so many requests
-
-
-def least_survival(edge: int) -> float:
-    """Return the survival above which a draft token is worth its row at the threshold `edge`, 0..BINS."""
-    return LOWEST_SURVIVAL ** (edge / BINS) if edge < BINS else -1.0
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -79,9 +72,13 @@ class PricePolicy:
 
     def __init__(
         self, capabilities: Capabilities, *, use_confidence: bool = True, use_copies: bool = True,
-        values: TokenValues | None = None,
+        values: TokenValues | None = VALUES,
     ) -> None:  # fmt: skip
-        self.name = "price" if use_confidence and use_copies else "price:drafter" if use_confidence else "price:history"
+        """Take values of tokens by objectives, None for 1 whoever's they are."""
+        is_whole = use_confidence and use_copies
+        self.name = "price" if is_whole else "price:drafter" if use_confidence else "price:history"
+        if values != VALUES:
+            self.name = "price:even" if values is None else "price:values"
         self._can_copy = use_copies and bool(capabilities.copy_max)
         self._k_max = capabilities.k_max
         # An engine that verifies adaptively decides on its device, where it need not wait for what was drawn.
@@ -97,7 +94,7 @@ class PricePolicy:
         self._can_split = len(capabilities.splits) > 1
         self._splits = SplitChoice(len(capabilities.splits))
         self._advice = NEUTRAL
-        self._values = values  # None: every token is worth the same
+        self._values = values
 
     def follow(self, advice: Advice) -> None:
         """Lean as advised from the next search on, until advised otherwise."""
@@ -242,7 +239,7 @@ class PricePolicy:
         if forecast is not None and not view.capabilities.is_adaptive:
             stops = self._favouring_by_confidence(view, groups, forecast)
             plan = stops if _lead(stops, plan) > 0.0 else plan
-        reason = f"{plan.action.reason}; {_favoured(view, groups.favoured & (plan.action.lengths > 0))}"
+        reason = f"{plan.action.reason}; {told_favoured(view, groups.favoured & (plan.action.lengths > 0))}"
         match = self._copies_beside(view, values, plan.rate)
         action = msgspec.structs.replace(plan.action, reason=reason, match=match, favours=True)
         return msgspec.structs.replace(plan, action=action)
@@ -272,7 +269,7 @@ class PricePolicy:
         table = np.zeros((PLANES, BINS + 1, self._k_max + 1))
         worths = np.ones(view.size) if values is None else values
         base = float(view.requests) if values is None else float(values[view.decoding].sum())
-        _tabulate(acceptance, view.decoding, worths, view.population.delivery, view.requests, base, table)
+        tabulate(acceptance, view.decoding, worths, view.population.delivery, view.requests, base, table)
         choice, match = self._choose(table, view) if values is None else (choose(table, view, _reading_s(view)), None)
         lengths, default = _placed(acceptance, view, worths, choice.threshold, choice.depth)
         reason = (
@@ -311,17 +308,6 @@ def _asked(
     )  # fmt: skip
 
 
-def _favoured(view: PlanningView, favoured: Bools) -> str:
-    """Say how many are favoured, and who is the latest."""
-    who = np.flatnonzero(favoured)
-    if not len(who):
-        return "nobody's objective brings it a draft"
-    slack = view.slack().tokens[who]
-    latest = int(np.argmin(slack))
-    name = int(view.table.column("handle")[who[latest]])
-    return f"{len(who)} favoured for their objectives, first request {name} ({slack[latest]:+.1f} tokens)"
-
-
 def _kept(keep: int) -> str:
     """Say what is kept of drafts at a threshold."""
     return "all kept" if keep == NO_RULE else f"kept above {EDGE_LIST[keep]:.2f}"
@@ -340,7 +326,7 @@ def _placed(
     """Return (n,) lengths, as deep as survival is worth a row, and that of who is not known or not decoding."""
     lengths = np.empty(view.size, np.int64)
     mean = view.population.mean
-    return lengths, _place(acceptance, view.decoding, worths, mean, least_survival(threshold), depth, lengths)
+    return lengths, place(acceptance, view.decoding, worths, mean, least_survival(threshold), depth, lengths)
 
 
 def _lead(stops: Plan, history: Plan) -> float:
@@ -362,60 +348,3 @@ def _size(requests: int) -> int:
 def _reading_s(view: PlanningView) -> float:
     """Return what the drafter must read to draft for all, in seconds per step: what it missed, and new prompts."""
     return view.catch_up_s() / PAY_BACK_STEPS + view.keep_up_s()
-
-
-@compiled
-def _tabulate(
-    acceptance: Floats, decoding: Bools, worths: Floats, delivery: Floats, requests: int, base: float, table: Floats
-) -> None:
-    """Fill in the table, (4, BINS + 1, k_max + 1) of zeros; its first row and column: none drafted.
-
-    :param worths: (n,) of a token of each request; tokens are counted by these
-    :param base: what the tokens are worth that come without drafts
-    """
-    scale = BINS / -math.log(LOWEST_SURVIVAL)
-    k_max = acceptance.shape[1]
-    for i in range(len(decoding)):
-        if not decoding[i]:
-            continue
-        survival = worths[i]
-        for j in range(k_max):
-            survival *= acceptance[i, j]
-            cell = 1 + int(max(min(math.log(max(survival, 1e-9)) * -scale, BINS - 1.0), 0.0))
-            table[0, cell, j + 1] += 1.0
-            table[1, cell, j + 1] += survival
-    for cell in range(BINS + 1):
-        drafted = tokens = 0.0
-        for j in range(k_max + 1):
-            if cell > 0 and j > 0:
-                for plane in range(2):  # sums over the thresholds, kept in the other planes for the next of them
-                    table[2 + plane, cell, j] = table[2 + plane, cell - 1, j] + table[plane, cell, j] * delivery[j - 1]
-                drafted += table[2, cell, j]
-                tokens += table[3, cell, j]
-            table[0, cell, j], table[1, cell, j] = drafted, tokens + base
-    for cell in range(BINS + 1):
-        for j in range(k_max + 1):
-            table[2, cell, j], table[3, cell, j] = table[0, cell, j] + requests, j
-
-
-@compiled
-def _place(
-    acceptance: Floats, decoding: Bools, worths: Floats, mean: Floats, least: float, depth: int, lengths: Ints
-) -> int:
-    """Fill in (n,) lengths; return the default."""
-    depth = min(depth, len(mean))
-    survival, default = 1.0, 0
-    for i in range(len(worths)):
-        survival = min(survival, worths[i])  # a newcomer is worth as much as who is worth least
-    while default < depth and survival * mean[default] > least:
-        survival *= mean[default]
-        default += 1
-    for i in range(len(lengths)):
-        lengths[i] = default
-        if decoding[i]:
-            survival, length = worths[i], 0
-            while length < depth and survival * acceptance[i, length] > least:
-                survival *= acceptance[i, length]
-                length += 1
-            lengths[i] = length
-    return default

@@ -6,11 +6,12 @@ per threshold and deepest round, what the step would do; the cost table says how
 
 from __future__ import annotations
 
+import math
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from ...engine_adapter.arrays import Floats
+from ...engine_adapter.arrays import Bools, Floats, Ints
 from ...engine_adapter.compiled import compiled
 from ...env.estimate.planning_view import PlanningView
 
@@ -18,6 +19,13 @@ from ...env.estimate.planning_view import PlanningView
 # the target (without prompts), drafting rounds.
 DRAFTED, TOKENS, ROWS, ROUNDS = range(4)
 PLANES: Final = 4
+BINS: Final = 48  # survival thresholds, log-spaced
+LOWEST_SURVIVAL: Final = 0.01  # the last of these: a row that seldom brings a token is worth its time nowhere
+
+
+def least_survival(edge: int) -> float:
+    """Return the survival above which a draft token is worth its row at the threshold `edge`, 0..BINS."""
+    return LOWEST_SURVIVAL ** (edge / BINS) if edge < BINS else -1.0
 
 
 class Choice(NamedTuple):
@@ -73,3 +81,60 @@ def _best(
             if worth > most:
                 most, best, threshold, depth = worth, rate, i, j
     return threshold, depth, best, table[DRAFTED, threshold, depth]
+
+
+@compiled
+def tabulate(
+    acceptance: Floats, decoding: Bools, worths: Floats, delivery: Floats, requests: int, base: float, table: Floats
+) -> None:
+    """Fill in the table, (4, BINS + 1, k_max + 1) of zeros; its first row and column: none drafted.
+
+    :param worths: (n,) of a token of each request; tokens are counted by these
+    :param base: what the tokens are worth that come without drafts
+    """
+    scale = BINS / -math.log(LOWEST_SURVIVAL)
+    k_max = acceptance.shape[1]
+    for i in range(len(decoding)):
+        if not decoding[i]:
+            continue
+        survival = worths[i]
+        for j in range(k_max):
+            survival *= acceptance[i, j]
+            cell = 1 + int(max(min(math.log(max(survival, 1e-9)) * -scale, BINS - 1.0), 0.0))
+            table[0, cell, j + 1] += 1.0
+            table[1, cell, j + 1] += survival
+    for cell in range(BINS + 1):
+        drafted = tokens = 0.0
+        for j in range(k_max + 1):
+            if cell > 0 and j > 0:
+                for plane in range(2):  # sums over the thresholds, kept in the other planes for the next of them
+                    table[2 + plane, cell, j] = table[2 + plane, cell - 1, j] + table[plane, cell, j] * delivery[j - 1]
+                drafted += table[2, cell, j]
+                tokens += table[3, cell, j]
+            table[0, cell, j], table[1, cell, j] = drafted, tokens + base
+    for cell in range(BINS + 1):
+        for j in range(k_max + 1):
+            table[2, cell, j], table[3, cell, j] = table[0, cell, j] + requests, j
+
+
+@compiled
+def place(
+    acceptance: Floats, decoding: Bools, worths: Floats, mean: Floats, least: float, depth: int, lengths: Ints
+) -> int:
+    """Fill in (n,) lengths; return the default."""
+    depth = min(depth, len(mean))
+    survival, default = 1.0, 0
+    for i in range(len(worths)):
+        survival = min(survival, worths[i])  # a newcomer is worth as much as who is worth least
+    while default < depth and survival * mean[default] > least:
+        survival *= mean[default]
+        default += 1
+    for i in range(len(lengths)):
+        lengths[i] = default
+        if decoding[i]:
+            survival, length = worths[i], 0
+            while length < depth and survival * acceptance[i, length] > least:
+                survival *= acceptance[i, length]
+                length += 1
+            lengths[i] = length
+    return default

@@ -82,7 +82,7 @@ class PacedPolicy:
     """The price policy within objectives."""
 
     def __init__(self, inner: PricePolicy, pace: Pace, text: str) -> None:
-        self.name = f"{inner.name}:pace={text}"
+        self.name = f"price:pace={text}"
         self._inner, self._pace = inner, pace
 
     def act(self, state: EngineState) -> Action:

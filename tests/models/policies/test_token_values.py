@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,8 +12,9 @@ from faser.engine_adapter.arrays import Bools
 from faser.engine_adapter.protocol import RequestEvent, RequestRow, StepRecord
 from faser.env.estimate.engine_state import EngineState, observe
 from faser.env.spaces import Action, Capabilities
+from faser.models.policies.favouring import FavouredGroups
 from faser.models.policies.policy import PolicyError
-from faser.models.policies.token_values import TokenValues
+from faser.models.policies.token_values import TokenValues, _fill
 from faser.models.registry import make_policy
 
 CAPABILITIES = Capabilities(k_max=4)
@@ -117,3 +119,30 @@ def test_settings_that_cannot_be_are_refused_in_one_line(text: str, told: str) -
 def test_settings_are_read() -> None:
     """What is not named stays."""
     assert TokenValues.parse("reserve=2.5") == TokenValues(reserve=2.5)
+
+
+def test_the_fewer_lack_tokens_the_more_one_is_worth_to_them() -> None:
+    """One of nine against eight of sixteen, equally late: the square root of eight times as much."""
+    values = {}
+    for some, others in ((1, 8), (8, 8)):
+        late = np.arange(some + others) < some
+        values[some] = np.empty(some + others)
+        lacking, slack = np.where(late, 50.0, -50.0), np.where(late, -1.0, np.inf)
+        _fill(lacking, slack, np.ones(len(late), np.bool_), math.log(8.0), 90.0, values[some])
+    assert 1.0 / values[8][-1] == pytest.approx(8.0, rel=0.05)
+    assert 1.0 / values[1][-1] == pytest.approx(8.0 * math.sqrt(8.0), rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["price", "price:even", "price:history", "price:drafter", "price:pace=0:40"])
+def test_a_policy_is_named_as_it_was_asked_for(name: str) -> None:
+    """Status and replay tell it by that name."""
+    assert make_policy(name, CAPABILITIES).name == name
+
+
+def test_under_stop_rules_those_are_favoured_whose_tokens_are_nearer_to_the_dearest() -> None:
+    """Who does not decode is in neither group."""
+    values, decoding = np.array([1.0, 0.6, 0.1, 0.05, 1.0]), np.array([True, True, True, True, False])
+    groups = FavouredGroups.of(values, decoding)
+    assert groups.favoured.tolist() == [True, True, False, False, False]
+    assert groups.sizes == (2, 2)
+    assert groups.worths == pytest.approx((0.8, 0.075))
