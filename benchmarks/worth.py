@@ -6,8 +6,8 @@ the gate of a real engine measures; the simulated engine goes ahead of all reque
 `price:pace=...`, with the objectives by which the simulator counts a token as in time, against `price:even` on the
 held-out worlds, which serve two classes of requests: goodput, and tokens per second beside it. adaptive: `price` in
 the body of vLLM's adaptive verification against vLLM's own brain there, in the GPU worlds with a confident drafter and
-with the steps of captured graphs. Every draft is made in full, and of it what pays is verified; vLLM's own always drafts
-all positions, `price` chooses the rounds as well. Same requests, same luck.
+with the steps of captured graphs. Every draft is made in full, and of it what pays is verified; vLLM's own always
+drafts all positions, `price` chooses the rounds as well. Same requests, same luck.
 Simulated time, so the machine does not matter. Some minutes each.
 """
 
