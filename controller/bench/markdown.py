@@ -188,6 +188,8 @@ def _replay(results: Results, point: Point) -> str:
 def ratio_of(ours: Floats, theirs: Floats) -> str:
     """Return ours over theirs, (rounds,) each, NaN where there was none, with its 95 % interval."""
     logs = np.log(ours) - np.log(theirs)
+    if np.isnan(logs).all():
+        return ""  # its quiet rounds are none of ours
     found = paired_ratio(logs[~np.isnan(logs)], wider_interval)
     return str(found) if found.pairs > 1 else f"{found.value:.3f}"
 
