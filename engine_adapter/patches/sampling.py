@@ -17,12 +17,18 @@ class StepDraws(Protocol):
     """What puts one step's draws in the place of vLLM's; it never raises."""
 
     tests: list[int]  # draft tokens that each batch row has verified, once vLLM's rejection sampler is asked
+    draws_all: bool  # nobody else says anything in the step: vLLM's own draws can be spared
 
-    def put(self, logits: Tensor, tokens: Tensor) -> None:
-        """Put draws from `logits` (rows, vocabulary), as temperature and filters left them, into `tokens` (rows,)."""
+    def put(self, logits: Tensor, tokens: Tensor) -> bool:
+        """Put draws from `logits` (rows, vocabulary), as temperature and filters left them, into `tokens` (rows,).
 
-    def compare(self, logits: Tensor, drafts: Tensor, bonus: Tensor, output: Tensor) -> None:
+        Return False if that failed.
+        """
+
+    def compare(self, logits: Tensor, drafts: Tensor, bonus: Tensor, output: Tensor) -> bool:
         """Put draws up to the first that is not the draft into `output` (rows, longest + 1); -1 behind them.
+
+        Return False if that failed.
 
         :param logits: (draft tokens of all rows, vocabulary).
         :param bonus: (rows, 1) draws behind the last draft token.
@@ -69,6 +75,7 @@ def last_positions(runner: Any, rows: list[int]) -> Tensor:
 @contextmanager
 def drawn_by(runner: Any, draws: StepDraws) -> Iterator[None]:
     """Let vLLM's samplers hand every token they draw to `draws`, within the block."""
+    import torch
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
@@ -78,6 +85,10 @@ def drawn_by(runner: Any, draws: StepDraws) -> Iterator[None]:
     def forward(logits: Tensor, generators: Any, k: Tensor | None, p: Tensor | None) -> Any:
         # With a generator in the batch vLLM's draw is this filter and its own noise, on every device.
         logits = apply_top_k_top_p(logits, k, p)
+        if draws.draws_all and not str(sampler.logprobs_mode).startswith("processed"):
+            tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+            if draws.put(logits, tokens):
+                return tokens, None
         tokens, told = drawn(logits, generators, None, None)
         draws.put(logits, tokens)
         return tokens, told
@@ -86,8 +97,12 @@ def drawn_by(runner: Any, draws: StepDraws) -> Iterator[None]:
         drafts: Tensor, counts: list[int], longest: int, ends: Tensor, q: Any, logits: Tensor, bonus: Tensor,
         *rest: Any, **named: Any,
     ) -> Tensor:  # fmt: skip
-        output: Tensor = compared(drafts, counts, longest, ends, q, logits, bonus, *rest, **named)
         is_lossy = named.get("synthetic_mode") or named.get("fly_window_size") is not None  # the latter in vLLM 0.33
+        if draws.draws_all and not is_lossy:
+            output = torch.full((len(counts), longest + 1), -1, dtype=torch.int32, device=logits.device)
+            if draws.compare(logits, drafts, bonus, output):
+                return output
+        output = compared(drafts, counts, longest, ends, q, logits, bonus, *rest, **named)
         if not is_lossy:  # else answers are not the target's anyway
             draws.compare(logits, drafts, bonus, output)
         return output

@@ -7,6 +7,8 @@ their tokens meet with a probability of 1e-14. Pure functions of tensors, alike 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -15,9 +17,6 @@ if TYPE_CHECKING:
 GOLDEN: Final = 0x9E3779B97F4A7C15 - (1 << 64)  # 64-bit constants as the signed numbers that torch multiplies
 _FIRST: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND: Final = 0x94D049BB133111EB - (1 << 64)
-MOST_NOISE: Final = 23.0  # -log(2^-33) is 22.87
-LEAST_NOISE: Final = -3.0  # -log(-log(2^-24)) is -2.81
-MOST_PICKED: Final = 0.25  # of the vocabulary: beyond it picking tokens costs more than their noise
 DENSE_ELEMENTS: Final = 1 << 24  # of int64 at a time, where all tokens get their noise
 
 
@@ -45,8 +44,8 @@ def draw(logits: Tensor, keys: Tensor) -> Tensor:
 
     if not len(logits):
         return keys.new_empty(0)
-    if logits.device.type == "cpu":
-        return torch.stack([_draw_among_few(row, key) for row, key in zip(logits, keys, strict=True)])
+    if logits.device.type == "cpu" and (drawn := _draw_compiled(logits, keys)) is not None:
+        return drawn
     rows = max(1, DENSE_ELEMENTS // logits.shape[1])
     parts = zip(torch.split(logits, rows), torch.split(keys, rows), strict=True)
     return torch.cat([draw_among_all(part, some) for part, some in parts])
@@ -60,14 +59,35 @@ def draw_among_all(logits: Tensor, keys: Tensor) -> Tensor:
     return (logits + noise(keys[:, None], tokens)).argmax(-1)
 
 
-def _draw_among_few(logits: Tensor, key: Tensor) -> Tensor:
-    """Draw from one row (vocabulary,), with noise only for tokens that can win, where most cannot."""
-    can_win = logits >= logits.max() - (MOST_NOISE - LEAST_NOISE)
-    count = int(can_win.count_nonzero())
-    if not 0 < count < len(logits) * MOST_PICKED:  # none: a number is missing, and as in vLLM any token comes
-        return draw_among_all(logits[None], key[None])[0]
-    few = can_win.nonzero()[:, 0]
-    return few[(logits[few] + noise(key, few)).argmax()]
+def _draw_compiled(logits: Tensor, keys: Tensor) -> Tensor | None:
+    """Draw on a CPU in one pass over each row, about eight times as fast; None without numba."""
+    import torch
+
+    if (draw_rows := _kernel()) is None:
+        return None
+    drawn = torch.empty_like(keys)
+    draw_rows(logits.float().contiguous().numpy(), keys.contiguous().numpy(), drawn.numpy())
+    if bool((wrong := drawn < 0).any()):  # numbers are missing, and as in vLLM any token comes
+        drawn[wrong] = draw_among_all(logits[wrong], keys[wrong])
+    return drawn
+
+
+@cache
+def _kernel() -> Callable[..., None] | None:
+    """Return the compiled draws, None where numba is missing or broken."""
+    try:
+        from .draw_kernel import draw_in
+
+        return draw_in
+    except ImportError:
+        return None
+
+
+def warm_up() -> None:
+    """Compile what draws on a CPU while nobody waits for it."""
+    import torch
+
+    draw(torch.zeros((1, 8)), torch.zeros(1, dtype=torch.int64))
 
 
 def _mixed(numbers: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..operator_log import operator_log
 from ..patches.sampling import SeededHooks, drawn_by, last_positions, seeds_of
+from .noise import warm_up
 from .seeded_step import GUARDED, SeededStep
 
 logger = operator_log(__name__)
@@ -21,6 +22,14 @@ class SeededRunner(SeededHooks):
     """Mixin in front of CPUModelRunner or the V1 GPUModelRunner, whose `_guard` it uses."""
 
     _told: frozenset[str] = frozenset()  # requests of the batch whose failed draws have been logged
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Let vLLM set up its KV cache; then compile what draws."""
+        super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        try:
+            warm_up()
+        except Exception as error:
+            logger.warning("FASER draws by seed slowly: %s", error)
 
     def draw_by_seed(self, sample: Callable[[Any, Any], Any], logits: Any, metadata: Any) -> Any:
         """Run the (rejection) sampler over `logits`, with the draws of requests that have a seed."""
@@ -45,7 +54,10 @@ class SeededRunner(SeededHooks):
         lasts = last_positions(self, rows)
         firsts = lasts + 1 - lasts.new_tensor([tests[row] for row in rows])
         signed = [(seeds[row] + (1 << 63)) % (1 << 64) - (1 << 63) for row in rows]
-        step = SeededStep(rows, lasts.new_tensor(signed), firsts, tests, self._guard)  # type: ignore[attr-defined]
+        draws_all = len(rows) + sum(is_inside) == count
+        step = SeededStep(
+            rows, lasts.new_tensor(signed), firsts, tests, self._guard, draws_all  # type: ignore[attr-defined]
+        )  # fmt: skip
         drawing.enter_context(drawn_by(self, step))
 
     def _tell(self) -> None:

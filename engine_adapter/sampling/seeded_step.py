@@ -23,32 +23,47 @@ Guard = Callable[[str, Callable[[], None]], None]
 class SeededStep:
     """The draws of one step; `rows` are the batch rows that have a seed."""
 
-    def __init__(self, rows: list[int], seeds: Tensor, firsts: Tensor, tests: list[int], guard: Guard) -> None:
+    def __init__(
+        self, rows: list[int], seeds: Tensor, firsts: Tensor, tests: list[int], guard: Guard, draws_all: bool = False
+    ) -> None:
         """Note what is known before the sampler runs.
 
         :param seeds: (rows,) int64.
         :param firsts: (rows,) int64, where in its sequence the first token is that is drawn.
         :param tests: draft tokens to verify, of every row of the batch.
+        :param draws_all: nobody but these rows says anything in the step.
         """
-        self.rows, self.tests = rows, tests
+        self.rows, self.tests, self.draws_all = rows, tests, draws_all
         self._seeds, self._firsts, self._guard = seeds, firsts, guard
 
-    def put(self, logits: Tensor, tokens: Tensor) -> None:
-        """Put draws from `logits` (batch, vocabulary), behind all draft tokens, into `tokens` (batch,)."""
-        self._guard(GUARDED, lambda: self._put(logits, tokens))
+    def put(self, logits: Tensor, tokens: Tensor) -> bool:
+        """Put draws from `logits` (batch, vocabulary), behind all draft tokens, into `tokens` (batch,).
+
+        Return False if that failed.
+        """
+        return self._done(lambda: self._put(logits, tokens))
+
+    def _done(self, work: Callable[[], None]) -> bool:
+        """Do something under the guard; return whether it went well."""
+        ended = []
+        self._guard(GUARDED, lambda: (work(), ended.append(True))[0])
+        return bool(ended)
 
     def _put(self, logits: Tensor, tokens: Tensor) -> None:
         behind = self._firsts.new_tensor([self.tests[row] for row in self.rows])
-        drawn = draw(logits[self.rows], stream_keys(self._seeds, self._firsts + behind))
+        own = logits if len(self.rows) == len(logits) else logits[self.rows]
+        drawn = draw(own, stream_keys(self._seeds, self._firsts + behind))
         tokens[self.rows] = drawn.to(tokens.dtype)
 
-    def compare(self, logits: Tensor, drafts: Tensor, bonus: Tensor, output: Tensor) -> None:
+    def compare(self, logits: Tensor, drafts: Tensor, bonus: Tensor, output: Tensor) -> bool:
         """Put draws up to the first that is not the draft into `output` (batch, longest + 1); -1 behind them.
+
+        Return False if that failed.
 
         :param logits: (draft tokens of all rows, vocabulary).
         :param bonus: (batch, 1) draws behind the last draft token.
         """
-        self._guard(GUARDED, lambda: self._compare(logits, drafts, bonus, output))
+        return self._done(lambda: self._compare(logits, drafts, bonus, output))
 
     def _compare(self, logits: Tensor, drafts: Tensor, bonus: Tensor, output: Tensor) -> None:
         starts = [0, *accumulate(self.tests)]
