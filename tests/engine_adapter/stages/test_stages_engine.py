@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import sqlite3
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +90,37 @@ def test_moving_stages_change_no_token(stage_engine: Run, gauntlet: dict[str, An
     assert result["ranks"][0]["held"] == []
     assert result["ranks"][1]["held"] == list(range(LAYERS))
     assert result["ranks"][0]["skipped_steps"] > 30
+
+
+def test_a_sidecar_orders_moves_and_what_it_ordered_outlasts_it(
+    stage_engine: Run, short: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its policy asks for one stage and two in turn; the records tell, replay says the same, a kill moves nothing."""
+    with tempfile.TemporaryDirectory(prefix="faser-") as folder:
+        endpoint, store = f"ipc://{folder}/s.sock", tmp_path / "t.sqlite"
+        told = ["--endpoint", endpoint, "--store", str(store), "--policy", "off+stages:turns:6"]
+        sidecar = subprocess.Popen([sys.executable, "-P", "-m", "faser.controller", "sidecar", *told])
+        try:
+            led = SHORT | {"is_moving": False}
+            phases = [led, led, led | {"kills": sidecar.pid}]
+            result = stage_engine(2, {"phases": phases, "pace": QUICK}, FASER_ENDPOINT=endpoint)
+        finally:
+            sidecar.kill()
+            sidecar.wait()
+    assert result["code"] == 0, result["log"]
+    *before, last = result["phases"]
+    assert [different(phase["rounds"][0], short) for phase in result["phases"]] == [[], [], []]
+    assert sum(phase["moves"] for phase in before) >= 6
+    # It was killed in the middle of a move: that is completed, and none follows.
+    assert not last["is_moving"]
+    assert last["switches"][-20:] == [last["switches"][-1]] * 20
+    with closing(sqlite3.connect(store)) as file:
+        bounds = {cut for (cut,) in file.execute("SELECT DISTINCT stage_bounds FROM steps")}
+        asked = {cut for (cut,) in file.execute("SELECT DISTINCT decision_stage_bounds FROM steps")}
+    assert bounds == asked == {"0", "15"}
+    replay = [sys.executable, "-P", "-m", "faser.controller", "replay", str(store)]
+    again = subprocess.run(replay, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stdout[-2000:] + again.stderr[-2000:]
 
 
 @pytest.mark.slow  # `make proof`
