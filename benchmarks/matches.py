@@ -123,7 +123,7 @@ def served(answers: Sequence[Answer]) -> tuple[int, int, int]:
     """Return the steps in which copies alone serve these answers, tokens they verify, and those that are right."""
     from faser.engine_adapter.matching.texts import Texts, kept_of
 
-    curve = np.ones(LONGEST), np.zeros(LONGEST), np.full(LONGEST, KEEP)
+    curve = np.ones(LONGEST), np.zeros(LONGEST), np.full((1, LONGEST), KEEP)
     steps = copied = hits = 0
     for answer in answers:
         texts, tokens, end = Texts(1 << 24), np.array(answer.prompt + answer.said, np.int32), len(answer.prompt) + 1

@@ -184,7 +184,7 @@ class Batch:
 def served(records: Sequence[Record], load: int, profile: EngineProfile, rule: Rule) -> float:
     """Return the tokens/s of a fixed rule."""
     batch = Batch(records, load, profile)
-    curve = np.ones(LONGEST), np.zeros(LONGEST), np.full(LONGEST, rule.keep)
+    curve = np.ones(LONGEST), np.zeros(LONGEST), np.full((load, LONGEST), rule.keep)
     while batch.tokens < TOKENS:
         logits = np.stack([record.logits[place] for record, place in batch.at])
         offered = np.array([record.offered[place] for record, place in batch.at])

@@ -45,6 +45,7 @@ DraftLengths = Annotated[list[DraftLength], Meta(max_length=MAX_REQUESTS)]
 Number = Annotated[float, Meta(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)]
 Cost = Annotated[float, Meta(gt=0.0, le=1e6)]  # seconds
 Weight = Annotated[float, Meta(ge=1e-3, le=1e3)]  # of a request's tokens
+SomeWeights = Annotated[tuple[Weight, ...], Meta(max_length=MAX_REQUESTS)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Priority = Annotated[int, Meta(ge=-LARGEST_PRIORITY, le=LARGEST_PRIORITY)]
 Ttft = Annotated[float, Meta(ge=TTFT_MS[0], le=TTFT_MS[1])]
@@ -245,7 +246,8 @@ class MatchRule(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     The engine gives each copied token a chance c_j, with which a match promises S_j as under a `StopRule`. Its tokens
     are verified while S_j >= keep; it takes the place of a draft of the drafter's if the sum of S_j - keep over them
-    is more than `worth`. The drafter runs only if at least `fewest` requests are left to it.
+    is more than `worth`. The drafter runs only if at least `fewest` requests are left to it. For a request whose tokens
+    are worth more or less than the others', keep is divided by its weight.
     """
 
     slopes: PerPosition
@@ -254,6 +256,8 @@ class MatchRule(msgspec.Struct, array_like=True, frozen=True, gc=False):
     most: DraftLength
     worth: Number = 0.0  # tokens
     fewest: Count = 1
+    handles: SomeHandles = ()  # requests with a weight
+    weights: SomeWeights = ()  # of these, what their tokens are worth; 1 for whoever is not named
 
     def numbers(self) -> list[float]:
         """Return every number of the rule that may be anything."""

@@ -186,6 +186,7 @@ def _match_or_none(match: MatchRule | None, capabilities: Capabilities) -> Match
     numbers = match.numbers()
     is_sound = all(map(math.isfinite, numbers)) and max(map(abs, numbers)) <= LARGEST_NUMBER
     is_sound &= all((match.slopes, match.intercepts, match.keep)) and 0 <= match.most <= capabilities.copy_max
+    is_sound &= len(match.handles) == len(match.weights) and all(1e-3 <= weight <= 1e3 for weight in match.weights)
     return match if is_sound and match.fewest >= 0 else None
 
 

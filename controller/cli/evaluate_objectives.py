@@ -61,7 +61,21 @@ def drawn(result: dict[str, Any]) -> str:
         over = {key: row[key] for key in ("goodput_over_unaware", "goodput_over_best_rule")}
         told = ", ".join(f"{key.replace('_', ' ')} {_told(value)}" for key, value in over.items())
         lines.append(f"{policy}: violations {row['violations_over_unaware']:.2f} of the best unaware rival's, {told}")
+    names = {"clairvoyant": "who knows what will be accepted", "known": "the best known policy of each world"}
+    lines += [f"{name}: {_told_frontier(result['frontier'][key])}" for key, name in names.items()]
     return "\n".join([*lines, f"{len(result['worlds'])} worlds, {result['seeds']} seeds"])
+
+
+def _told_frontier(points: list[tuple[float, float]]) -> str:
+    """Say how much goodput goes with a third of the violations, and at most."""
+    from ...models.evaluation.objective_table import A_THIRD
+
+    within = [goodput for violations, goodput in points if violations <= A_THIRD]
+    least, most = min(points), max(points, key=lambda point: point[1])
+    told = (
+        f"goodput {max(within):.3f} with a third" if within else f"no third: at least {least[0]:.2f} ({least[1]:.3f})"
+    )
+    return f"{told}, at most {most[1]:.3f} with {most[0]:.2f} of the violations"
 
 
 def _told(value: dict[str, float | None]) -> str:

@@ -15,7 +15,10 @@ from ..errors import UsageError
 from ..whole_file import replacing, require_folder, require_place
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ...models.evaluation.portrait import Stroke
+    from ...models.evaluation.slack_portrait import SlackStroke
     from ...models.evaluation.worlds import WorldSpec
 
 app = typer.Typer(help="List the policies; show what one does.", no_args_is_help=True, rich_markup_mode=None)
@@ -41,6 +44,9 @@ def show(
         ),
     ] = EMBEDDED,
     loads: Annotated[str, typer.Option(help="Running requests.")] = "1,2,4,8,16,32,64",
+    slack: Annotated[
+        bool, typer.Option("--slack", help="By how far urgent requests are ahead of their objective or behind.")
+    ] = False,
     steps: Annotated[int, typer.Option(min=20, max=100_000, help="Engine steps counted in each of six runs.")] = 500,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Draw the picture (SVG) to this file.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
@@ -62,6 +68,9 @@ def show(
         raise UsageError(f"loads {loads!r}", "at least one running request")
     make_policy(spec, Capabilities(k_max=chosen.profile.k_max))
     console = Console(stderr=True)
+    if slack:
+        show_by_slack(spec, chosen, running, steps, console, output, is_json=json)
+        return
     strokes = list(
         track(
             portray(spec, chosen, running, steps, explained), "simulating", len(running), console=console,
@@ -79,6 +88,53 @@ def show(
 
         with replacing(output) as place:
             place.write_text(draw(spec, chosen.name, strokes))
+
+
+def show_by_slack(
+    spec: str, world: WorldSpec, loads: list[int], steps: int, console: Console, output: Path | None, *, is_json: bool
+) -> None:
+    """Print, and draw if asked to, what a policy does by slack."""
+    from rich.progress import track
+
+    from ...models.evaluation.slack_portrait import EDGES, portray_slack
+    from .evaluate import explained
+
+    strokes = list(
+        track(
+            portray_slack(spec, world, loads, steps, explained), "simulating", len(loads), console=console,
+            transient=True, disable=not console.is_terminal,
+        )
+    )  # fmt: skip
+    if is_json:
+        rows = [{name: getattr(stroke, name) for name in stroke.__slots__} for stroke in strokes]
+        typer.echo(json_module.dumps({"policy": spec, "world": world.name, "slack_edges": EDGES, "loads": rows}))
+    else:
+        typer.echo(_slack_text(spec, world, strokes))
+    if output is not None:
+        from .policy_picture import draw_slack
+
+        with replacing(output) as place:
+            place.write_text(draw_slack(spec, world.name, strokes))
+
+
+def _slack_text(spec: str, world: WorldSpec, strokes: list[SlackStroke]) -> str:
+    from ...models.evaluation.slack_portrait import EDGES, URGENT_PACE, URGENT_SHARE
+
+    names = [f"< {EDGES[0]:.0f}", *(f"{low:+.0f}.." for low in EDGES)]
+    lines = [
+        f"{spec} in a simulated engine: {world.name}; {URGENT_SHARE:.0%} of the requests urgent, at {URGENT_PACE:g} of "
+        "what a token takes without speculation",
+        "draft length of urgent requests (and what their tokens are worth), by tokens ahead of their objective",
+        "",
+        f"{'requests':>8} {'others':>6}  " + " ".join(f"{name:>10}" for name in names),
+    ]
+    for stroke in strokes:
+        cells = [
+            "-" if length is None else f"{length:.1f}" + ("" if value is None else f" ({value:.1f})")
+            for length, value in zip(stroke.lengths, stroke.values, strict=True)
+        ]
+        lines.append(f"{stroke.requests:8} {stroke.others_length:6.1f}  " + " ".join(f"{cell:>10}" for cell in cells))
+    return "\n".join(lines)
 
 
 @app.command()

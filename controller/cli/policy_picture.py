@@ -11,6 +11,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from ...models.evaluation.portrait import Stroke
+from ...models.evaluation.slack_portrait import EDGES, SlackStroke
 
 
 def draw(spec: str, world: str, strokes: Sequence[Stroke]) -> str:
@@ -34,6 +35,33 @@ def draw(spec: str, world: str, strokes: Sequence[Stroke]) -> str:
         below.set_ylabel("tokens/s,\noff = 1")
         below.set_xticks(range(len(strokes)), [str(stroke.requests) for stroke in strokes])
         below.set_xlabel("running requests")
+        text = io.StringIO()
+        canvas.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()
+
+
+def draw_slack(spec: str, world: str, strokes: Sequence[SlackStroke]) -> str:
+    """Return the picture: what a token is worth by slack, a line for each load; lengths by load and slack below."""
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "faser", "font.size": 9}):
+        canvas = Figure(figsize=(7.0, 5.0), layout="constrained")
+        FigureCanvasSVG(canvas)
+        above, below = canvas.subplots(2, 1, sharex=True)
+        at = np.arange(len(EDGES) + 1)
+        for number, stroke in enumerate(strokes):
+            values = [np.nan if value is None else value for value in stroke.values]
+            shade = 0.75 * (1.0 - (number + 1) / len(strokes))
+            above.plot(at, values, marker="o", markersize=3, color=str(shade), label=f"{stroke.requests} requests")
+        above.set_yscale("log")
+        above.set_ylabel("an urgent token is worth")
+        above.set_title(f"{spec} in {world}, by slack", loc="left", fontsize=10)
+        above.legend(fontsize=8)
+        lengths = np.array([[np.nan if each is None else each for each in stroke.lengths] for stroke in strokes])
+        mesh = below.pcolormesh(np.arange(len(at) + 1) - 0.5, np.arange(len(strokes) + 1) - 0.5, lengths, cmap="YlGnBu")
+        canvas.colorbar(mesh, ax=below, label="draft length (tokens)")
+        below.set_yticks(range(len(strokes)), [str(stroke.requests) for stroke in strokes])
+        below.set_ylabel("running requests")
+        below.set_xticks(np.arange(len(EDGES)) + 0.5, [f"{edge:+.0f}" for edge in EDGES])
+        below.set_xlabel("tokens ahead (+) of the objective, or behind")
         text = io.StringIO()
         canvas.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()

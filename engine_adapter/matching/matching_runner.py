@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from ..arrays import Floats
     from ..protocol import MatchRule
     from ..steering.orders import StepOrder, StepReport
     from .text_kernel import Tokens
@@ -109,7 +110,8 @@ class MatchingRunner:
         known = [tokens[row, : end - count] for row, (end, count) in enumerate(zip(ends, booked, strict=True))]
         prompts = batch.num_prompt_tokens[: len(names)].tolist()
         found = texts.find(names, known, fresh, np.where(inside, 0, asked), prompts, self._salts)
-        return ChosenCopies(found, rule, lengths)
+        weights = np.array([order.match_weights.get(name, 1.0) for name in names])
+        return ChosenCopies(found, rule, weights, lengths)
 
     def with_copies(self, drafts: Tensor | list[list[int]], drafted: list[int]) -> Tensor | list[list[int]]:
         """Return the drafter's drafts with the copied ones among them.
@@ -136,7 +138,8 @@ class MatchingRunner:
 class ChosenCopies:
     """What was found for one batch, and whose draft it is."""
 
-    def __init__(self, drafts: CopiedDrafts, rule: MatchRule, lengths: list[int]) -> None:
+    def __init__(self, drafts: CopiedDrafts, rule: MatchRule, weights: Floats, lengths: list[int]) -> None:
+        """Choose by what a token of each row is worth, (n,)."""
         import numpy as np
 
         from .texts import kept_of
@@ -144,7 +147,7 @@ class ChosenCopies:
         self._drafts = drafts
         longest = drafts.tokens.shape[1]
         slopes, intercepts, keep = (np.array(fitted_to(v, longest)) for v in (rule.slopes, rule.intercepts, rule.keep))
-        kept, net = kept_of(drafts, slopes, intercepts, keep)
+        kept, net = kept_of(drafts, slopes, intercepts, keep[None, :] / weights[:, None])
         asked = np.array(lengths) > 0
         is_used = (kept > 0) & ((net > rule.worth) | ~asked)
         self.tokens: dict[int, tuple[int, ...]] = {  # by batch row

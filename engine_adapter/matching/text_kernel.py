@@ -186,7 +186,7 @@ def cut_all(
         survival, kept[i], net[i] = 1.0, 0, 0.0
         for j in range(lengths[i]):
             survival /= 1.0 + math.exp(-(intercepts[j] + slopes[j] * logits[i, j]))
-            if survival < keep[j]:
+            if survival < keep[i, j]:
                 break
             kept[i] = j + 1
-            net[i] += survival - keep[j]
+            net[i] += survival - keep[i, j]

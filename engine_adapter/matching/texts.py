@@ -129,16 +129,17 @@ def warm_up() -> None:
     words = np.array([1, 2, 1, 2, 1], np.int32)
     texts, most, salts = Texts(LEAST_TOKENS * BYTES_PER_TOKEN, 1 << 23), np.array([1]), {"warm-up": ""}
     drafts = texts.find(["warm-up"], [words[:4]], words[None, 4:], most, [2], salts)
-    kept_of(drafts, np.ones(1), np.zeros(1), np.zeros(1))
+    kept_of(drafts, np.ones(1), np.zeros(1), np.zeros((1, 1)))
     texts.forget(["warm-up"], salts)
 
 
 def kept_of(drafts: CopiedDrafts, slopes: Floats, intercepts: Floats, keep: Floats) -> tuple[Ints, Floats]:
     """Return (n,) tokens of each draft that are worth their rows, and (n,) what they bring beyond these, in tokens.
 
-    The rule's curves and prices have one entry per position.
+    The rule's curves have one entry per position, prices (n, positions) one for each row's.
     """
-    assert min(map(len, (slopes, intercepts, keep))) >= drafts.tokens.shape[1]  # compiled loops do not look
+    assert min(len(slopes), len(intercepts), keep.shape[1]) >= drafts.tokens.shape[1]  # compiled loops do not look
+    assert len(keep) == len(drafts.lengths)
     kept, net = np.zeros(len(drafts.lengths), np.int64), np.zeros(len(drafts.lengths))
     kernel.cut_all(drafts.logits, drafts.lengths, slopes, intercepts, keep, kept, net)
     return kept, net

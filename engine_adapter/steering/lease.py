@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import pairwise
 
+import msgspec
+
 from ..protocol import ActionSet, Admission, MatchRule, Release
 from .stop_rule import fitted, fitted_to
 
@@ -85,6 +87,8 @@ class Lease:
             action.prune = None
         if action.match is not None:
             action.match = fitted_match(action.match, self.copy_max)
+            if len(action.match.handles) != len(action.match.weights):
+                action.match = None
         if action.admission is not None and not is_sound(action.admission, len(action.handles)):
             action.admission = None
         return action
@@ -107,7 +111,7 @@ class Lease:
 def fitted_match(rule: MatchRule, longest: int) -> MatchRule:
     """Return the rule for drafts of at most so many tokens, with one entry per position."""
     slopes, intercepts, keep = (fitted_to(values, longest) for values in (rule.slopes, rule.intercepts, rule.keep))
-    return MatchRule(slopes, intercepts, keep, min(rule.most, longest), rule.worth, rule.fewest)
+    return msgspec.structs.replace(rule, slopes=slopes, intercepts=intercepts, keep=keep, most=min(rule.most, longest))
 
 
 def is_sound(admission: Admission, handles: int) -> bool:

@@ -30,6 +30,7 @@ class StepOrder:
     weights: dict[str, float] = field(default_factory=dict)  # of requests in the step, mean 1; empty: all alike
     match: MatchRule | None = None  # None: nothing is copied
     match_lengths: dict[str, int] = field(default_factory=dict)  # request id -> tokens to copy at most
+    match_weights: dict[str, float] = field(default_factory=dict)  # what a copied token is worth; 1 if not named
     salts: dict[str, str] = field(default_factory=dict)  # by new request that shares its answer: whom it shares it with
     is_deferred: bool = False  # this step's requests sit out the next one: nobody waits for their drafts
     split: int | None = None  # of HELLO's splits: asked for, and from the latch on in force; None: none is offered

@@ -207,6 +207,10 @@ class Steering:
         if action is not None and action.match is not None and self.hello.copy_max:
             order.match = action.match
             order.match_lengths = self._lengths(scheduled, {}, action.match.most)
+            if action.match.handles:
+                named = dict(zip(action.match.handles, action.match.weights, strict=True))
+                known = self.entries
+                order.match_weights = {n: named.get(known[n].handle, 1.0) for n in order.match_lengths if n in known}
         return order
 
     def _admit(self, order: StepOrder, action: ActionSet, admission: Admission) -> None:

@@ -62,8 +62,8 @@ LARGEST_PRICE = np.float32(0.97)
 @apart
 def copy(
     engine: Any, profile: Any, settings: Any, ints: Shorts, keys: Words, evidence: Singles, population: Floats,
-    vector: Singles, named: Bytes, copies: Shorts, cells: Cells, rules: Singles, tables: Singles, lengths: Floats,
-    sigmoid: Singles, normal: Singles,
+    vector: Singles, named: Bytes, copies: Shorts, cells: Cells, rules: Singles, weights: Singles, tables: Singles,
+    lengths: Floats, sigmoid: Singles, normal: Singles,
 ) -> None:  # fmt: skip
     """Choose whose next draft is a copy; the drafter is not asked for theirs, nor for any if too few are left.
 
@@ -84,7 +84,7 @@ def copy(
             found = _found(profile, keys[i], i, int(most), ints, copies, lengths, sigmoid, normal)
             if found > 0:
                 copies[FOUND, i] = found
-                net = _cut(profile, keys[i], i, ints, copies, cells, rules, tables, sigmoid, normal)
+                net = _cut(profile, keys[i], i, ints, copies, cells, rules, weights[i], tables, sigmoid, normal)
                 worth = engine.copy_worth
                 if settings.copies != 0:
                     worth = _drafters_worth(i, wanted, evidence, rules)
@@ -189,8 +189,8 @@ def _found(
 
 @apart
 def _cut(
-    profile: Any, key: np.uint64, i: int, ints: Shorts, copies: Shorts, cells: Cells, rules: Singles, tables: Singles,
-    sigmoid: Singles, normal: Singles,
+    profile: Any, key: np.uint64, i: int, ints: Shorts, copies: Shorts, cells: Cells, rules: Singles,
+    weight: np.float32, tables: Singles, sigmoid: Singles, normal: Singles,
 ) -> float:  # fmt: skip
     """Draw what was found; note what is kept, and accepted of that. Return what it brings beyond its rows."""
     own = mixed(key ^ _TEXT_KEY)
@@ -209,9 +209,10 @@ def _cut(
         is_alive = is_alive if luck_of(bits) < chance else 0
         said = rules[COPY_INTERCEPT, j] + rules[COPY_SLOPE, j] * tables[behind, LOGITS, j, cell]
         survival *= sigmoid[np.uint64(sigmoid_cell(said))]
-        is_kept = is_kept if survival >= rules[COPY_PRICE, j] else 0
+        price = rules[COPY_PRICE, j] / weight
+        is_kept = is_kept if survival >= price else 0
         kept += is_kept
         lucky += is_alive
-        net += float(survival - rules[COPY_PRICE, j]) if is_kept != 0 else 0.0
+        net += float(survival - price) if is_kept != 0 else 0.0
     copies[COPY_KEPT, i], copies[COPY_LUCKY, i] = kept, min(lucky, kept)
     return net

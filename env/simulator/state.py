@@ -141,6 +141,7 @@ class State(NamedTuple):
     copies: Shorts
     copy_cells: Cells  # (engines, slots, longest copy) scores of the newest match
     copy_rules: Singles
+    copy_weights: Singles  # (engines, slots) what a copied token of each request is worth
     coefficients: Floats  # (engines, terms of verify, draft and host), seconds per unit
     shown: Singles  # (engines, len(REQUEST_FEATURES), slots)
     globals: Singles  # (engines, len(GLOBAL_FEATURES))
@@ -171,6 +172,7 @@ def allocate(
         copies=np.zeros((engines, COPY_COLUMNS, slots), np.int32),
         copy_cells=np.zeros((engines, slots, copied), np.uint8),
         copy_rules=np.zeros((engines, 3, copied), np.float32),
+        copy_weights=np.ones((engines, slots), np.float32),
         coefficients=np.zeros((engines, terms)),
         shown=np.zeros((engines, len(REQUEST_FEATURES), slots), np.float32),
         globals=np.zeros((engines, len(GLOBAL_FEATURES)), np.float32),

@@ -296,7 +296,8 @@ def _entry(sources: str) -> Any:
                 copy(
                     engine, profile, settings, ints, keys, evidence, population, vector, lengths[place],
                     row(state.copies, e), row(state.copy_cells, e), row(state.copy_rules, e),
-                    row(world.match_tables, engine.profile), row(world.match_lengths, engine.profile), sigmoid, normal,
+                    row(state.copy_weights, e), row(world.match_tables, engine.profile),
+                    row(world.match_lengths, engine.profile), sigmoid, normal,
                 )  # fmt: skip
             draft(
                 engine, profile, settings, ints, traits, keys, population, lengths[place], vector, rules,

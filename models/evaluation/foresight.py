@@ -15,7 +15,6 @@ from ...env.simulator.state import BEGAN, EMITTED, FINISHED, FRESH, OUTPUT, SERV
 from .attainment import WARM_SHARE, Attained
 from .hindsight import Hindsight
 
-FAVOURED: Final = 100.0  # what a token is worth to who is behind, or would be soon
 AHEAD: Final = 4.0  # tokens ahead of its schedule up to which a request is favoured
 PER_TOKEN: Final = 1  # place in World.objectives
 
@@ -23,8 +22,10 @@ PER_TOKEN: Final = 1  # place in World.objectives
 class Foresight(Hindsight):
     """Drafts no token that will be rejected, first for those who need it and still can be in time."""
 
-    def __init__(self, scenario: Scenario, seed: int) -> None:
+    def __init__(self, scenario: Scenario, seed: int, favoured: float) -> None:
+        """Take what a token is worth to who is behind, or would be soon."""
         super().__init__(scenario, seed)
+        self._favoured = favoured
         state, world = self.simulator.state, self.simulator.world
         self._tpot_s = world.objectives[int(state.engines[0]["profile"])].reshape(-1, 2)[:, PER_TOKEN]
 
@@ -38,7 +39,7 @@ class Foresight(Hindsight):
         step_s = float(state.engines[0]["step_s"])
         left = np.maximum(ints[OUTPUT, drafting] - emitted, 0)
         is_lost = slack + left * (1.0 - step_s / ((1 + self.k_max) * tpot_s)) < 0.0
-        return np.where((slack < AHEAD) & ~is_lost, FAVOURED, 1.0)
+        return np.where((slack < AHEAD) & ~is_lost, self._favoured, 1.0)
 
     def serve(self, steps: int) -> Attained:
         """Serve for so many steps, and return who was in time."""

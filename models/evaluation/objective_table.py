@@ -23,7 +23,10 @@ from .standing import Interval, interval
 
 RULES: Final = ("adaserve", "behind:2", "urgent:1", "urgent:2", "urgent:3")
 UNAWARE: Final = ("off", "fixed:1", "fixed:2", "fixed:3", "price:even", "goodput")
-FORESIGHT: Final = "foresight"  # no policy: a bound
+FORESIGHT: Final = "foresight:"  # no policy: a bound, by what a token is worth to who is behind
+BOUNDS: Final = tuple(f"{FORESIGHT}{worth}" for worth in (2, 6, 25, 100))
+A_THIRD: Final = 1.0 / 3.0  # of the best unaware policy's violations: what is asked of a policy
+DUAL_PRICES: Final = (0.0, *np.geomspace(0.01, 1e4, 120).tolist())  # of violations, of one more in the mean's logarithm
 FEW_REQUESTS, FEW_TIMES = 32, 3  # of smaller batches more steps are made: few of their requests end
 LEAST_LATE: Final = 0.005  # of the requests: a share of violations below it is taken for so many
 
@@ -41,7 +44,7 @@ class ObjectivePlan:
     @property
     def everybody(self) -> tuple[str, ...]:
         """Return all that is run in each world, each once."""
-        return tuple(dict.fromkeys((*self.policies, *self.rules, *UNAWARE, FORESIGHT)))
+        return tuple(dict.fromkeys((*self.policies, *self.rules, *UNAWARE, *BOUNDS)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +64,9 @@ Progress = Callable[[int, int], None]
 def simulate_cell(cell: ObjectiveCell, decide: Decide) -> Attained:
     """Make one run."""
     world = cell.world
-    if cell.policy == FORESIGHT:
-        return Foresight(world.scenario(), cell.seed).serve(cell.steps)
+    if cell.policy.startswith(FORESIGHT):
+        worth = float(cell.policy.removeprefix(FORESIGHT))
+        return Foresight(world.scenario(), cell.seed, worth).serve(cell.steps)
     engine = SimulatedEngine(world.scenario(), cell.seed, has_confidence=world.world.has_confidence)
     return serve(engine, make_policy(cell.policy, engine.capabilities), decide, cell.steps)
 
@@ -95,7 +99,39 @@ def summary(plan: ObjectivePlan, runs: Runs) -> dict[str, Any]:
         "steps": plan.steps,
         "runs": {world.name: _world_rows(plan, runs, world) for world in plan.worlds},
         "standing": {policy: _standing(plan, runs, policy) for policy in plan.policies},
+        # How much goodput goes with how many violations: of whoever is best in each world, chosen in hindsight.
+        "frontier": {
+            "clairvoyant": frontier(plan, runs, BOUNDS),
+            "known": frontier(plan, runs, (*plan.policies, *plan.rules, *UNAWARE)),
+        },
     }
+
+
+def frontier(plan: ObjectivePlan, runs: Runs, names: Sequence[str]) -> list[tuple[float, float]]:
+    """Return rising (violations, goodput) over the best unaware rivals', one of `names` being chosen for each world.
+
+    The choices are those that are best at some price of violations, so the points lie on the frontier's hull.
+    """
+    least = sum(_least_late(runs, world) for world in plan.worlds)
+    options = [[_point(runs, name, world) for name in names] for world in plan.worlds]
+    found = set()
+    for price in DUAL_PRICES:
+        chosen = [max(each, key=lambda point: point[1] - price * point[0] / least) for each in options]
+        late, gains = zip(*chosen, strict=True)
+        found.add((round(sum(late) / least, 4), round(math.exp(float(np.mean(gains))), 4)))
+    return sorted(found)
+
+
+def _point(runs: Runs, name: str, world: ObjectiveWorld) -> tuple[float, float]:
+    """Return a policy's share of requests that are late, and the log of its goodput over the best unaware rival's."""
+    row = _row(runs[name, world.name])
+    best = max(_row(runs[rival, world.name])["goodput"] for rival in UNAWARE)
+    return max(row["late_share"], LEAST_LATE), math.log(max(row["goodput"], 1e-9) / max(best, 1e-9))
+
+
+def _least_late(runs: Runs, world: ObjectiveWorld) -> float:
+    """Return the share of requests that are late under the world's best unaware rival."""
+    return max(min(_row(runs[rival, world.name])["late_share"] for rival in UNAWARE), LEAST_LATE)
 
 
 def _world_rows(plan: ObjectivePlan, runs: Runs, world: ObjectiveWorld) -> dict[str, Any]:
@@ -155,7 +191,4 @@ def _told(logs: Sequence[Sequence[float]]) -> dict[str, float | None]:
 def _late_ratio(plan: ObjectivePlan, runs: Runs, policy: str) -> float:
     """Return the violations over all worlds as a share of those of each world's best unaware rival."""
     own = sum(max(_row(runs[policy, world.name])["late_share"], LEAST_LATE) for world in plan.worlds)
-    best = sum(
-        max(min(_row(runs[rival, world.name])["late_share"] for rival in UNAWARE), LEAST_LATE) for world in plan.worlds
-    )
-    return float(round(own / best, 4))
+    return float(round(own / sum(_least_late(runs, world) for world in plan.worlds), 4))

@@ -14,13 +14,17 @@ import msgspec
 import numpy as np
 
 from ...engine_adapter.arrays import Floats
-from ...engine_adapter.protocol import MatchRule
+from ...engine_adapter.protocol import MAX_REQUESTS, MatchRule
 from ...env.estimate.matches import Matches
 from ...env.estimate.planning_view import PlanningView
+from .favouring import FavouredGroups
 from .step_grid import DRAFTED, ROUNDS, ROWS, TOKENS, Choice
 
 LEAST_KEEP: Final = 0.03  # survival: a row is never free, whatever a flat piece of a cost curve says
 LARGEST_KEEP: Final = 0.97
+HIGHEST_PRICE: Final = 10.0  # tokens for a row of who is not favoured; nothing is as sure as that
+LEAST_WEIGHT: Final = 1e-3  # protocol.Weight
+LARGEST_WEIGHT: Final = 1e3
 NEXT_ROWS: Final = 1.0  # per request, over which the price of a row is taken: curves have steps
 
 
@@ -48,15 +52,23 @@ def match_rule(view: PlanningView, matches: Matches, table: Floats, choice: Choi
     return MatchRule(slopes.tolist(), intercepts.tolist(), [keep] * longest, longest, worth, fewest)
 
 
-def beside_favoured(rule: MatchRule, dearer: float) -> MatchRule:
-    """Return the rule where some requests' tokens are worth more than others'.
+def beside_favoured(rule: MatchRule, view: PlanningView, groups: FavouredGroups, rate: float) -> MatchRule:
+    """Return the rule where some requests' tokens are worth more than others': each group's rows have its own price.
 
-    A copy is anybody's, and as likely one's as another's: its rows are worth the mean. Rounds are made for however few
-    of the favoured want drafts.
+    Whoever is not favoured may be left without copies: a row's time is the favoured ones' too. Rounds are made for
+    however few of the favoured want drafts.
 
-    :param dearer: how many times as much time a token may take, by which rows' prices are more
+    :param rule: where all count alike
+    :param rate: what the step brings in value per second, over what it would bring in tokens where all count alike
     """
-    return msgspec.structs.replace(rule, keep=[min(each * dearer, LARGEST_KEEP) for each in rule.keep], fewest=1)
+    dear, cheap = groups.worths
+    keep = min(max(rule.keep[0] * rate / cheap, LEAST_KEEP), HIGHEST_PRICE)
+    favoured = min(max(rule.keep[0] * rate / dear, LEAST_KEEP), LARGEST_KEEP)
+    handles = view.table.column("handle")[groups.favoured][:MAX_REQUESTS].tolist()
+    weights = (min(max(keep / favoured, LEAST_WEIGHT), LARGEST_WEIGHT),) * len(handles)
+    return msgspec.structs.replace(
+        rule, keep=[keep] * len(rule.keep), fewest=1, handles=tuple(handles), weights=weights
+    )
 
 
 def _row_price(view: PlanningView, rows: float, rate: float) -> float:

@@ -96,6 +96,10 @@ class PricePolicy:
         self._advice = NEUTRAL
         self._values = values
 
+    def values_of(self, view: PlanningView) -> Floats | None:
+        """Return (size,) what a token of each live request is worth, 0..1 of the most; None where all count alike."""
+        return None if self._values is None else self._values.of(view)
+
     def follow(self, advice: Advice) -> None:
         """Lean as advised from the next search on, until advised otherwise."""
         self._advice = advice
@@ -137,7 +141,7 @@ class PricePolicy:
 
     def _side_by_side(self, state: EngineState, view: PlanningView) -> Action:
         """Return the action under the split that is in force or on trial at this size of the batch."""
-        if self._values is not None and self._values.of(view) is not None:
+        if self.values_of(view) is not None:
             # Under a split two groups take turns: more tokens in all, later ones for each. Who is late has no time.
             plan = self.plan = self._plan(view.under(state.cost_under(0)), 0)
             return msgspec.structs.replace(plan.action, split=0)
@@ -183,7 +187,7 @@ class PricePolicy:
     def _plan(self, view: PlanningView, split: int) -> Plan:
         forecast, requests = self._forecast(view), view.requests
         self._next_search -= 1
-        if self._values is not None and (values := self._values.of(view)) is not None:
+        if (values := self.values_of(view)) is not None:
             return self._by_value(view, values, forecast)
         held_requests, held_forecast, held_split = self._held_for
         is_similar = abs(requests - held_requests) * SIMILAR_BATCH <= held_requests
@@ -240,17 +244,17 @@ class PricePolicy:
             stops = self._favouring_by_confidence(view, groups, forecast)
             plan = stops if _lead(stops, plan) > 0.0 else plan
         reason = f"{plan.action.reason}; {told_favoured(view, groups.favoured & (plan.action.lengths > 0))}"
-        match = self._copies_beside(view, values, plan.rate)
+        match = self._copies_beside(view, groups, plan.rate)
         action = msgspec.structs.replace(plan.action, reason=reason, match=match, favours=True)
         return msgspec.structs.replace(plan, action=action)
 
-    def _copies_beside(self, view: PlanningView, values: Floats, rate: float) -> MatchRule | None:
+    def _copies_beside(self, view: PlanningView, groups: FavouredGroups, rate: float) -> MatchRule | None:
         """Return when to copy beside favoured requests, `rate` being what the plan brings in value per second."""
         if not self._can_copy or view.matches is None:
             return None
         even = self._by_history(view)
-        dearer = rate / (even.rate * float(values[view.decoding].mean()))
-        return None if even.action.match is None else beside_favoured(even.action.match, dearer)
+        match = even.action.match
+        return None if match is None else beside_favoured(match, view, groups, rate / even.rate)
 
     def _favouring_by_confidence(self, view: PlanningView, groups: FavouredGroups, forecast: Forecast) -> Plan:
         before = self._before(view, 0)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-CHILD = Path(__file__).with_name("engine_child.py")
+FORKS = Path(__file__).with_name("engine_forks.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +79,8 @@ class EngineRun:
     gate: list[tuple[int, bool, float, int]] = field(default_factory=list)  # what the gate was told, step by step
 
 
-def run_engine(folder: Path, scenario: dict[str, Any], environment: dict[str, str] | None = None) -> EngineRun:
-    """Run the scenario in a process of its own; `folder` must be private and short enough for a socket."""
-    result = folder / "result.json"
-    result.unlink(missing_ok=True)
-    folder.chmod(0o700)
+def engine_environment(folder: Path) -> dict[str, str]:
+    """Return a clean environment for an engine in this process's own core."""
     environ = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -95,31 +92,74 @@ def run_engine(folder: Path, scenario: dict[str, Any], environment: dict[str, st
         "NUMBA_NUM_THREADS": "1",
         "KMP_BLOCKTIME": "0",
         "FASER_ENDPOINT": f"ipc://{folder}/e.sock",
-        **(environment or {}),
     }
     openmp = next(Path(sys.prefix).rglob("libiomp5.so"), None)
     if openmp is not None:
         environ["LD_PRELOAD"] = str(openmp)
-    done = subprocess.run(
-        [sys.executable, str(CHILD)],
-        input=json.dumps({**scenario, "result": str(result)}),
-        text=True,
-        capture_output=True,
-        env=environ,
-        cwd=folder,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    seen = json.loads(result.read_text())
-    batches = [Batch(**(batch | {"steps": [Step(**step) for step in batch["steps"]]})) for batch in seen["batches"]]
-    return EngineRun(batches, seen["drafter"], seen["is_ragged"], seen["faults"], seen["is_pruning"], seen["gate"])
+    return environ
+
+
+class EngineForks:
+    """A process that has vLLM imported; each scenario runs in a fork of it. `folder` is short enough for a socket."""
+
+    def __init__(self, folder: Path, environment: dict[str, str] | None = None) -> None:
+        folder.chmod(0o700)
+        self._folder, self._environment = folder, engine_environment(folder) | (environment or {})
+        with (folder / "forks.log").open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(FORKS)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=self._environment, cwd=folder,
+            )  # fmt: skip
+        assert self._said() == "ready", (folder / "forks.log").read_text()[-4000:]
+
+    def _said(self) -> str:
+        """Return the next line that is an answer."""
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def run(self, scenario: dict[str, Any], environment: dict[str, str] | None = None) -> EngineRun:
+        """Run one scenario."""
+        if "OMP_NUM_THREADS" in (environment or {}):  # the library reads it once, when it is loaded
+            return self._run_apart(scenario, environment)
+        result, log = self._folder / "result.json", self._folder / "engine.log"
+        result.unlink(missing_ok=True)
+        job = {
+            "scenario": {**scenario, "result": str(result)},
+            "environment": self._environment | (environment or {}),
+            "folder": str(self._folder),
+            "log": str(log),
+        }
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        assert self._said() == "0", log.read_text()[-12000:]
+        seen = json.loads(result.read_text())
+        batches = [Batch(**(batch | {"steps": [Step(**step) for step in batch["steps"]]})) for batch in seen["batches"]]
+        return EngineRun(batches, seen["drafter"], seen["is_ragged"], seen["faults"], seen["is_pruning"], seen["gate"])
+
+    def _run_apart(self, scenario: dict[str, Any], environment: dict[str, str] | None) -> EngineRun:
+        """Run a scenario in a fork of another process."""
+        with tempfile.TemporaryDirectory(prefix="faser-") as folder:
+            other = EngineForks(Path(folder), environment)
+            try:
+                return other.run(scenario)
+            finally:
+                other.close()
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        with self._process:
+            self._process.stdin.close()
 
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Callable[..., EngineRun]]:
-    """Return `run_engine(scenario, environment)` with a folder whose socket path is short enough."""
+    """Return `run(scenario, environment)`, each time in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="faser-") as folder:
-        yield lambda scenario, environment=None: run_engine(Path(folder), scenario, environment)
+        forks = EngineForks(Path(folder))
+        yield forks.run
+        forks.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """One real vLLM engine in a process of its own, steered by lengths that the test chooses.
 
-Run by `conftest.py`: reads a scenario as JSON from stdin and writes what happened to the file named in it.
+Run by `engine_forks.py`, in a fork of a process that has vLLM imported.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -416,8 +415,8 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    given = json.load(sys.stdin)
+def write_result(given: dict[str, Any]) -> None:
+    """Run a scenario, and write what happened to the file named in it."""
     file = Path(given["result"])
     sidecar: Any = nullcontext()
     if given.get("is_killed"):

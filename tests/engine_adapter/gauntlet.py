@@ -69,7 +69,7 @@ class RandomController(threading.Thread):
             action = wire.ActionSet(
                 message.boot_id, 1, len(self.records), message.step + 32, message.time_s + 5.0, 2, handles, lengths,
                 stop=random_stop(self._chance), prune=random_prune(self._chance, self._exit_layers),
-                match=random_match(self._chance) if self._is_copying else None,
+                match=random_match(self._chance, handles) if self._is_copying else None,
             )  # fmt: skip
             self._socket.send_multipart([identity, bytes(wire.encode(action))])
 
@@ -90,13 +90,15 @@ def random_stop(chance: random.Random) -> wire.StopRule | None:
     return wire.StopRule(some(0.5, 2), some(-1, 1), some(0, 0.6), some(0, 0.6)) if chance.random() < 0.5 else None
 
 
-def random_match(chance: random.Random) -> wire.MatchRule | None:
-    """Return a rule by which drafts are copied, and sometimes none."""
+def random_match(chance: random.Random, handles: list[int] | None = None) -> wire.MatchRule | None:
+    """Return a rule by which drafts are copied, and sometimes none; some of these requests get a weight."""
     if chance.random() < 0.1:
         return None
     keep, most = [chance.uniform(0.0, 0.5) for _ in range(chance.randint(1, LONGEST))], chance.randint(0, LONGEST)
     worth, fewest = chance.uniform(-0.5, 1.5), chance.choice([0, 1, 1, 3])
-    return wire.MatchRule([chance.uniform(0.5, 2)], [chance.uniform(-1, 1)], keep, most, worth, fewest)
+    named = tuple(handle for handle in handles or [] if chance.random() < 0.3)
+    weights = tuple(chance.uniform(0.2, 5.0) for _ in named)
+    return wire.MatchRule([chance.uniform(0.5, 2)], [chance.uniform(-1, 1)], keep, most, worth, fewest, named, weights)
 
 
 def counts(records: list[wire.StepRecord]) -> dict[str, Any]:

@@ -75,7 +75,10 @@ def test_a_record_of_an_engine_that_does_not_tell_what_came_later_is_read(missin
 
 @pytest.mark.parametrize(("missing", "untold"), [(1, ("match",)), (2, ("match", "admission"))])
 def test_an_action_set_of_an_older_controller_is_read(missing: int, untold: tuple[str, ...]) -> None:
-    admission, match = wire.Admission([1, 8], [0.01, 0.02], [2.0]), wire.MatchRule([1.0], [0.0], [0.1], 6, 0.5, 2)
+    admission, match = (
+        wire.Admission([1, 8], [0.01, 0.02], [2.0]),
+        wire.MatchRule([1.0], [0.0], [0.1], 6, 0.5, 2, (3,), (0.5,)),
+    )
     asked = msgspec.structs.replace(ACTION, admission=admission, match=match)
     assert wire.decode_from_controller(wire.encode(asked)) == asked
     whole = msgspec.msgpack.decode(bytes(wire.encode(asked))[2:])
@@ -153,6 +156,7 @@ def test_a_foreign_frame_is_refused_with_its_reason(frame: bytes, reason: str) -
         {"match": wire.MatchRule([1.0], [0.0], [], 4)},
         {"match": wire.MatchRule([1.0], [0.0], [0.1], wire.MAX_DRAFT_LENGTH + 1)},
         {"match": wire.MatchRule([1.0], [0.0], [0.1], 4, float("inf"))},
+        {"match": wire.MatchRule([1.0], [0.0], [0.1], 4, handles=(3,), weights=(0.0,))},
         {"handles": [1] * (wire.MAX_REQUESTS + 1), "lengths": [1] * (wire.MAX_REQUESTS + 1)},
     ],
 )

@@ -34,6 +34,7 @@ def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path: Path, arguments
 
 
 @pytest.mark.engine
+@pytest.mark.slow  # `make proof`; models/exits has the same on recorded states
 @pytest.mark.timeout(900)
 def test_heads_are_recorded_trained_judged_and_written(tmp_path: Path) -> None:
     output = tmp_path / "heads.safetensors"

@@ -181,3 +181,21 @@ def test_a_judged_policy_that_not_every_world_can_have_says_so() -> None:
     }
     text = drawn({"policies": rows, "tables": {}, "worlds": 2, "seeds": 1})
     assert [line.split()[0] for line in text.splitlines() if line.endswith("in 1 of 2 worlds")] == ["fixed:5"]
+
+
+def test_by_slack_whoever_is_late_gets_longer_drafts_and_its_tokens_are_worth_more(tmp_path: Path) -> None:
+    picture = tmp_path / "slack.svg"
+    flags = ("--slack", "--world", "gpu-small-knee", "--loads", "16,64", "--steps", "150")
+    told = json.loads(run("show", "price", *flags, "--json", "-o", str(picture)))
+    assert len(told["slack_edges"]) == len(told["loads"][0]["lengths"]) - 1
+    for load in told["loads"]:
+        seen = [at for at, steps in enumerate(load["urgent"]) if steps > 30]
+        behind, ahead = seen[0], seen[-1]
+        assert load["values"][behind] > 2.0 * load["values"][ahead] >= 2.0
+    dear = told["loads"][-1]  # where not everybody can have drafts, those who are late have them
+    behind = next(at for at, steps in enumerate(dear["urgent"]) if steps > 30)
+    assert dear["lengths"][behind] > 2.0 * dear["others_length"]
+    assert picture.read_text().count("<svg") == 1
+    table = run("show", "price:even", *flags)
+    assert "by tokens ahead of their objective" in table
+    assert "(" not in table.splitlines()[-1]  # it has no values

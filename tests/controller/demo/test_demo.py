@@ -446,6 +446,7 @@ def _await_text(path: Path, text: str, process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.slow  # `make proof`; test_splits_engine.py has the engine under splits
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be split")
 def test_a_demo_with_splits_runs_under_two_of_them_and_replay_carries_them(tmp_path: Path) -> None:
     """The view names the one in force, telemetry holds both, and replay makes of it what the sidecar made."""
@@ -468,6 +469,7 @@ def test_a_demo_with_splits_runs_under_two_of_them_and_replay_carries_them(tmp_p
 
 
 @pytest.mark.engine
+@pytest.mark.slow  # `make proof`; test_partition.py has the refusal
 def test_splits_that_cannot_be_had_are_one_line_and_the_demo_serves_unsplit(tmp_path: Path) -> None:
     flags = ["--output", str(tmp_path / "run"), "--splits", "1:999", "--peak-rps", "0.5", "--duration", "4"]
     done = subprocess.run([*FASER, "demo", "--json", *flags], capture_output=True, text=True, timeout=280)

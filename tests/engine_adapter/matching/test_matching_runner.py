@@ -69,6 +69,15 @@ def test_a_match_that_promises_less_than_the_drafter_is_left() -> None:
     assert made.matches.tokens == {0: (3, 4, 1, 2)}, "whoever gets no draft else takes what there is"
 
 
+def test_whose_tokens_are_worth_more_gets_copies_that_others_do_not() -> None:
+    made, lengths = runner(REPEATING, REPEATING, REPEATING), [3, 3, 3]
+    asked = order(MatchRule([1.0], [3.0], [2.0], 4, 0.0, 1, (1,), (8.0,)), 3, 3, 3)
+    asked.match_weights = {"r1": 8.0, "r2": 0.5}
+    made.copy_drafts(asked, made.sampled, lengths)
+    assert made.matches.tokens == {1: (3, 4, 1, 2)}
+    assert lengths == [3, 0, 3]
+
+
 def test_the_drafter_does_not_run_for_fewer_than_pay_its_rounds() -> None:
     made, lengths = runner(REPEATING, PLAIN), [3, 3]
     made.copy_drafts(order(MatchRule([1.0], [3.0], [0.1], 4, 0.0, 2), 3, 3), made.sampled, lengths)

@@ -125,12 +125,14 @@ def test_tokens_are_kept_while_they_are_worth_their_rows() -> None:
     drafts = CopiedDrafts(2, 3)
     drafts.lengths[:] = 3, 1
     drafts.logits[:] = [[2.0, 0.0, 2.0], [-1.0, 0.0, 0.0]]
-    kept, net = kept_of(drafts, np.ones(3), np.zeros(3), np.full(3, 0.4))
+    kept, net = kept_of(drafts, np.ones(3), np.zeros(3), np.full((2, 3), 0.4))
     first = 1 / (1 + np.exp(-2.0))
     assert kept.tolist() == [2, 0]
     assert net.tolist() == pytest.approx([first + first / 2 - 0.8, 0.0])
-    calibrated, _ = kept_of(drafts, np.array([1.0, 2.0, 1.0]), np.array([-2.0, 5.0, 0.0]), np.full(3, 0.4))
+    calibrated, _ = kept_of(drafts, np.array([1.0, 2.0, 1.0]), np.array([-2.0, 5.0, 0.0]), np.full((2, 3), 0.4))
     assert calibrated.tolist() == [3, 0]
+    other_prices, _ = kept_of(drafts, np.ones(3), np.zeros(3), np.array([[0.9] * 3, [0.2] * 3]))
+    assert other_prices.tolist() == [0, 1]
 
 
 def test_parts_never_overlap_and_all_is_whole_again_when_they_are_given_back() -> None:

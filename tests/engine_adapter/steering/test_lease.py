@@ -179,3 +179,13 @@ def test_a_copy_is_no_longer_than_the_engine_holds_and_has_a_price_at_every_posi
     given = held.in_force(1, 0.1)
     assert given is not None
     assert given.match == MatchRule([1.0, 2.0, 2.0, 2.0], [0.5] * 4, [0.1, 0.2, 0.3, 0.4], 4, 0.7, 2)
+
+
+def test_weights_that_are_not_one_for_each_named_request_copy_nothing() -> None:
+    held = Lease(BOOT, k_max=2, max_steps=32, max_s=1.0, copy_max=4)
+    asked = action()
+    asked.match = MatchRule([1.0], [0.5], [0.1], 4, handles=(1, 2), weights=(8.0,))
+    assert held.offer(asked, 0, 0.0) is None
+    given = held.in_force(1, 0.1)
+    assert given is not None
+    assert given.match is None

@@ -816,6 +816,16 @@ def test_copies_may_be_as_long_as_their_rule_a_client_and_what_remains_allow() -
     assert order.match.keep == [0.1] * 5
 
 
+def test_copies_of_named_requests_have_their_weight_and_others_one() -> None:
+    adapter, link = copying()
+    for name in ("a", "b"):
+        adapter.arrive(name, Request())
+    link.arrived = [asked := act({1: 2})]
+    asked.match = msgspec.structs.replace(COPY, handles=(2, 77), weights=(8.0, 3.0))
+    order = adapter.order({"a": 1, "b": 1, "prompt": 9}, time.monotonic())
+    assert order.match_weights == {"a": 1.0, "b": 8.0}
+
+
 def test_an_engine_that_copies_nothing_is_not_asked_to() -> None:
     adapter, link = steering()
     adapter.arrive("a", Request())

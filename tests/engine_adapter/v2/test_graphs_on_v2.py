@@ -51,6 +51,7 @@ def test_asynchronously_too(forks: Any, tiny: Any, eager: Any) -> None:
     assert run["hello_rounds"] == "longest"  # since the rounds are fused
 
 
+@pytest.mark.slow  # `make proof`: vLLM's own way, which FASER leaves as it is
 def test_by_vllms_own_graphs_mixed_steps_run_eagerly_and_every_draft_runs_all_rounds(
     forks: Any, tiny: Any, eager: Any
 ) -> None:
@@ -75,7 +76,7 @@ def test_a_drafter_that_was_left_out_catches_up_behind_graphs(forks: Any, tiny: 
     assert first_pass["FULL"] < verification["FULL"]
 
 
-@pytest.mark.parametrize("control", ["neighbour's rows", "blank states"])
+@pytest.mark.parametrize("control", ["neighbour's rows", pytest.param("blank states", marks=pytest.mark.slow)])
 def test_controls_of_graphs_are_noticed(forks: Any, tiny: Any, eager: Any, control: str) -> None:
     run = forks(JOB, **tiny.scenario("eagle3"), rule=RULE, **{"break": control}, **GRAPHS)
     assert (run["tokens"] != eager["tokens"]) == (control == "neighbour's rows")

@@ -105,7 +105,14 @@ def test_confidences_are_the_drafters_probabilities_of_the_tokens_that_are_verif
     assert compared > 20
 
 
-@pytest.mark.parametrize("control", ["failing rounds", "failing confidences", "failing look", "failing report"])
+@pytest.mark.parametrize(
+    "control",
+    [
+        "failing rounds",
+        "failing report",
+        *(pytest.param(f"failing {part}", marks=pytest.mark.slow) for part in ("confidences", "look")),
+    ],
+)
 def test_a_failing_hook_leaves_vllm_as_it_is(forks: Any, tiny: Any, plain: Any, control: str) -> None:
     run = forks("generate", **tiny.scenario("eagle3"), is_async=True, rule=RANDOM, control=control)
     assert run["tokens"] == plain("eagle3")

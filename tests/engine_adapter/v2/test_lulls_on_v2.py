@@ -77,7 +77,9 @@ def test_what_the_drafter_has_not_read_shows_in_its_drafts(
     assert run["proposed"] != in_step("eagle3", False)["proposed"]
 
 
-@pytest.mark.parametrize("control", ["failing room", "failing copy", "failing pass"])
+@pytest.mark.parametrize(
+    "control", ["failing pass", *(pytest.param(f"failing {part}", marks=pytest.mark.slow) for part in ("room", "copy"))]
+)
 def test_a_failure_of_skipping_leaves_vllms_own_drafting(forks: Any, scenario: Any, in_step: Any, control: str) -> None:
     run, whole = forks(JOB, **scenario("eagle3"), **{"break": control}), in_step("eagle3", False)
     assert run["tokens"] == whole["tokens"]

@@ -15,6 +15,11 @@ RANDOM = {"random": 4, "seed": 1}
 SMALL = {"max_model_len": 160}
 
 
+def late(*names: str) -> list[Any]:
+    """Return parameters that `make proof` tries and CI does not."""
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 class Deep:
     """Models of six layers, and what the target says alone."""
 
@@ -73,14 +78,14 @@ def test_outputs_are_the_targets_whatever_leaves(forks: Any, deep: Deep, is_asyn
     )
 
 
-@pytest.mark.parametrize("control", ["seq_lens", "slots", "bonus", "states", "positions"])
+@pytest.mark.parametrize("control", ["seq_lens", "bonus", "states", *late("slots", "positions")])
 def test_controls_of_a_cut_are_noticed(forks: Any, deep: Deep, control: str) -> None:
     run = forks("prunings:pruned", **deep.scenario(), is_async=True, exits=EXITS | {"break": control})
     assert run["tokens"] != deep.alone()
     assert run["is_pruning"]
 
 
-@pytest.mark.parametrize("control", ["failing attention", "failing choice", "failing layout", "failing notes"])
+@pytest.mark.parametrize("control", ["failing layout", "failing notes", *late("failing attention", "failing choice")])
 def test_a_failing_cut_leaves_vllm_as_it_is(forks: Any, deep: Deep, control: str) -> None:
     run = forks("prunings:pruned", **deep.scenario(), is_async=True, exits=EXITS | {"break": control})
     assert run["tokens"] == deep.alone()
@@ -88,7 +93,7 @@ def test_a_failing_cut_leaves_vllm_as_it_is(forks: Any, deep: Deep, control: str
     assert run["is_steered"]
 
 
-@pytest.mark.parametrize("family", ["Qwen3", *(pytest.param(f, marks=pytest.mark.slow) for f in ("Mistral", "Qwen2"))])
+@pytest.mark.parametrize("family", late("Qwen3", "Mistral", "Qwen2"))
 def test_other_families_say_the_same(forks: Any, deep: Deep, family: str) -> None:
     run = forks("prunings:pruned", **deep.scenario(family), is_async=True, exits=EXITS)
     assert run["tokens"] == deep.alone(family)
@@ -105,7 +110,7 @@ def test_the_host_learns_how_many_rows_pass(forks: Any, deep: Deep) -> None:
     assert sum(cut) > len(cut) / 2
 
 
-@pytest.mark.parametrize("method", ["near", "eagle3"])
+@pytest.mark.parametrize("method", ["eagle3", *late("near")])
 def test_heads_score_what_the_drafter_thought_likely(forks: Any, tiny: Any, method: str) -> None:
     """Of each draft token that is verified, whatever its request's length and slot were."""
     alone = forks("generate", **tiny.without(method))
@@ -116,7 +121,7 @@ def test_heads_score_what_the_drafter_thought_likely(forks: Any, tiny: Any, meth
     assert sum(left for _, left, *_ in rows_of(run)) > 20
 
 
-@pytest.mark.parametrize("method", ["eagle", "ngram_gpu"])
+@pytest.mark.parametrize("method", ["eagle", *late("ngram_gpu")])
 def test_other_drafters_go_on_behind_a_cut(forks: Any, tiny: Any, method: str) -> None:
     """An EAGLE head reads the states of the rows that stayed: a wrong one would be accepted less often."""
     whole = forks("generate", **tiny.scenario(method), is_async=True, rule=RANDOM)

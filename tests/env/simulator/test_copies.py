@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from faser.engine_adapter.protocol import MatchRule, RequestRow
 from faser.env.layout.action_vector import ACTION, outside
@@ -34,6 +35,16 @@ def test_a_copy_ends_before_the_first_token_whose_survival_does_not_pay_its_row(
             ended += 1
     assert len(rows) > 200
     assert ended > 50
+
+
+def test_whose_tokens_are_worth_more_pays_less_for_a_row() -> None:
+    rule = replace(match_rule(0.6), handles=tuple(range(0, 4000, 2)), weights=(3.0,) * 2000)
+    least = {False: 1.0, True: 1.0}
+    for (handle, _), row in verified_copies(served(match_model(), rule)).items():
+        is_named = handle % 2 == 0
+        least[is_named] = min(least[is_named], *survival(row, rule)[: row.verified])
+    assert least[False] > 0.58
+    assert 0.18 < least[True] < 0.3
 
 
 def test_a_copy_is_no_longer_than_was_asked_for_and_as_its_text_goes_on() -> None:

@@ -7,7 +7,7 @@ import pytest
 from faser.controller.cli.evaluate import decided
 from faser.env.simulator.simulated_engine import SimulatedEngine
 from faser.models.evaluation.attainment import Attained, serve
-from faser.models.evaluation.objective_table import ObjectivePlan, compare, summary
+from faser.models.evaluation.objective_table import UNAWARE, ObjectivePlan, Runs, compare, frontier, summary
 from faser.models.evaluation.objective_worlds import ObjectiveWorld, knee_worlds, plain_pace_s
 from faser.models.evaluation.worlds import WorldSpec, held_out
 from faser.models.registry import make_policy
@@ -56,6 +56,23 @@ def test_the_table_holds_every_policy_and_the_same_plan_gives_the_same_figures()
     assert {"price", "price:even", "off", "fixed:1", "urgent:2"} <= set(rows)
     assert all(0.0 <= share <= 1.0 for row in rows.values() for share in row["in_time"].values())
     assert first["standing"]["price"]["goodput_over_unaware_half_urgent"]["ratio"] > 0.0
+
+
+def test_a_frontier_chooses_for_each_world_by_what_violations_cost() -> None:
+    """Two worlds, in each a policy that is fast and late and one that is slow and in time."""
+    worlds = tuple(ObjectiveWorld(EMBEDDED, 8, share, 0.7) for share in (0.25, 0.5))
+    plan = ObjectivePlan(("price",), worlds, (101,), 100)
+
+    def run(goodput: int, late: int) -> list[Attained]:
+        return [Attained(1.0, goodput, goodput, [100, 0], [100 - late, 0])]
+
+    runs: Runs = {(rival, world.name): run(100, 40) for rival in UNAWARE for world in worlds}
+    for world, fast, slow in zip(worlds, (130, 110), (90, 105), strict=True):
+        runs["fast", world.name], runs["slow", world.name] = run(fast, 40), run(slow, 10)
+    points = frontier(plan, runs, ("fast", "slow"))
+    fastest, between, latest = (1.3 * 1.1) ** 0.5, (1.3 * 1.05) ** 0.5, (0.9 * 1.05) ** 0.5
+    assert [violations for violations, _ in points] == [0.25, 0.625, 1.0]
+    assert [goodput for _, goodput in points] == pytest.approx([latest, between, fastest], abs=1e-3)
 
 
 def test_worlds_are_held_out_ones() -> None:

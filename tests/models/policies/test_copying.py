@@ -112,6 +112,8 @@ def test_price_without_copies_asks_for_none_and_an_engine_that_has_none_is_not_a
         MatchRule([1.0], [0.0], [0.1], K_MAX + 1),
         MatchRule([1.0], [0.0], [0.1], 2, float("inf")),
         MatchRule([1.0], [0.0], [0.1], 2, 0.0, -1),
+        MatchRule([1.0], [0.0], [0.1], 2, handles=(1,)),
+        MatchRule([1.0], [0.0], [0.1], 2, handles=(1,), weights=(float("nan"),)),
     ],
 )
 def test_a_rule_that_cannot_be_had_becomes_no_copies(bad: MatchRule) -> None:
@@ -138,4 +140,9 @@ def test_beside_favoured_requests_rounds_are_made_for_however_few_and_copies_go_
     assert plan.action.match is not None
     assert even.action.match.fewest > 1
     assert plan.action.match.fewest == 1
-    assert plan.action.match.keep[0] == pytest.approx(even.action.match.keep[0], rel=0.5)
+    named = state.requests.column("handle")[:2].tolist()
+    assert list(plan.action.match.handles) == named
+    (weight,) = set(plan.action.match.weights)
+    dear, cheap = plan.action.match.keep[0] / weight, plan.action.match.keep[0]
+    assert dear < even.action.match.keep[0] < cheap
+    assert cheap / dear == pytest.approx(8.0, rel=0.2)
