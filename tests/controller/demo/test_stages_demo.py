@@ -15,6 +15,8 @@ from faser.controller.demo.stage_load import ANSWER_TOKENS, PROMPTS, Answer, cho
 from faser.controller.demo.stage_result import Timeline, stages_of, write_stages_picture
 from faser.controller.errors import UsageError
 
+FASER = [sys.executable, "-P", "-c", "from faser.controller.__main__ import main; main()"]
+
 
 @pytest.mark.parametrize(
     ("options", "seen"),
@@ -61,7 +63,7 @@ def test_rates_are_by_number_of_stages_and_leave_moves_out(tmp_path: Path) -> No
 @pytest.mark.timeout(600)
 def test_a_short_demo_moves_stages_and_no_token_is_wrong(tmp_path: Path) -> None:
     output = tmp_path / "run"
-    command = [sys.executable, "-P", "-m", "faser.controller", "demo", "--stages", "2", "--duration", "40", "--json"]
+    command = [*FASER, "demo", "--stages", "2", "--duration", "40", "--json"]
     done = subprocess.run(
         [*command, "--policy", "off+stages:turns:40", "--output", str(output)], capture_output=True, text=True
     )
