@@ -79,6 +79,19 @@ class LastStep(msgspec.Struct, frozen=True):
     accepted: list[int]
 
 
+class StagesStatus(msgspec.Struct, frozen=True):
+    """A pipeline whose stages can move, as its last step showed it."""
+
+    layers: list[int]  # of each rank, in order
+    moves: int  # completed since its boot
+    is_moving: bool
+
+    def told(self) -> str:
+        """Say it: layers by rank, and the moves."""
+        ranks = "+".join(map(str, self.layers))
+        return f"{ranks} layers, {self.moves} moves" + (", moving" if self.is_moving else "")
+
+
 class EngineStatus(msgspec.Struct, frozen=True):
     """One engine: totals since the sidecar met it, rates over the last seconds of its own clock.
 
@@ -134,6 +147,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     attainment: dict[str, AttainmentStatus] = {}  # by class, "own" for requests that spoke for themselves
     miscounted: int = 0  # tokens since its boot by which the engine's records differ from vLLM's own counters
     split: str = ""  # of its device, drafter to target, in force in the last step; empty: it offers none
+    stages: StagesStatus | None = None  # of its pipeline; None: one rank, or stages that cannot move
 
 
 class LinkStatus(msgspec.Struct, frozen=True):

@@ -35,6 +35,7 @@ MESSAGES = (
     (protocol.RequestEvent, "in StepRecord and Hello"),
     (protocol.Goodbye, "engine → controller"),
     (protocol.ActionSet, "controller → engine"),
+    (protocol.Stages, "in Hello"),
     (protocol.Prune, "in ActionSet"),
     (protocol.StopRule, "in ActionSet"),
     (protocol.Admission, "in ActionSet"),

@@ -53,6 +53,7 @@ Tpot = Annotated[float, Meta(ge=TPOT_MS[0], le=TPOT_MS[1])]
 Confidences = Annotated[tuple[Share, ...], Meta(max_length=MAX_DRAFT_LENGTH)]
 PerPosition = Annotated[list[Number], Meta(min_length=1, max_length=MAX_DRAFT_LENGTH)]
 Split = Annotated[int, Meta(ge=0, le=64)]
+StageBounds = Annotated[tuple[Count, ...], Meta(max_length=63)]  # the first layer behind each rank but the last
 TableRow = tuple[Count, Count, DraftLength]
 GraphLengths = Annotated[list[Count], Meta(max_length=64)]
 Frontier = Annotated[int, Meta(ge=0, le=MAX_DRAFT_LENGTH)]
@@ -145,6 +146,19 @@ class StepRecord(msgspec.Struct, array_like=True, tag="step", gc=False):
     miscounted: Count = 0  # tokens since boot by which `verified` and `accepted` differ from vLLM's
     copied: SomeHandles = ()  # requests whose `drafted` tokens, and a step later
     verified_copies: SomeHandles = ()  # ... whose `verified` ones and confidences are a match's, not the drafter's
+    stage_bounds: StageBounds | None = None  # of the next step's pipeline; none: its stages cannot move
+    stage_moves: Count = 0  # completed since boot
+    is_moving: bool = False  # a move is under way
+
+
+class Stages(msgspec.Struct, array_like=True, frozen=True):
+    """A pipeline whose stages can move: its layers, and how they are dealt to its ranks now.
+
+    Rank r runs the layers from its lower to its upper bound; a range may be empty.
+    """
+
+    layers: Count
+    bounds: StageBounds
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):
@@ -188,6 +202,7 @@ class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):
     is_adaptive: bool = False  # vLLM's adaptive verification: of what is drafted, it verifies what pays
     copy_max: DraftLength = 0  # longest draft copied from a request's own text; 0: none is
     rounds: Rounds = RAGGED  # ragged: a request's own length saves drafting; longest: all draft the batch's longest
+    stages: Stages | None = None  # none: one rank, or stages that cannot move
 
     @property
     def longest(self) -> int:
@@ -283,6 +298,7 @@ class ActionSet(msgspec.Struct, array_like=True, tag="act", gc=False):
     stop: StopRule | None = None  # ends drafts on confidence, within `lengths`
     admission: Admission | None = None  # None: vLLM's own costs, every token alike
     match: MatchRule | None = None  # None: nothing is copied
+    stage_bounds: StageBounds | None = None  # where to cut the pipeline; the stages stay when a lease ends
 
 
 class HelloRequest(msgspec.Struct, array_like=True, tag="who", frozen=True):

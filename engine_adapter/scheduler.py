@@ -12,6 +12,8 @@ from copy import copy
 from functools import update_wrapper
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
+import msgspec
+
 from .errors import FaserError
 from .hello import describe_engine, drafter_context, refusal
 from .link.engine_link import EngineLink
@@ -22,7 +24,7 @@ from .patches.pipeline.scheduler import one_batch_at_a_time
 from .patches.scheduler import SchedulerHooks
 from .patches.versions import unsupported_reason, vllm_version
 from .settings import ensure_private_folder, load_settings
-from .stages.desk import StageDesk, open_desk
+from .stages.desk import OrderedBounds, StageDesk, open_desk
 from .steering.lease import Lease
 from .steering.sampled_tokens import SampledTokens, delivered_tokens, vllms_count
 from .steering.steering import BatchOutcome, Default, Steering
@@ -48,12 +50,12 @@ def FaserScheduler(vllm_config: VllmConfig, **arguments: Any) -> Any:
         return base(vllm_config=vllm_config, **arguments)
     is_async = bool(vllm_config.scheduler_config.async_scheduling)
     scheduler = steered(base, is_async)(vllm_config=vllm_config, **arguments)
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        set_up_pipeline(vllm_config, scheduler, arguments.get("kv_cache_config"))
     try:
         start_steering(vllm_config, scheduler)
     except Exception as error:
         logger.warning("FASER is off: %s", in_one_line(error))
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        set_up_pipeline(vllm_config, scheduler, arguments.get("kv_cache_config"))
     return scheduler
 
 
@@ -99,7 +101,9 @@ def start_steering(vllm_config: VllmConfig, scheduler: Any) -> None:
     if not settings.is_enabled:
         logger.info("FASER is off: FASER_ENABLED=0")
         return
-    hello = describe_engine(vllm_config, settings)
+    hello, stages = describe_engine(vllm_config, settings), scheduler.stages
+    if stages is not None:
+        hello = msgspec.structs.replace(hello, stages=stages.told())
     default = Default(settings.default_length, frontier=settings.frontier)
     if scheduler.dynamic_sd_lookup is not None:
         default.lookup = list(scheduler.dynamic_sd_lookup)
@@ -118,6 +122,8 @@ def start_steering(vllm_config: VllmConfig, scheduler: Any) -> None:
     steering.is_sharing = bool(settings.shared_mib and hello.copy_max)
     steering.introduce()
     scheduler.steering, scheduler.ping_pong = steering, groups
+    if stages is not None:
+        stages.orders = OrderedBounds(steering)
     logger.info("FASER %s steers this engine over %s", hello.adapter_version, settings.endpoint)
 
 
@@ -242,6 +248,7 @@ class SteeredScheduler(SchedulerHooks):
             report=getattr(output, "faser", None),
             invalid=scheduled.num_invalid_spec_tokens or {},
             counted=vllms_count(result),
+            stages=None if self.stages is None else self.stages.standing(),
         )
         if self.ping_pong is not None:
             emitted = sum(outcome.delivered.values())

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..engine_adapter.arrays import Bools
 from ..engine_adapter.compiled import compiled
-from ..engine_adapter.protocol import LARGEST_NUMBER, RAGGED, Admission, Hello, MatchRule, Prune, StopRule
+from ..engine_adapter.protocol import LARGEST_NUMBER, RAGGED, Admission, Hello, MatchRule, Prune, Stages, StopRule
 from ..engine_adapter.steering.stop_rule import fitted
 
 Lengths = npt.NDArray[np.int64]
@@ -44,6 +44,7 @@ class Capabilities:
     copy_max: int = 0  # longest draft copied from a request's own text; 0: none is
     is_adaptive: bool = False  # of what is drafted, the engine verifies what pays
     is_ragged: bool = True  # a request's own length saves drafting; False: all draft the batch's longest
+    stages: Stages | None = None  # of its pipeline, as at its start; None: they cannot move
 
     @classmethod
     def from_hello(cls, hello: Hello) -> Capabilities:
@@ -68,6 +69,7 @@ class Capabilities:
             is_adaptive=hello.is_adaptive,
             copy_max=hello.copy_max,
             is_ragged=hello.rounds == RAGGED,
+            stages=hello.stages,
         )
 
 
@@ -85,6 +87,7 @@ class Action(msgspec.Struct, frozen=True):
     match: MatchRule | None = None  # when a draft is copied in place of a drafter's
     reason: str = ""
     favours: bool = False  # some requests' objectives over tokens per second
+    stage_bounds: tuple[int, ...] | None = None  # where the pipeline is to be cut
 
 
 def clamp(action: Action, capabilities: Capabilities) -> Action:
@@ -102,14 +105,15 @@ def clamp(action: Action, capabilities: Capabilities) -> Action:
     prune, stop = _prune_or_none(action.prune, capabilities.exit_layers), _stop_or_none(action.stop, capabilities)
     admission = action.admission if capabilities.is_adaptive else None
     match = _match_or_none(action.match, capabilities)
+    bounds = _bounds_or_none(action.stage_bounds, capabilities.stages)
     if (
         lengths is action.lengths and default is action.default_length and price is action.price
         and split is action.split and frontier is action.frontier and prune is action.prune and stop is action.stop
-        and admission is action.admission and match is action.match
+        and admission is action.admission and match is action.match and bounds is action.stage_bounds
     ):  # fmt: skip
         return action
     return Action(
-        lengths, default, price, split, frontier, prune, stop, admission, match, action.reason, action.favours
+        lengths, default, price, split, frontier, prune, stop, admission, match, action.reason, action.favours, bounds
     )
 
 
@@ -117,7 +121,7 @@ def is_other(asked: Action, given: Action) -> bool:
     """Return whether an action means something else than another: 2 is 2.0, but 2.4 is not 2."""
     is_same = np.array_equal(asked.lengths, given.lengths)
     is_same &= np.array_equal(asked.default_length, given.default_length)
-    names = ("price", "split", "frontier", "prune", "stop", "match")
+    names = ("price", "split", "frontier", "prune", "stop", "match", "stage_bounds")
     return not is_same or any(getattr(asked, name) != getattr(given, name) for name in names)
 
 
@@ -166,6 +170,14 @@ def _prune_or_none(prune: Prune | None, exit_layers: tuple[int, ...]) -> Prune |
     if prune is None or prune.layer not in exit_layers or not 0.0 <= prune.threshold <= 1.0:
         return None
     return prune
+
+
+def _bounds_or_none(bounds: tuple[int, ...] | None, stages: Stages | None) -> tuple[int, ...] | None:
+    if bounds is None or stages is None or len(bounds) != len(stages.bounds):
+        return None
+    is_whole = all(isinstance(bound, int) for bound in bounds)
+    edges = [0, *bounds, stages.layers]
+    return bounds if is_whole and edges == sorted(edges) else None
 
 
 def _match_or_none(match: MatchRule | None, capabilities: Capabilities) -> MatchRule | None:

@@ -19,6 +19,7 @@ POLICIES = {
     "price:drafter": "the same without drafts copied from a request's own text",
     "price:pace=LIMITS": "price within milliseconds per token by vLLM's priority, e.g. price:pace=0:40,1:400",
     "learned": "trained in simulation, see models/weights/policy.json; learned:PATH takes another manifest",
+    "POLICY+stages:CHOICE": "beside it where a pipeline is cut: a number of stages, turns:STEPS or measured",
     "goodput": "rival: as vLLM's adaptive verification, tokens ranked by survival over the cost of verifying",
     "smartspec": "rival: one length by goodput under a moving acceptance rate (SmartSpec)",
     "adaspec": "rival: rounds and threshold by goodput for the batch; adaspec:MS within a time per token (AdaSpec)",
@@ -45,6 +46,11 @@ def make_policy(spec: str, capabilities: Capabilities) -> Policy:
     from .policies.profiling import ProfilingPolicy
     from .policies.token_values import TokenValues
 
+    inner, has_stages, choice = spec.strip().partition("+stages:")
+    if has_stages:
+        from .stages.staged_policy import with_stages
+
+        return with_stages(make_policy(inner, capabilities), choice, capabilities)
     name, _, argument = spec.strip().partition(":")
     if name == "off" and not argument:
         return Off()

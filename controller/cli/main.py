@@ -137,6 +137,9 @@ def demo(
     splits: Annotated[
         str, typer.Option(help="Splits of the cores, drafter to target, that the policy may ask for, as 1:1.")
     ] = "",
+    stages: Annotated[
+        int, typer.Option(help="Serve on so many ranks, as 2, whose layers move under load; every token is checked.")
+    ] = 0,
     output: Annotated[Path | None, typer.Option(help="Folder for report and telemetry.")] = None,
     classes: Annotated[
         bool, typer.Option("--classes", help="Two classes of requests, interactive and batch, with objectives.")
@@ -165,7 +168,12 @@ def demo(
         has_classes=classes,
         interactive_share=interactive_share,
         has_comparison=compare,
+        stages=stages,
     )
+    if stages:
+        from ..demo.stages import run_stages_demo
+
+        raise typer.Exit(run_stages_demo(options))
     raise typer.Exit(run_demo(options))
 
 

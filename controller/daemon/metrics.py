@@ -184,6 +184,14 @@ METRICS: Final = (
     _each("faser_engine_failures_total", "Records on which deciding failed.", lambda e: e.failures),
     _each("faser_engine_clamped_total", "Decisions in which the policy asked for what cannot be had.",
           lambda e: e.clamped),
+    _each(
+        "faser_engine_stages", "Ranks of a pipeline that run layers, where stages can move.",
+        lambda e: None if e.stages is None else sum(map(bool, e.stages.layers)),
+    ),
+    _each(
+        "faser_engine_stage_moves_total", "Moves of its stages.",
+        lambda e: None if e.stages is None else e.stages.moves,
+    ),
     _each("faser_engine_sat_out", "Requests without drafts: too long for the drafter's context.", lambda e: e.sat_out),
     _each("faser_engine_miscounted_total", "Draft tokens counted otherwise than by vLLM's own counters.",
           lambda e: e.miscounted),

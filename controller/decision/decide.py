@@ -88,6 +88,7 @@ def decide(
         stop=action.stop,
         admission=action.admission,
         match=action.match,
+        stage_bounds=action.stage_bounds,
     )
     if terms.mode in ("active", "canary"):
         state.ask(sequence, action.stop)

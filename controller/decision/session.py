@@ -11,6 +11,7 @@ import math
 import socket
 import time
 from collections import deque
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +22,7 @@ from ...env.spaces import Capabilities
 from ...models import registry
 from ...models.policies import policy as policies
 from ..config import LeaseConfig
-from ..snapshot import MAX_SHOWN, EngineStatus, LastStep, Presence, Source, SourceStatus
+from ..snapshot import MAX_SHOWN, EngineStatus, LastStep, Presence, Source, SourceStatus, StagesStatus
 from .attainment import Attainment
 from .decide import Decision, LeaseTerms, decide
 from .governor import Governor
@@ -245,6 +246,7 @@ class Session:
             attainment=self.attainment.status(),
             miscounted=record.miscounted if record else 0,
             split=self._split(),
+            stages=self._stages(),
         )
 
     def _split(self) -> str:
@@ -254,6 +256,13 @@ class Session:
             return ""
         index = record.split or 0 if record else 0
         return splits[index] if index < len(splits) else ""
+
+    def _stages(self) -> StagesStatus | None:
+        stages, sight = self.hello.stages, self.state.stages
+        if stages is None:
+            return None
+        edges = (0, *sight.bounds, stages.layers)
+        return StagesStatus([high - low for low, high in pairwise(edges)], sight.moves, sight.is_moving)
 
     def _sources(self) -> dict[Source, SourceStatus]:
         drafter = self.window.drafter()

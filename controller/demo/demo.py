@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import sys
 import time
@@ -24,8 +23,6 @@ from ...env.workload.workload import TimedRequest
 from ...models.embedded.pair import EMBEDDED_K_MAX, ensure_embedded_pair
 from ..calibrate.starvation import WaitingMeter, save_waiting
 from ..config import Config
-from ..config_layers import load
-from ..decision.session import check_policy
 from ..engine.launch import EngineLaunch, available_cores, require_supported_vllm
 from ..engine.load_generator import LoadGenerator, LoadOptions
 from ..engine.load_summary import RequestResult
@@ -33,13 +30,14 @@ from ..engine.processes import ProcessTree, deferred_interrupts, ignored_interru
 from ..engine.running import RunningEngine
 from ..engine.serve import embedded_launch
 from ..engine.sidecar_child import await_introduction, own_sidecar
-from ..errors import EngineError, FaserError, StoreError
+from ..errors import EngineError, FaserError
 from ..link.ask import ask
 from ..link.endpoint import socket_folder
 from ..progress import ShowProgress, progress_bar
 from ..reports.run_report import write_report
 from ..telemetry.telemetry_file import read_whole
 from .comparison import Bystanders, SideBySide, compared_until_s, plain_launch, serve_plainly
+from .configure import own_config
 from .load import (
     PACES,
     PEAK_OVER_SERVED,
@@ -70,7 +68,7 @@ def run_demo(options: DemoOptions) -> int:
     if options.peak_rps is not None:  # one that the trace does not have is told before anything starts
         make_requests(options.duration_s, options.seed, options.peak_rps)
     with socket_folder("demo") as sockets, stopping_on_sigterm():
-        demo = Demo(options, _configure(options, sockets))
+        demo = Demo(options, own_config(options, sockets))
         processes = ExitStack()
         try:
             demo.run(processes)
@@ -314,27 +312,3 @@ def _served_name(launch: EngineLaunch) -> str:
 
 def _speculative(settings: dict[str, object]) -> tuple[str, ...]:
     return ("--speculative-config", json.dumps({**settings, "num_speculative_tokens": EMBEDDED_K_MAX}))
-
-
-def _configure(options: DemoOptions, sockets: Path) -> Config:
-    """Return the sidecar's configuration: the user's, with the demo's own socket and telemetry file."""
-    folder = (options.output or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).absolute()
-    telemetry = folder / "telemetry.sqlite"
-    flags = {
-        "link.endpoint": f"ipc://{sockets / 'engine.sock'}",
-        "link.status_endpoint": f"ipc://{sockets / 'status.sock'}",
-        "policy.spec": options.policy,
-        "mode.state": folder / "modes.json",
-        "store.enabled": True,
-        "store.path": telemetry,
-    }
-    config = load(options.config, os.environ, flags).config
-    check_policy(config.policy.spec)
-    if telemetry.exists():
-        raise StoreError(f"{telemetry} exists", "a new file", "remove it or pass another --output")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "result.json").unlink(missing_ok=True)
-    except OSError as error:
-        raise StoreError(f"{folder} cannot be made: {error.strerror}", "a writable folder", "pass --output") from None
-    return config

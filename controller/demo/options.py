@@ -12,6 +12,7 @@ from typing import Final
 
 from ..errors import UsageError
 
+MOST_RANKS: Final = 8  # beyond, a laptop's memory ends before anything is seen
 METHODS: Final = ("eagle3", "eagle", "draft_model", "ngram")
 
 
@@ -32,10 +33,14 @@ class DemoOptions:
     has_classes: bool = False
     interactive_share: float = 0.25  # of the requests, with classes
     has_comparison: bool = True  # with plain vLLM, in a second run
+    stages: int = 0  # ranks of a pipeline whose stages move; 0: no pipeline
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.duration_s) and 1.0 <= self.duration_s <= 1200.0):
             raise UsageError(f"--duration {self.duration_s:g}", "1 to 1200 seconds")
+        if self.stages and not 2 <= self.stages <= MOST_RANKS:
+            raise UsageError(f"--stages {self.stages}", f"2 to {MOST_RANKS} ranks")
+        self._require_no_other_load()
         if self.seed < 0:
             raise UsageError(f"--seed {self.seed}", "0 or more")
         if self.peak_rps is not None and not 0.1 <= self.peak_rps <= 1000.0:
@@ -50,3 +55,12 @@ class DemoOptions:
             raise UsageError(f"--method {self.method} without a drafter", "a folder", "pass --drafter FOLDER")
         if self.drafter is not None and not Path(self.drafter).expanduser().is_dir():
             raise UsageError(f"--drafter {self.drafter}", "a folder with a model that vLLM loads")
+
+    def _require_no_other_load(self) -> None:
+        """Raise UsageError where options of the usual load stand beside --stages, which has its own."""
+        given = {
+            "--classes": self.has_classes, "--splits": self.splits, "--method": self.method, "--drafter": self.drafter,
+            "--peak-rps": self.peak_rps,
+        }  # fmt: skip
+        if self.stages and (other := next((name for name, value in given.items() if value), None)):
+            raise UsageError(f"{other} with --stages", "one of the two", f"drop {other}: --stages has its own load")

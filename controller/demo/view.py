@@ -83,6 +83,7 @@ class View:
             ("acceptance", rate),
             ("lease", f"{engine.lease_share:.0%} of steps"),
             *([("split", engine.split)] if engine.split else []),
+            *([("stages", engine.stages.told())] if engine.stages else []),
             ("reason", engine.reason or "-"),
         ]
 

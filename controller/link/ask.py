@@ -199,6 +199,7 @@ def engine_lines(engine: EngineStatus) -> list[tuple[str, str]]:
         *((name, source_line(source)) for name, source in engine.sources.items()),
         *_objective_lines(engine),
         *([("split", f"{engine.split}, drafter to target")] if engine.split else []),
+        *([("stages", engine.stages.told())] if engine.stages else []),
         ("lease", f"{lease}, {engine.lease_share:.1%} of the last steps"),
         (
             "link",

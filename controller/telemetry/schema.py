@@ -23,7 +23,7 @@ from .packing import SUMMED, PackedRows, pack_copies, pack_draws, pack_lengths, 
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION: Final = 7
+SCHEMA_VERSION: Final = 8
 APPLICATION_ID: Final = 0x46415345  # "FASE": tells our files from other SQLite files
 
 LARGEST: Final = (1 << 63) - 1  # SQLite's; a client may give its request any priority
@@ -33,7 +33,7 @@ STOP_OR_ABORT: Final = "a stop string, or an abort"  # an abort's detail, where 
 Cell: TypeAlias = int | float | str | bytes | None
 Row: TypeAlias = dict[str, Cell]
 
-_NOT_PLAIN: Final = ("boot_id", "events", "rows", "copied", "verified_copies")
+_NOT_PLAIN: Final = ("boot_id", "events", "rows", "copied", "verified_copies", "stage_bounds", "is_moving")
 PLAIN_FIELDS: Final = tuple(name for name in StepRecord.__struct_fields__ if name not in _NOT_PLAIN)
 _plain: Final = attrgetter(*PLAIN_FIELDS)
 _REAL: Final = frozenset(name for name in PLAIN_FIELDS if name.endswith("_s") or name in ("kv_usage", "saved_rows"))
@@ -48,12 +48,13 @@ TABLES: Final[dict[str, dict[str, type]]] = {
         "id": int, "engine": int, "run": int, "received_ns": int,
         **{name: float if name in _REAL else int for name in PLAIN_FIELDS},
         "requests": int, **dict.fromkeys(SUMMED, int), "rows": bytes,
-        "copies": bytes, "verified_copies": int, "accepted_copies": int,
+        "copies": bytes, "verified_copies": int, "accepted_copies": int, "stage_bounds": str, "is_moving": int,
         "decision_sequence": int, "decision_is_sent": int, "decision_default_length": int, "decision_price": float,
         "decision_split": int, "decision_frontier": int, "decision_prune_layer": int,
         "decision_prune_threshold": float, "decision_mode": str, "decision_valid_until_step": int,
         "decision_valid_until_s": float, "decision_s": float, "decision_reason": str, "decision_lengths": bytes,
         "decision_policy": str, "decision_digest": str, "decision_draws": bytes,
+        "decision_stage_bounds": str,
     },
     "events": {
         "id": int, "engine": int, "run": int, "received_ns": int, "counter": int, "time_s": float, "kind": str,
@@ -101,6 +102,10 @@ ADDED: Final[dict[int, tuple[AddedColumn, ...]]] = {
     ),
     7: (
         AddedColumn("ttft_ms", "FLOAT", table="events"), AddedColumn("tpot_ms", "FLOAT", table="events"),
+    ),
+    8: (
+        AddedColumn("stage_moves", "INTEGER", "0"), AddedColumn("stage_bounds", "TEXT"),
+        AddedColumn("is_moving", "INTEGER", "0"), AddedColumn("decision_stage_bounds", "TEXT"),
     ),
 }  # fmt: skip
 
@@ -258,6 +263,7 @@ def step_row(
     row["copies"] = pack_copies(*copies) if any(copies := (record.copied, record.verified_copies)) else None
     row["verified_copies"] = min(packed.verified_copies, LARGEST)
     row["accepted_copies"] = min(packed.accepted_copies, LARGEST)
+    row["stage_bounds"], row["is_moving"] = _bounds_cell(record.stage_bounds), int(record.is_moving)
     row.update(_decision_cells(action, reason, decision_s, is_sent))
     if action is not None:
         row["decision_policy"] = policy
@@ -284,7 +290,13 @@ def _decision_cells(action: ActionSet | None, reason: str, decision_s: float, is
         "decision_reason": reason,
         "decision_lengths": pack_lengths(action.handles, action.lengths),
         "decision_digest": digest(action),
+        "decision_stage_bounds": _bounds_cell(action.stage_bounds),
     }
+
+
+def _bounds_cell(bounds: tuple[int, ...] | None) -> str | None:
+    """Return where a pipeline is cut as text: 10,20; empty: one rank."""
+    return None if bounds is None else ",".join(map(str, bounds))
 
 
 def event_row(event: RequestEvent, received_ns: int, counter: int | None) -> Row:

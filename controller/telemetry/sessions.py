@@ -38,8 +38,15 @@ _DECISION: Final = (
     "decision_sequence", "decision_mode", "decision_policy", "decision_digest", "decision_draws",
     "decision_default_length", "decision_lengths",
 )  # fmt: skip
+_STAGES: Final = ("stage_bounds", "is_moving")
 EVENT_CELLS: Final = "kind, handle, time_s, tokens, request_id, priority, detail, ttft_ms, tpot_ms"  # of `read_event`
-STEP_CELLS: Final = (*PLAIN_FIELDS, "rows", "copies", *_DECISION)  # what `read_step` needs, besides the row's id
+STEP_CELLS: Final = (
+    *PLAIN_FIELDS,
+    "rows",
+    "copies",
+    *_STAGES,
+    *_DECISION,
+)  # what `read_step` needs, besides the row's id
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +223,7 @@ def read_step(boot_id: str, row: dict[str, object], events: list[RequestEvent], 
     """Return a row of the table steps as what it was written from; raise StoreError for what no sidecar writes."""
     what = f"step {row['id']}"
     plain = {name: row[name] for name in PLAIN_FIELDS}
+    plain |= {"stage_bounds": _bounds(row["stage_bounds"]), "is_moving": row["is_moving"] == 1}
     record = _checked(what, {**plain, "boot_id": boot_id, "events": [], "rows": []}, _StepFields)
     named = {name: getattr(record, name) for name in _StepFields.__struct_fields__}
     if (copies := row["copies"]) is not None:
@@ -235,6 +243,14 @@ def read_step(boot_id: str, row: dict[str, object], events: list[RequestEvent], 
         made.default_length,
         unpack_lengths(made.lengths) if made.lengths is not None else {},
     )
+
+
+def _bounds(cell: object) -> object:
+    """Return the bounds that a cell holds; what is none is left to the check."""
+    if not isinstance(cell, str):
+        return cell
+    parts = cell.split(",") if cell else []
+    return [int(part) if part.isdecimal() else part for part in parts]
 
 
 def whole_number(cell: object) -> int:

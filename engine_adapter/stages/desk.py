@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..operator_log import operator_log
 from ..patches.pipeline.scheduler import KvShape, blocks_of, computed_tokens, copied_blocks, held_blocks, thin_chunks
+from ..protocol import Stages
+from ..steering.record import StageStanding
 from .cut import CutError, StageCut
 from .move import StagePlan
 from .orders import ATTRIBUTE, StageOrders
@@ -20,6 +22,8 @@ from .validity import Validity, Write, writes_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from ..steering.steering import Steering
 
 logger = operator_log(__name__)
 
@@ -45,6 +49,17 @@ def open_desk(config: VllmConfig, kv_cache_config: Any) -> StageDesk | None:
     return StageDesk(StageCut.even(ranks, layers, ranks), shape)
 
 
+class OrderedBounds:
+    """What the sidecar last asked for; a lease that ends moves nothing."""
+
+    def __init__(self, steering: Steering) -> None:
+        self._steering = steering
+
+    def wanted(self) -> tuple[int, ...] | None:
+        """Return bounds, None while nothing was asked for."""
+        return self._steering.stage_bounds
+
+
 class StageDesk:
     """The stages of one engine, seen from its scheduler."""
 
@@ -55,6 +70,14 @@ class StageDesk:
         self._shape = shape
         self._is_on = True
         self._told: object = None  # the move, or the bad order, about which the log has a line
+
+    def told(self) -> Stages:
+        """Return what HELLO says."""
+        return Stages(self.plan.cut.layers, self.plan.cut.bounds)
+
+    def standing(self) -> StageStanding:
+        """Return what a record says."""
+        return StageStanding(self.plan.cut.bounds, self.plan.counts.moves, self.plan.move is not None)
 
     def schedule(self, scheduler: Any, inherited: Callable[[], Any]) -> Any:
         """Return vLLM's next step, with the ranks' orders about stages on it."""

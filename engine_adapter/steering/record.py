@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..operator_log import operator_log
 from ..protocol import LARGEST_PRIORITY, MAX_DRAFT_LENGTH, MAX_REQUESTS, RequestEvent, RequestRow, StepRecord
@@ -63,6 +63,14 @@ class Entry:
         )  # fmt: skip
 
 
+class StageStanding(NamedTuple):
+    """Where a pipeline's stages stand behind a step."""
+
+    bounds: tuple[int, ...]
+    moves: int  # completed since boot
+    is_moving: bool
+
+
 @dataclass(slots=True)
 class RawStep:
     """What one step left on vLLM's objects. Lists of numbers are aligned with `scheduled`, which vLLM leaves alone."""
@@ -89,6 +97,7 @@ class RawStep:
     kv_usage: float
     deferred: list[tuple[Entry, tuple[float, ...]]] = field(default_factory=list)  # drafts of requests not in the step
     counted: tuple[int, int] | None = None  # vLLM's own (drafted, accepted); None: it keeps no statistics
+    stages: StageStanding | None = None  # None: stages cannot move
 
 
 class _Work(NamedTuple):
@@ -167,6 +176,7 @@ class RecordBuilder:
             miscounted=self.miscounted,
             copied=copied,
             verified_copies=verified_copies,
+            **_told(raw.stages),
         )
 
     def _copies(self, raw: RawStep) -> tuple[int, ...]:
@@ -260,6 +270,13 @@ class RecordBuilder:
         for entry, told in raw.deferred:
             entry.confidences = told
         return rows[:MAX_REQUESTS], _Work(prefill, decode, drafts, offered)
+
+
+def _told(stages: StageStanding | None) -> dict[str, Any]:
+    """Return a record's fields about stages."""
+    if stages is None:
+        return {}
+    return {"stage_bounds": stages.bounds, "stage_moves": stages.moves, "is_moving": stages.is_moving}
 
 
 def _accepted(draft: list[int], generated: int, last: int, pruned: int) -> int:

@@ -34,7 +34,7 @@ from ..protocol import (
 from .extra_args import wishes_of
 from .lease import Lease
 from .orders import StepOrder, StepReport
-from .record import Entry, LiveRequest, RawStep, RecordBuilder
+from .record import Entry, LiveRequest, RawStep, RecordBuilder, StageStanding
 from .sampled_tokens import SampledTokens
 
 logger = operator_log(__name__)
@@ -77,6 +77,7 @@ class BatchOutcome:
     report: StepReport | None
     invalid: dict[str, int] = field(default_factory=dict)  # scheduled drafts that a grammar forbade, by request
     counted: tuple[int, int] | None = None  # vLLM's own (drafted, accepted); None: it keeps no statistics
+    stages: StageStanding | None = None  # None: stages cannot move
 
 
 @dataclass(slots=True)
@@ -108,6 +109,7 @@ class Steering:
     step: int = 0
     records: int = 0
     cost_s: float = 0.0  # thread CPU time spent here since the last record
+    stage_bounds: tuple[int, ...] | None = None  # last asked for: what a lease ordered outlasts it; None: nothing yet
     is_sharing: bool = False  # requests may copy what others with the same salt answered
     _salts: dict[str, str] = field(default_factory=dict)  # of requests that came since the last order
     _handles: int = 0
@@ -196,6 +198,8 @@ class Steering:
             lengths, self.step, started_s, schedule_s, epoch, sequence, stop, prune, ahead, frontier, sat_out
         )
         order.split = self._split(action)
+        if action is not None and action.stage_bounds is not None and self.hello.stages is not None:
+            self.stage_bounds = action.stage_bounds
         if action is not None and action.admission is not None and self.hello.is_adaptive:
             self._admit(order, action, action.admission)
         if self._salts:
@@ -306,6 +310,7 @@ class Steering:
             outcome.kv_usage,
             [(known[name], told) for name, told in deferred.items() if name in known],
             outcome.counted,
+            outcome.stages,
         )
         self._last_end_s = now_s
         self.cost_s = 0.0

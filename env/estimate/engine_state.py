@@ -53,6 +53,24 @@ class Load:
 
 
 @dataclass(slots=True)
+class StageSight:
+    """A pipeline's stages, and what the newest step did under their cut."""
+
+    bounds: tuple[int, ...] = ()
+    moves: int = 0  # since the engine's boot
+    is_moving: bool = False
+    steady_steps: int = 0  # since the last move
+    emitted: int = 0  # tokens of the newest step
+    elapsed_s: float = 0.0  # that it took
+    running: int = 0  # requests
+
+    @property
+    def stages(self) -> int:
+        """Ranks that run layers, where these lie on the last ones."""
+        return len(self.bounds) + 1 - self.bounds.count(0)
+
+
+@dataclass(slots=True)
 class LinkCounters:
     """What went wrong on the way from the engine."""
 
@@ -106,6 +124,7 @@ class EngineState:
             graph_sizes=capabilities.graph_sizes,
             max_rows=capabilities.max_batched_tokens or 8192,
         )
+        self.stages = StageSight() if capabilities.stages is None else StageSight(capabilities.stages.bounds)
         self.split = 0  # that the newest step showed, an index into `Capabilities.splits`; 0 is unsplit
         self.octave = 0  # of the running requests
         self.split_costs: dict[tuple[int, int], SplitCost] = {}  # by split and octave
@@ -199,6 +218,7 @@ def look(state: EngineState, record: StepRecord) -> None:
     _update_load(state, record, sums.emitted)
     state.counter, state.step, state.time_s = record.counter, record.step, record.time_s
     _see_split(state, record)
+    _see_stages(state.stages, record, sums.emitted, elapsed_s)
     state.lesson = Lesson(
         record, rows, sums, trials, successes, drafts, elapsed_s, state.drafting_stop, state.split, told, is_copy
     )
@@ -212,6 +232,16 @@ def _see_split(state: EngineState, record: StepRecord) -> None:
     state.split, state.octave = split, _octave(record.running, state.octave)
     if split and (split, state.octave) != before:
         state.split_cost(split).begin()
+
+
+def _see_stages(sight: StageSight, record: StepRecord, emitted: int, elapsed_s: float) -> None:
+    """Note what the step did under which cut; a move spoils the steps around it."""
+    if record.stage_bounds is None:
+        return
+    has_moved = record.stage_moves != sight.moves or record.stage_bounds != sight.bounds
+    sight.bounds, sight.moves, sight.is_moving = record.stage_bounds, record.stage_moves, record.is_moving
+    sight.steady_steps = 0 if has_moved or record.is_moving else sight.steady_steps + 1
+    sight.emitted, sight.elapsed_s, sight.running = emitted, elapsed_s, record.running
 
 
 def _octave(running: int, before: int) -> int:

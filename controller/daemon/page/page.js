@@ -190,6 +190,7 @@ function drawTiles(engine) {
     ["speed-up", steering.envelope_ratio === null ? "–" : `${steering.envelope_ratio.toFixed(2)} ×`, steering.envelope_ratio === null ? "not measured yet" : "over no speculation"],
     ["KV cache", percent(engine.kv_usage), "in use"],
     ...(engine.split ? [["split", engine.split, "drafter to target, last step"]] : []),
+    ...(engine.stages ? [["stages", engine.stages.layers.join("+"), `layers by rank, ${engine.stages.moves} moves${engine.stages.is_moving ? ", moving" : ""}`]] : []),
   ];
   const place = byId("tiles");
   if (place.childElementCount !== tiles.length) {

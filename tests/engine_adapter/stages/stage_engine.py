@@ -97,8 +97,9 @@ def spoil(stages: Any, control: str) -> None:
 class Watched:
     """An engine whose steps are timed; `moves` counts switches before each."""
 
-    def __init__(self, engine: Any, stages: Any) -> None:
+    def __init__(self, engine: Any, stages: Any, to_kill: int | None = None) -> None:
         self.times_s: list[float] = []
+        self._to_kill = to_kill  # a process that dies in the middle of a move
         self.switches: list[int] = []
         self._engine, self._stages = engine, stages
 
@@ -110,6 +111,9 @@ class Watched:
         started = time.perf_counter()
         outputs = self._engine.step()
         self.times_s.append(time.perf_counter() - started)
+        if self._to_kill is not None and self._stages.plan.move is not None:
+            os.kill(self._to_kill, signal.SIGKILL)
+            self._to_kill = None
         self.switches.append(0 if self._stages is None else self._stages.plan.counts.moves)
         return outputs
 
@@ -181,7 +185,7 @@ class Stage:
         moved = 0 if self.stages is None else self.stages.plan.counts.moves
         inherited = None if self.stages is None else self.stages.plan.step
         spoil(self.stages, phase.get("control", ""))
-        watched, rounds, cached = Watched(self.llm.llm_engine, self.stages), [], 0
+        watched, rounds, cached = Watched(self.llm.llm_engine, self.stages, phase.get("kills")), [], 0
         while not rounds or (self.moves() - moved < phase.get("moves", 0) and len(rounds) < phase.get("rounds", 999)):
             if self.stages is not None and phase.get("is_moving", True):
                 self.stages.orders = orders_of(phase, self.stages, phase.get("seed", 1) + len(rounds))
@@ -201,6 +205,7 @@ class Stage:
             "times_s": watched.times_s,
             "switches": watched.switches,
             "bounds": None if self.stages is None else list(self.stages.plan.cut.bounds),
+            "is_moving": self.stages is not None and self.stages.plan.move is not None,
             "uss_mib": memory_mib(),
         }
 
