@@ -6,6 +6,7 @@ What policies there are, and what one of them does. A typer sub-app for controll
 from __future__ import annotations
 
 import json as json_module
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -91,7 +92,14 @@ def show(
 
 
 def show_by_slack(
-    spec: str, world: WorldSpec, loads: list[int], steps: int, console: Console, output: Path | None, *, is_json: bool
+    spec: str,
+    world: WorldSpec,
+    loads: Sequence[int],
+    steps: int,
+    console: Console,
+    output: Path | None,
+    *,
+    is_json: bool,
 ) -> None:
     """Print, and draw if asked to, what a policy does by slack."""
     from rich.progress import track

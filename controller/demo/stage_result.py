@@ -42,7 +42,7 @@ class Timeline:
         )
         database.close()
         if not rows:
-            return cls(*(np.zeros(0) for _ in range(4)), 0)
+            return cls(np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0), 0)
         time_s, step_s, emitted = (np.array([row[place] for row in rows], np.float64) for place in range(3))
         stages = np.array([np.nan if row[4] else stages_of(row[3]) for row in rows])
         return cls(time_s - time_s[0], step_s, emitted, stages, int(rows[-1][5]))

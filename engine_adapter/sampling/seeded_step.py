@@ -45,9 +45,15 @@ class SeededStep:
 
     def _done(self, work: Callable[[], None]) -> bool:
         """Do something under the guard; return whether it went well."""
-        ended = []
-        self._guard(GUARDED, lambda: (work(), ended.append(True))[0])
-        return bool(ended)
+        is_done = False
+
+        def whole() -> None:
+            nonlocal is_done
+            work()
+            is_done = True
+
+        self._guard(GUARDED, whole)
+        return is_done
 
     def _put(self, logits: Tensor, tokens: Tensor) -> None:
         behind = self._firsts.new_tensor([self.tests[row] for row in self.rows])

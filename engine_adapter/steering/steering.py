@@ -208,9 +208,9 @@ class Steering:
             order.match = action.match
             order.match_lengths = self._lengths(scheduled, {}, action.match.most)
             if action.match.handles:
-                named = dict(zip(action.match.handles, action.match.weights, strict=True))
+                weights = dict(zip(action.match.handles, action.match.weights, strict=True))
                 known = self.entries
-                order.match_weights = {n: named.get(known[n].handle, 1.0) for n in order.match_lengths if n in known}
+                order.match_weights = {n: weights.get(known[n].handle, 1.0) for n in order.match_lengths if n in known}
         return order
 
     def _admit(self, order: StepOrder, action: ActionSet, admission: Admission) -> None:

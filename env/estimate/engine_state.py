@@ -60,7 +60,7 @@ class StageSight:
     moves: int = 0  # since the engine's boot
     is_moving: bool = False
     steady_steps: int = 0  # since the last move
-    emitted: int = 0  # tokens of the newest step
+    emitted: float = 0.0  # tokens of the newest step
     elapsed_s: float = 0.0  # that it took
     running: int = 0  # requests
 
@@ -234,7 +234,7 @@ def _see_split(state: EngineState, record: StepRecord) -> None:
         state.split_cost(split).begin()
 
 
-def _see_stages(sight: StageSight, record: StepRecord, emitted: int, elapsed_s: float) -> None:
+def _see_stages(sight: StageSight, record: StepRecord, emitted: float, elapsed_s: float) -> None:
     """Note what the step did under which cut; a move spoils the steps around it."""
     if record.stage_bounds is None:
         return

@@ -131,7 +131,7 @@ def _point(runs: Runs, name: str, world: ObjectiveWorld) -> tuple[float, float]:
 
 def _least_late(runs: Runs, world: ObjectiveWorld) -> float:
     """Return the share of requests that are late under the world's best unaware rival."""
-    return max(min(_row(runs[rival, world.name])["late_share"] for rival in UNAWARE), LEAST_LATE)
+    return max(float(min(_row(runs[rival, world.name])["late_share"] for rival in UNAWARE)), LEAST_LATE)
 
 
 def _world_rows(plan: ObjectivePlan, runs: Runs, world: ObjectiveWorld) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def portray_slack(
     :param steps: steps of each run that count, behind WARM_STEPS
     """
     for requests in loads:
-        sums = _Sums(*(np.zeros(len(EDGES) + 1) for _ in range(3)))
+        sums = _Sums(np.zeros(len(EDGES) + 1), np.zeros(len(EDGES) + 1), np.zeros(len(EDGES) + 1))
         for seed in range(FIRST_SEED, FIRST_SEED + RUNS):
             _run(spec, world, requests, steps, explain, seed, sums)
         yield SlackStroke(
