@@ -260,3 +260,41 @@ def test_vllms_samplers_are_their_own_again_behind_the_step() -> None:
     assert samplers.sampler.topk_topp_sampler.forward == forward
     assert rejection_sampler.rejection_sample is compared
     assert "forward" not in vars(samplers.rejection_sampler)
+
+
+@pytest.mark.parametrize("drafts", [None, some_drafts()], ids=["no drafts", "drafts"])
+def test_where_everybody_has_a_seed_vllms_own_draws_are_spared(
+    drafts: list[list[int]] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.sample import rejection_sampler
+
+    def nobody(*_: Any, **__: Any) -> Any:
+        raise AssertionError("vLLM draws")
+
+    seeds = dict(enumerate([11, -5, 12, 3, 4]))
+    expected = sampled(SeededSamplers(DRAFTED, seeds), drafts)
+    samplers = SeededSamplers(DRAFTED, seeds)
+    samplers.sampler.topk_topp_sampler.forward = nobody
+    monkeypatch.setattr(rejection_sampler, "rejection_sample", nobody)
+    assert sampled(samplers, drafts) == expected
+    assert not samplers._guard.faults
+    # One request without a seed: the others say the same, and vLLM draws for it.
+    fewer = {row: seed for row, seed in seeds.items() if row != 2}
+    some = SeededSamplers(DRAFTED, fewer)
+    monkeypatch.undo()
+    mixed = sampled(some, drafts)
+    assert [mixed[row] for row in fewer] == [expected[row] for row in fewer]
+
+
+@pytest.mark.parametrize("drafts", [None, some_drafts()], ids=["no drafts", "drafts"])
+def test_where_everybody_has_a_seed_and_drawing_fails_vllms_draws_stand(
+    drafts: list[list[int]] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no draws")
+
+    monkeypatch.setattr(seeded_step, "draw", fail)
+    samplers = SeededSamplers(DRAFTED, dict(enumerate([11, -5, 12, 3, 4])))
+    said = sampled(samplers, drafts)
+    assert all(len(tokens) >= 1 and all(0 <= token < VOCABULARY for token in tokens) for tokens in said)
+    assert samplers._guard.faults
