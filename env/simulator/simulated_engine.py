@@ -89,8 +89,9 @@ class SimulatedEngine:
             curves = (rule.slopes, rule.intercepts, rule.keep)
             self.simulator.state.copy_rules[0, :, :longest] = [fitted_to(values, longest) for values in curves]
             weights = dict(zip(rule.handles, rule.weights, strict=True))
-            handles = self.simulator.state.ints[0, HANDLE].tolist()
-            self.simulator.state.copy_weights[0] = [weights.get(handle, 1.0) for handle in handles]
+            ints = self.simulator.state.ints[0]
+            named = [weights.get(handle, 1.0) for handle in ints[HANDLE].tolist()]
+            self.simulator.state.copy_weights[0] = np.where(ints[PHASE] == FREE, 1.0, named)  # who comes is not named
 
     def _side_by_side(self, split: int | None, may_go_on: bool) -> dict[str, float]:
         """Return the meanings of a split, on whose shares two groups take turns, or of drafting ahead, if any."""

@@ -97,6 +97,7 @@ class Simulator:
         engine, world, origins, scenario = self.state.engines[e], self.world, self.origins, self.scenario
         engine["seed"], engine["draws"] = random.integers(1 << 64, size=2, dtype=np.uint64)
         engine["rate"] = engine["swing_period_s"] = 1.0
+        self.state.copy_weights[e] = 1.0
         if scenario.randomises:
             profile, workload = int(random.integers(len(world.profiles))), int(random.integers(len(world.spans)))
             low, high = np.log(scenario.load)

@@ -172,7 +172,7 @@ def allocate(
         copies=np.zeros((engines, COPY_COLUMNS, slots), np.int32),
         copy_cells=np.zeros((engines, slots, copied), np.uint8),
         copy_rules=np.zeros((engines, 3, copied), np.float32),
-        copy_weights=np.ones((engines, slots), np.float32),
+        copy_weights=np.zeros((engines, slots), np.float32),
         coefficients=np.zeros((engines, terms)),
         shown=np.zeros((engines, len(REQUEST_FEATURES), slots), np.float32),
         globals=np.zeros((engines, len(GLOBAL_FEATURES)), np.float32),

@@ -16,7 +16,8 @@ from faser.models.registry import POLICIES, make_policy
 K_MAX, RECORDS = 5, 12
 EXAMPLES = {"fixed:K": "fixed:3", "table:ROWS": "table:1-4=3,5-=1", "price:pace=LIMITS": "price:pace=0:40",
             "hybrid:K": "hybrid:3", "arctic:K": "arctic:3", "urgent:K": "urgent:3", "behind:K": "behind:2",
-            "price:values:SETTINGS": "price:values:urgency=20", "turns:K": "turns:3"}  # fmt: skip
+            "price:values:SETTINGS": "price:values:urgency=20", "turns:K": "turns:3",
+            "POLICY+stages:CHOICE": "price+stages:turns:3"}  # fmt: skip
 SURE = (0.9, 0.5, 0.25, 0.125)
 
 
