@@ -6,16 +6,10 @@ Random bounds at every step or two, chunked prefill, prefix hits, preemption, ab
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import sqlite3
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +23,6 @@ GAUNTLET: dict[str, Any] = {}
 SHORT = {"requests": 6, "tokens": 32}
 QUICK = [64 << 20, 30]  # bytes and layers a step: a move takes three steps
 LAYERS = 30
-FASER = [sys.executable, "-P", "-c", "from faser.controller.__main__ import main; main()"]
 
 
 def different(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
@@ -92,40 +85,6 @@ def test_moving_stages_change_no_token(stage_engine: Run, gauntlet: dict[str, An
     assert result["ranks"][0]["held"] == []
     assert result["ranks"][1]["held"] == list(range(LAYERS))
     assert result["ranks"][0]["skipped_steps"] > 30
-
-
-def test_a_sidecar_orders_moves_and_what_it_ordered_outlasts_it(
-    stage_engine: Run, short: dict[str, Any], tmp_path: Path
-) -> None:
-    """Its policy asks for one stage and two in turn; the records tell, replay says the same, a kill moves nothing."""
-    with tempfile.TemporaryDirectory(prefix="faser-") as folder:
-        endpoint, store = f"ipc://{folder}/s.sock", tmp_path / "t.sqlite"
-        told = ["--endpoint", endpoint, "--store", str(store), "--policy", "off+stages:turns:6"]
-        own = os.environ | {"FASER_RUNTIME_DIR": folder, "FASER_MODE_STATE": f"{folder}/modes.json"}
-        with (tmp_path / "sidecar.log").open("w") as log:
-            command = [*FASER, "sidecar", *told]
-            sidecar = subprocess.Popen(command, env=own, stderr=log)
-        try:
-            led = SHORT | {"is_moving": False}
-            phases = [led, led, led | {"kills": sidecar.pid}]
-            result = stage_engine(2, {"phases": phases, "pace": QUICK}, FASER_ENDPOINT=endpoint)
-        finally:
-            sidecar.kill()
-            sidecar.wait()
-    assert result["code"] == 0, result["log"]
-    *before, last = result["phases"]
-    assert [different(phase["rounds"][0], short) for phase in result["phases"]] == [[], [], []]
-    assert sum(phase["moves"] for phase in before) >= 6, (tmp_path / "sidecar.log").read_text()
-    # It was killed in the middle of a move: that is completed, and none follows.
-    assert not last["is_moving"]
-    assert last["switches"][-20:] == [last["switches"][-1]] * 20
-    with closing(sqlite3.connect(store)) as file:
-        bounds = {cut for (cut,) in file.execute("SELECT DISTINCT stage_bounds FROM steps")}
-        asked = {cut for (cut,) in file.execute("SELECT DISTINCT decision_stage_bounds FROM steps")}
-    assert bounds == asked == {"0", "15"}
-    replay = [*FASER, "replay", str(store)]
-    again = subprocess.run(replay, capture_output=True, text=True, check=False)
-    assert again.returncode == 0, again.stdout[-2000:] + again.stderr[-2000:]
 
 
 @pytest.mark.slow  # `make proof`
