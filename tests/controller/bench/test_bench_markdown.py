@@ -102,7 +102,10 @@ def test_how_it_was_measured_is_said() -> None:
         assert said in page(told)
 
 
-@pytest.mark.parametrize(("name", "rows"), [("bench_full", 7), ("bench_sources", 6), ("bench_kinds", 30), ("bench_t07", 3), ("bench_trace", 5)])
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("bench_full", 7), ("bench_sources", 6), ("bench_kinds", 30), ("bench_t07", 3), ("bench_trace", 5)],
+)
 def test_tables_in_the_documents_hold_figures_of_their_files(name: str, rows: int) -> None:
     """A page shows some columns of the file's table, and may word their last one otherwise."""
     section = (ROOT / "docs" / "results.md").read_text().partition(f"`{name}.json`")[2].partition("\n## ")[0]
