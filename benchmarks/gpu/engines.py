@@ -203,7 +203,7 @@ def counted(llm: Any, leases: Leases | None) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def sidecar(arm: str) -> Iterator[Callable[[], None]]:
+def sidecar(arm: str, is_dry: bool) -> Iterator[Callable[[], None]]:
     """Start FASER's sidecar for its arms and point the engine at it; what is yielded waits until it listens.
 
     After an installation it compiles for half a minute first.
@@ -216,6 +216,8 @@ def sidecar(arm: str) -> Iterator[Callable[[], None]]:
             "FASER_ENDPOINT": f"ipc://{folder}/engine.sock", "FASER_STORE": f"{folder}/t.sqlite",
             "FASER_MODE_STATE": f"{folder}/modes.json", "XDG_CONFIG_HOME": folder, "FASER_RUNTIME_DIR": folder,
         }  # fmt: skip
+        if is_dry:  # an interpreted step may outlast a lease of a second
+            os.environ["FASER_LEASE_MS"] = "60000"
         code = SIDECAR.format(folder=str(Path(__file__).resolve().parent))
         own = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
         process = subprocess.Popen([sys.executable, "-c", code, "sidecar"], cwd="/", stdout=sys.stderr, env=own)

@@ -41,7 +41,7 @@ def measure(is_dry: bool, arm: str) -> dict[str, Any]:
     """Return of each load, and each length where the arm goes through them, what was measured."""
     engines.require_vllm()
     sizes = TINY if is_dry else WHOLE
-    with tempfile.TemporaryDirectory() as folder, engines.sidecar(arm) as wait:
+    with tempfile.TemporaryDirectory() as folder, engines.sidecar(arm, is_dry) as wait:
         target, head = models(Path(folder), is_dry)
         chosen = {"method": "eagle3", "model": head, "draft_load_config": {"load_format": "dummy"}}
         options = engines.settings(is_dry, "float32" if is_dry else "bfloat16")

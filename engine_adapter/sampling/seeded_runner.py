@@ -26,6 +26,8 @@ class SeededRunner(SeededHooks):
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Let vLLM set up its KV cache; then compile what draws."""
         super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        if self.device.type != "cpu":  # type: ignore[attr-defined]
+            return
         try:
             warm_up()
         except Exception as error:

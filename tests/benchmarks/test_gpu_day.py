@@ -87,8 +87,7 @@ def test_every_arm_serves_every_load_and_fasers_steps_are_under_leases(parts: di
             assert run["requests"] == 6
             assert (run["draft_tokens"] > 0) == (arm != "none")
     faser = parts["serve/faser"]["loads"]["2"]
-    # Of the dozen steps of a rehearsal the first ones pass before the sidecar has been heard.
-    assert faser["steps_under_lease"] > 0.3 * faser["steps"] > 0
+    assert faser["steps_under_lease"] > 0.5 * faser["steps"] > 0
     one, two = parts["serve/lengths"]["loads"].values()
     assert two["draft_tokens"] > one["draft_tokens"]
     assert "2 requests, tokens/s: faser" in told

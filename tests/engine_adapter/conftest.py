@@ -99,23 +99,51 @@ def engine_environment(folder: Path) -> dict[str, str]:
     return environ
 
 
+class ForkProcess:
+    """A process that imports vLLM once and does each job in a fork of itself (fork_server.py)."""
+
+    def __init__(self, script: Path, folder: Path, environment: dict[str, str]) -> None:
+        with (folder / "forks.log").open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(script)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, cwd=folder,
+            )  # fmt: skip
+        if self._said() != "ready":
+            self.close()
+            raise RuntimeError((folder / "forks.log").read_text()[-4000:])
+
+    def _said(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def do(self, job: dict[str, Any]) -> None:
+        """Do a job; raise AssertionError with the end of its log if it failed."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        status = self._said()
+        assert status == "0", f"ended with {status}: {Path(job['log']).read_text()[-12000:]}"
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        with self._process:
+            self._process.stdin.close()
+
+
+@pytest.fixture(scope="session")
+def fork_process() -> type[ForkProcess]:
+    """Return ForkProcess, for the folders below."""
+    return ForkProcess
+
+
 class EngineForks:
-    """A process that has vLLM imported; each scenario runs in a fork of it. `folder` is short enough for a socket."""
+    """Engines one after the other; `folder` is private and short enough for a socket."""
 
     def __init__(self, folder: Path, environment: dict[str, str] | None = None) -> None:
         folder.chmod(0o700)
         self._folder, self._environment = folder, engine_environment(folder) | (environment or {})
-        with (folder / "forks.log").open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, str(FORKS)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=self._environment, cwd=folder,
-            )  # fmt: skip
-        assert self._said() == "ready", (folder / "forks.log").read_text()[-4000:]
-
-    def _said(self) -> str:
-        """Return the next line that is an answer."""
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
+        self._process = ForkProcess(FORKS, folder, self._environment)
 
     def run(self, scenario: dict[str, Any], environment: dict[str, str] | None = None) -> EngineRun:
         """Run one scenario."""
@@ -129,10 +157,7 @@ class EngineForks:
             "folder": str(self._folder),
             "log": str(log),
         }
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        assert self._said() == "0", log.read_text()[-12000:]
+        self._process.do(job)
         seen = json.loads(result.read_text())
         batches = [Batch(**(batch | {"steps": [Step(**step) for step in batch["steps"]]})) for batch in seen["batches"]]
         return EngineRun(batches, seen["drafter"], seen["is_ragged"], seen["faults"], seen["is_pruning"], seen["gate"])
@@ -148,9 +173,7 @@ class EngineForks:
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin is not None
-        with self._process:
-            self._process.stdin.close()
+        self._process.close()
 
 
 @pytest.fixture(scope="session")

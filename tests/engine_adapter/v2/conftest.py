@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,40 +36,22 @@ def environment(folder: Path) -> dict[str, str]:
 class Forks:
     """A process that has vLLM imported; each job is done in a fork of it."""
 
-    def __init__(self, folder: Path, path: str = "") -> None:
+    def __init__(self, fork_process: Any, folder: Path, path: str = "") -> None:
         self._folder, self._count = folder, 0
         others = os.environ.get("PYTHONPATH")
         named = environment(folder) | {"PYTHONPATH": os.pathsep.join(filter(None, (path, others)))}
-        with (folder / "forks.log").open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, str(HERE / "forks.py")],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=named, cwd=folder,
-            )  # fmt: skip
-        if self._said() != "ready":
-            self.close()
-            raise RuntimeError((folder / "forks.log").read_text()[-4000:])
-
-    def _said(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
+        self._process = fork_process(HERE / "forks.py", folder, named)
 
     def __call__(self, function: str, **given: Any) -> Any:
         """Do one job of jobs.py and return its result."""
         self._count += 1
         result, log = (self._folder / f"{self._count}.{kind}" for kind in ("json", "log"))
-        assert self._process.stdin is not None
-        job = {"function": function, "given": given, "result": str(result), "log": str(log)}
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        status = self._said()
-        assert status == "0", f"{function} ended with {status}: {log.read_text()[-6000:]}"
+        self._process.do({"function": function, "given": given, "result": str(result), "log": str(log)})
         return json.loads(result.read_text())
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin is not None
-        with self._process:
-            self._process.stdin.close()
+        self._process.close()
 
 
 @pytest.fixture(scope="session")
@@ -80,9 +61,9 @@ def engine_environment() -> Callable[[Path], dict[str, str]]:
 
 
 @pytest.fixture(scope="session")
-def start_forks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Forks]:
+def start_forks(tmp_path_factory: pytest.TempPathFactory, fork_process: Any) -> Callable[..., Forks]:
     """Return `start(path)`: a process of the vLLM found on a path, "" for the installed one."""
-    return lambda path="": Forks(tmp_path_factory.mktemp("forks"), path)
+    return lambda path="": Forks(fork_process, tmp_path_factory.mktemp("forks"), path)
 
 
 @pytest.fixture(scope="session")

@@ -1,39 +1,26 @@
-"""Imports vLLM once, then runs each job in a fork of itself; run as a process by `conftest.Forks`.
+"""Imports vLLM once under Triton's interpreter, then runs each job in a fork of itself.
 
-One line of JSON on stdin is a job: {"function", "given", "result", "log"}, the function one of jobs.py, or of the
-module before a colon. Its result goes to a file as JSON, what it prints to another. One line on stdout tells that it
-is over: its exit status.
+A job is {"function", "given", "result", "log"}, the function one of jobs.py, or of the module before a colon. Its
+result goes to a file as JSON.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
-import traceback
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import interpreter
 
+sys.path.append(str(Path(__file__).parents[1]))
+fork_server: Any = import_module("fork_server")
 
-def main() -> None:
-    """Run jobs until stdin ends."""
-    interpreter.install()
-    import jobs  # noqa: F401  once for all
 
-    interpreter.top_k_by_torch()
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
-    for line in sys.stdin:
-        job = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            run(named(job["function"]), job)
-        _, status = os.waitpid(child, 0)
-        sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
-        sys.stdout.flush()
+def work(job: dict[str, Any]) -> None:
+    """Do one job."""
+    Path(job["result"]).write_text(json.dumps(named(job["function"])(job["given"])))
 
 
 def named(function: str) -> Any:
@@ -42,21 +29,9 @@ def named(function: str) -> Any:
     return getattr(import_module(module or "jobs"), name)
 
 
-def run(function: Any, job: dict[str, Any]) -> None:
-    """Do one job and end the process."""
-    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    try:
-        Path(job["result"]).write_text(json.dumps(function(job["given"])))
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main()
+    interpreter.install()
+    import jobs  # noqa: F401  once for all
+
+    interpreter.top_k_by_torch()
+    fork_server.serve(work)
