@@ -114,3 +114,16 @@ def test_each_load_has_its_own() -> None:
 def test_nearly_as_good_is_no_reason_to_move() -> None:
     chosen = served(Trials(2), {1: 3010.0, 2: 3000.0}, 8, 1500, StageSight((15,)))
     assert np.mean(np.array(chosen[300:]) == 2) > 0.95
+
+
+def test_steps_around_a_move_are_nobodys_fault() -> None:
+    """The first steps behind a switch to the better cut take five seconds and bring nothing."""
+    trials, sight, chosen = Trials(2), StageSight((15,), running=8), []
+    for _ in range(400):
+        chosen.append(trials.choose(sight))
+        bounds = even_cut(chosen[-1], STAGES)
+        sight.steady_steps = sight.steady_steps + 1 if bounds == sight.bounds else 0
+        sight.bounds = bounds
+        is_settling = sight.stages == 1 and sight.steady_steps < SETTLE_STEPS
+        sight.emitted, sight.elapsed_s = (0.0, 5.0) if is_settling else ({1: 40.0, 2: 30.0}[sight.stages], 0.01)
+    assert np.mean(np.array(chosen[200:]) == 1) > 0.95
