@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+import faser
 from faser.controller.cli.evaluate import decided
 from faser.env.simulator.simulated_engine import SimulatedEngine
 from faser.models.evaluation.attainment import Attained, serve
-from faser.models.evaluation.objective_table import UNAWARE, ObjectivePlan, Runs, compare, frontier, summary
+from faser.models.evaluation.objective_table import (
+    BOUNDS,
+    RULES,
+    UNAWARE,
+    ObjectivePlan,
+    Runs,
+    compare,
+    frontier,
+    summary,
+)
 from faser.models.evaluation.objective_worlds import ObjectiveWorld, knee_worlds, plain_pace_s
 from faser.models.evaluation.worlds import WorldSpec, held_out
 from faser.models.registry import make_policy
@@ -81,3 +94,19 @@ def test_worlds_are_held_out_ones() -> None:
     assert len(set(names)) == len(names)
     assert {world.world.name for world in knee_worlds()} <= {world.name for world in held_out()}
     assert all(isinstance(world.world, WorldSpec) for world in knee_worlds())
+
+
+def test_the_documents_table_is_the_committed_runs() -> None:
+    root = Path(faser.__file__).parent
+    runs = json.loads((root / "benchmarks" / "results" / "attainment.json").read_text())["runs"]
+    section = (root / "docs" / "results.md").read_text().partition("`attainment.json`")[2]
+    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if " x" in line.partition(", ")[0]]
+    told = {name: figures for name, *figures in lines if name in runs}
+    assert told.keys() == runs.keys()
+    for name, rows in runs.items():
+        urgent = {policy: row["in_time"]["urgent"] for policy, row in rows.items()}
+        goodput = {policy: row["goodput"] for policy, row in rows.items()}
+        shares = [urgent["price"], *(max(urgent[policy] for policy in names) for names in (UNAWARE, RULES, BOUNDS))]
+        unaware, rule, bound = (max(goodput[policy] for policy in names) for names in (UNAWARE, RULES, BOUNDS))
+        ratios = [goodput["price"] / unaware, goodput["price"] / rule, bound / unaware]
+        assert told[name] == [*(f"{share:.0%}" for share in shares), *(f"{ratio:.2f}" for ratio in ratios)]
