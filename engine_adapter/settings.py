@@ -65,6 +65,7 @@ class Settings:
     skipped_tokens: int = 2048
     ragged: str = AUTO
     has_stages: bool = False
+    seeds_all: bool = True
 
 
 def _integer(low: int, high: int) -> Callable[[str, str], int]:
@@ -278,6 +279,13 @@ SETTINGS: Final = {
         "FASER_STAGES",
         "0",
         "1: with pipeline_parallel_size > 1, layers can move between ranks while requests run (CPU, eager).",
+        _switch,
+    ),
+    "seeds_all": Setting(
+        "FASER_SEEDS_ALL",
+        "1",
+        "0: vLLM draws for requests without a seed; else FASER gives them one, whose draws are cheaper beside drafts "
+        "(CPU).",
         _switch,
     ),
 }

@@ -207,7 +207,7 @@ WORKER_ATTRIBUTES: Final = (
     *((_RUNNER, "GPUModelRunner", name) for name in ("sampler", "rejection_sampler", "query_start_loc", "positions")),
     ("vllm.v1.sample.sampler", "Sampler", "topk_topp_sampler"),
     (_DRAW, "TopKTopPSampler", "logprobs_mode"),
-    ("vllm.v1.worker.gpu_input_batch", "InputBatch", "generators"),
+    *(("vllm.v1.worker.gpu_input_batch", "InputBatch", name) for name in ("generators", "random_reqs")),
     (_METADATA, "CommonAttentionMetadata", "_num_computed_tokens_cache"),
     (_METADATA, "CommonAttentionMetadata", "_token_to_req_indices_cache"),
 )

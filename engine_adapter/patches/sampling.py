@@ -65,6 +65,17 @@ def seeds_of(runner: Any) -> dict[int, int]:
     return {row: generator.initial_seed() for row, generator in runner.input_batch.generators.items()}
 
 
+def has_drawn_drafts(runner: Any) -> bool:
+    """Return whether the drafts at hand were drawn from a distribution that vLLM's rule knows."""
+    return getattr(runner, "_draft_probs", None) is not None
+
+
+def rows_at_random(runner: Any) -> list[bool]:
+    """Return for each batch row whether its tokens are drawn at random."""
+    batch = runner.input_batch
+    return [name in batch.random_reqs for name in batch.req_ids[: batch.num_reqs]]
+
+
 def last_positions(runner: Any, rows: list[int]) -> Tensor:
     """Return where in its sequence the last token is that each of these batch rows has in the step: (rows,) int64."""
     ends = runner.query_start_loc.gpu[1:][rows].long() - 1

@@ -7,8 +7,8 @@ their tokens meet with a probability of 1e-14. Pure functions of tensors, alike 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
+from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -59,35 +59,78 @@ def draw_among_all(logits: Tensor, keys: Tensor) -> Tensor:
     return (logits + noise(keys[:, None], tokens)).argmax(-1)
 
 
+def draw_while_right(logits: Tensor, keys: Tensor, drafts: Tensor, columns: list[int], is_greedy: list[bool]) -> Tensor:
+    """Return (draft tokens,) what each draft is held to: a draw, or the likeliest token in greedy rows.
+
+    On a CPU a negative number stands behind a wrong draft of the same request; elsewhere looking would be waiting.
+
+    :param logits: (draft tokens, vocabulary) float32, those of a request one behind the other.
+    :param columns: the place of each draft in its request's, from 0.
+    """
+    import numpy as np
+    import torch
+
+    if logits.device.type != "cpu":
+        drawn = draw(logits, keys)
+        return drawn.where(~_flags(is_greedy, logits), logits.argmax(-1)) if any(is_greedy) else drawn
+    if (kernel := _kernel()) is not None:
+        drawn = torch.empty_like(keys)
+        kernel.draw_while_right(
+            logits.float().contiguous().numpy(), keys.numpy(), drafts.long().numpy(), np.array(columns) == 0,
+            np.array(is_greedy), drawn.numpy(),
+        )  # fmt: skip
+        if not bool((drawn == kernel.NO_DRAW).any()):
+            return drawn
+    return _one_by_one(logits, keys, drafts, columns, is_greedy)
+
+
+def _one_by_one(logits: Tensor, keys: Tensor, drafts: Tensor, columns: list[int], is_greedy: list[bool]) -> Tensor:
+    drawn, is_right = keys.new_full(keys.shape, -2), True
+    for place, column in enumerate(columns):
+        is_right = column == 0 or (is_right and bool(drawn[place - 1] == drafts[place - 1]))
+        if is_right:
+            own = logits[place : place + 1]
+            drawn[place] = own.argmax(-1)[0] if is_greedy[place] else draw(own, keys[place : place + 1])[0]
+    return drawn
+
+
+def _flags(flags: list[bool], like: Tensor) -> Tensor:
+    """Return flags (rows,) on the device of a tensor."""
+    return like.new_tensor(flags).bool()
+
+
 def _draw_compiled(logits: Tensor, keys: Tensor) -> Tensor | None:
     """Draw on a CPU in one pass over each row, about eight times as fast; None without numba."""
     import torch
 
-    if (draw_rows := _kernel()) is None:
+    if (kernel := _kernel()) is None:
         return None
     drawn = torch.empty_like(keys)
-    draw_rows(logits.float().contiguous().numpy(), keys.contiguous().numpy(), drawn.numpy())
-    if bool((wrong := drawn < 0).any()):  # numbers are missing, and as in vLLM any token comes
+    kernel.draw_in(logits.float().contiguous().numpy(), keys.contiguous().numpy(), drawn.numpy())
+    if bool((wrong := drawn == kernel.NO_DRAW).any()):  # numbers are missing, and as in vLLM any token comes
         drawn[wrong] = draw_among_all(logits[wrong], keys[wrong])
     return drawn
 
 
 @cache
-def _kernel() -> Callable[..., None] | None:
-    """Return the compiled draws, None where numba is missing or broken."""
+def _kernel() -> ModuleType | None:
+    """Return the module of compiled draws, None where numba is missing or broken."""
     try:
-        from .draw_kernel import draw_in
+        from . import draw_kernel
 
-        return draw_in
+        return draw_kernel
     except ImportError:
         return None
 
 
-def warm_up() -> None:
-    """Compile what draws on a CPU while nobody waits for it."""
+def warm_up() -> bool:
+    """Compile what draws on a CPU while nobody waits for it; return whether draws are compiled."""
     import torch
 
-    draw(torch.zeros((1, 8)), torch.zeros(1, dtype=torch.int64))
+    zero = torch.zeros(1, dtype=torch.int64)
+    draw(torch.zeros((1, 8)), zero)
+    draw_while_right(torch.zeros((1, 8)), zero, zero, [0], [False])
+    return _kernel() is not None
 
 
 def _mixed(numbers: Tensor) -> Tensor:

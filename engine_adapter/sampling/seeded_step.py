@@ -1,4 +1,4 @@
-"""What the requests with a seed say in one step: their own draws, and drafts only as far as they are the same.
+"""What requests with a seed say in one step: their own draws, and drafts only as far as they are the same.
 
 The draw at a position is one of the target's distribution there, made with noise of (seed, position). A draft is kept
 while it equals the draw: where the drafter is sure of one token that happens with exactly the chance of vLLM's
@@ -8,10 +8,11 @@ rejection rule, and where it draws too, less often. What is said is the draw in 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
-from .noise import draw, stream_keys
+from .noise import draw, draw_while_right, stream_keys
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,21 +21,30 @@ GUARDED: Final = "draws by seed"
 Guard = Callable[[str, Callable[[], None]], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """How a batch row's tokens are drawn."""
+
+    row: int
+    seed: int = 0  # signed, of 64 bits
+    is_greedy: bool = False  # no noise; such rows are here only to spare vLLM's own comparison
+
+
 class SeededStep:
-    """The draws of one step; `rows` are the batch rows that have a seed."""
+    """The draws of one step."""
 
     def __init__(
-        self, rows: list[int], seeds: Tensor, firsts: Tensor, tests: list[int], guard: Guard, draws_all: bool = False
+        self, streams: list[Stream], firsts: Tensor, tests: list[int], guard: Guard, draws_all: bool = False
     ) -> None:
         """Note what is known before the sampler runs.
 
-        :param seeds: (rows,) int64.
-        :param firsts: (rows,) int64, where in its sequence the first token is that is drawn.
+        :param firsts: (streams,) int64, where in its sequence the first token is that is drawn.
         :param tests: draft tokens to verify, of every row of the batch.
         :param draws_all: nobody but these rows says anything in the step.
         """
-        self.rows, self.tests, self.draws_all = rows, tests, draws_all
-        self._seeds, self._firsts, self._guard = seeds, firsts, guard
+        self.tests, self.draws_all = tests, draws_all
+        self._streams, self._firsts, self._guard = streams, firsts, guard
+        self._seeds = firsts.new_tensor([stream.seed for stream in streams])
 
     def put(self, logits: Tensor, tokens: Tensor) -> bool:
         """Put draws from `logits` (batch, vocabulary), behind all draft tokens, into `tokens` (batch,).
@@ -56,10 +66,13 @@ class SeededStep:
         return is_done
 
     def _put(self, logits: Tensor, tokens: Tensor) -> None:
-        behind = self._firsts.new_tensor([self.tests[row] for row in self.rows])
-        own = logits if len(self.rows) == len(logits) else logits[self.rows]
-        drawn = draw(own, stream_keys(self._seeds, self._firsts + behind))
-        tokens[self.rows] = drawn.to(tokens.dtype)
+        # vLLM takes the likeliest token of greedy rows itself.
+        chosen = [index for index, stream in enumerate(self._streams) if not stream.is_greedy]
+        rows = [self._streams[index].row for index in chosen]
+        behind = self._firsts.new_tensor([self.tests[row] for row in rows])
+        own = logits if len(rows) == len(logits) else logits[rows]
+        drawn = draw(own, stream_keys(self._seeds[chosen], self._firsts[chosen] + behind))
+        tokens[rows] = drawn.to(tokens.dtype)
 
     def compare(self, logits: Tensor, drafts: Tensor, bonus: Tensor, output: Tensor) -> bool:
         """Put draws up to the first that is not the draft into `output` (batch, longest + 1); -1 behind them.
@@ -72,31 +85,20 @@ class SeededStep:
         return self._done(lambda: self._compare(logits, drafts, bonus, output))
 
     def _compare(self, logits: Tensor, drafts: Tensor, bonus: Tensor, output: Tensor) -> None:
-        starts = [0, *accumulate(self.tests)]
-        places = [(index, column) for index, row in enumerate(self.rows) for column in range(self.tests[row])]
-        if not places:
-            return
-        indices, columns = map(list, zip(*places, strict=True))
-        flat = [starts[self.rows[index]] + column for index, column in places]
-        keys = stream_keys(self._seeds[indices], self._firsts[indices] + self._firsts.new_tensor(columns))
-        drawn = _draws(logits[flat], keys, drafts[flat], columns)
-        said, is_right = output[self.rows], output.new_zeros((len(self.rows), output.shape[1])).bool()
-        said[indices, columns] = drawn.to(said.dtype)
-        is_right[indices, columns] = drawn == drafts[flat]
-        said[range(len(self.rows)), [self.tests[row] for row in self.rows]] = bonus[self.rows, 0].to(said.dtype)
-        output[self.rows] = said.where(_is_said(is_right), -1)
-
-
-def _draws(logits: Tensor, keys: Tensor, drafts: Tensor, columns: list[int]) -> Tensor:
-    """Return the draw (draft tokens,) at each draft token; on a CPU -1 for those behind a wrong one."""
-    if logits.device.type != "cpu":
-        return draw(logits, keys)  # looking whether a draft was right would wait for the device
-    drawn, is_right = keys.new_full(keys.shape, -1), True
-    for place, column in enumerate(columns):
-        is_right = column == 0 or (is_right and bool(drawn[place - 1] == drafts[place - 1]))
-        if is_right:
-            drawn[place] = draw(logits[place : place + 1], keys[place : place + 1])[0]
-    return drawn
+        rows, starts = [stream.row for stream in self._streams], [0, *accumulate(self.tests)]
+        places = [(index, column) for index, row in enumerate(rows) for column in range(self.tests[row])]
+        said, is_right = output[rows], output.new_zeros((len(rows), output.shape[1])).bool()
+        if places:
+            indices, columns = map(list, zip(*places, strict=True))
+            flat = [starts[rows[index]] + column for index, column in places]
+            own, held = (logits, drafts) if len(flat) == len(logits) else (logits[flat], drafts[flat])
+            keys = stream_keys(self._seeds[indices], self._firsts[indices] + self._firsts.new_tensor(columns))
+            is_greedy = [self._streams[index].is_greedy for index in indices]
+            drawn = draw_while_right(own, keys, held, columns, is_greedy)
+            said[indices, columns] = drawn.to(said.dtype)
+            is_right[indices, columns] = drawn == held
+        said[range(len(rows)), [self.tests[row] for row in rows]] = bonus[rows, 0].to(said.dtype)
+        output[rows] = said.where(_is_said(is_right), -1)
 
 
 def _is_said(is_right: Tensor) -> Tensor:

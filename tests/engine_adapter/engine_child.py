@@ -207,7 +207,8 @@ def spoiled(control: str, runner: Any) -> Iterator[None]:
     """Break one thing on purpose: a test that does not notice is no test."""
     from vllm.v1.sample import rejection_sampler
 
-    owner, name, broken = {
+    takes_all = (seeded_step, "draw_while_right", lambda _logits, _keys, drafts, *_: drafts.long())
+    changes: dict[str, tuple[Any, str, Any]] = {
         "": (ragged, "MODEL_METHODS", ragged.MODEL_METHODS),
         "uniform": (runner.drafter, "is_ragged", False),
         "positions": (ragged, "advance_positions", _forget_to_advance),
@@ -219,16 +220,19 @@ def spoiled(control: str, runner: Any) -> Iterator[None]:
         "probabilities": (ragged, "keep_draft_probabilities", _roll(ragged.keep_draft_probabilities)),
         "shifted target": (TargetStates, "keep", _keep_target_shifted(TargetStates.keep)),
         "noise by step": (seeded_step, "stream_keys", _keys_by_step(seeded_step.stream_keys)),
-        "drafts as draws": (seeded_step, "_draws", lambda _logits, _keys, drafts, _columns: drafts.long()),
-        "failing draws": (seeded_step, "draw", _fail),
+        "drafts as draws": takes_all,
+        "failing draws": (seeded_step, "stream_keys", _fail),
         "acceptance": (rejection_sampler, "rejection_sample", _accept_all(rejection_sampler.rejection_sample)),
-    }[control]
-    whole = getattr(owner, name)
-    setattr(owner, name, broken)
+    }
+    chosen = [changes[control]] + ([takes_all] if control == "acceptance" else [])
+    whole = [getattr(owner, name) for owner, name, _ in chosen]
+    for owner, name, broken in chosen:
+        setattr(owner, name, broken)
     try:
         yield
     finally:
-        setattr(owner, name, whole)
+        for (owner, name, _), value in zip(chosen, whole, strict=True):
+            setattr(owner, name, value)
 
 
 @contextmanager

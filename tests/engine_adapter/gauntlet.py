@@ -269,7 +269,9 @@ def spoil(control: str) -> None:
     """Break verification on purpose: accept every draft, or compare each draft with its neighbour's row."""
     from vllm.v1.sample import rejection_sampler
 
-    sample = rejection_sampler.rejection_sample
+    from faser.engine_adapter.sampling.seeded_step import SeededStep
+
+    sample, compare = rejection_sampler.rejection_sample, SeededStep.compare
 
     def accept_all(drafts: Any, counts: Any, *args: Any, **kwargs: Any) -> Any:
         output = sample(drafts, counts, *args, **kwargs)
@@ -284,8 +286,20 @@ def spoil(control: str) -> None:
     ) -> Any:
         return sample(drafts, counts, longest, ends, q, logits.roll(1, dims=0), *args, **kwargs)
 
+    def accept_draws(step: Any, _logits: Any, drafts: Any, bonus: Any, output: Any, *_: Any) -> bool:
+        start = 0
+        for row, count in enumerate(step.tests):
+            output[row, :count] = drafts[start : start + count]
+            output[row, count] = bonus[row, 0]
+            start += count
+        return True
+
+    def neighbours_draws(step: Any, logits: Any, *rest: Any) -> bool:
+        return compare(step, logits.roll(1, dims=0), *rest)
+
     if control:
         rejection_sampler.rejection_sample = {"accept-all": accept_all, "neighbour": neighbour}[control]
+        SeededStep.compare = {"accept-all": accept_draws, "neighbour": neighbours_draws}[control]  # type: ignore[method-assign]
 
 
 class Poison:

@@ -173,14 +173,20 @@ def assert_untouched(run: Any, target: Path, temperature: float) -> None:
     assert p_value(run.tokens, exact(target, temperature)) > SIGNIFICANCE
 
 
-@pytest.mark.slow  # `make proof`; drafts drawn at random, which follow, can do more wrong
-def test_greedy_drafts_leave_the_distribution_alone(engine: Callable[..., Any], folders: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("seeds_all", ["1", pytest.param("0", marks=pytest.mark.slow)])
+def test_greedy_drafts_leave_the_distribution_alone(
+    engine: Callable[..., Any], folders: tuple[Path, Path], seeds_all: str
+) -> None:
+    """By FASER's draws for requests without a seed, and by vLLM's rejection rule."""
     target, drafter = folders
-    seen = engine(scenario(target, {"method": "draft_model", "model": str(drafter)}))
+    method = {"method": "draft_model", "model": str(drafter)}
+    seen = engine(scenario(target, method, controls=("", "", "acceptance")), {"FASER_SEEDS_ALL": seeds_all})
     assert seen.is_ragged
     assert seen.faults == {}
-    for run, temperature in zip(seen.batches, TEMPERATURES, strict=True):
+    for run, temperature in zip(seen.batches[:2], TEMPERATURES, strict=True):
         assert_untouched(run, target, temperature)
+    # Control: drafts that are taken unverified show in the output.
+    assert p_value(seen.batches[2].tokens, exact(target, TEMPERATURES[0])) < 1e-6
 
 
 @pytest.mark.slow  # `make proof`; the leases and stops below have drafts drawn at random too

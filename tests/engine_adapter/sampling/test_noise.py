@@ -90,3 +90,33 @@ def test_rows_of_missing_numbers_draw_something() -> None:
 
 def test_no_rows_draw_nothing() -> None:
     assert draw(torch.zeros((0, 5)), keys(0)).tolist() == []
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_drafts_are_held_to_their_draws_up_to_the_first_wrong_one(
+    is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from faser.engine_adapter.sampling import noise as module
+
+    if not is_compiled:
+        monkeypatch.setattr(module, "_kernel", lambda: None)
+    chance = torch.Generator().manual_seed(5)
+    logits = torch.randn((300, 40), generator=chance) * 2
+    columns = [place % 3 for place in range(300)]
+    is_greedy = [place // 3 % 4 == 0 for place in range(300)]
+    own = draw_among_all(logits, keys(300)).where(~torch.tensor(is_greedy), logits.argmax(-1))
+    drafts = own.where(torch.rand(300, generator=chance) < 0.6, (own + 1) % 40)
+    held = module.draw_while_right(logits, keys(300), drafts.int(), columns, is_greedy)
+    for place, column in enumerate(columns):
+        is_looked_at = all(own[before] == drafts[before] for before in range(place - column, place))
+        assert (held[place] == own[place]) if is_looked_at else held[place] < 0
+
+
+def test_where_numbers_are_missing_a_draft_is_held_to_any_token() -> None:
+    from faser.engine_adapter.sampling.noise import draw_while_right
+
+    logits = torch.full((3, 40), torch.nan)
+    logits[2] = torch.arange(40.0)
+    held = draw_while_right(logits, keys(3), torch.zeros(3, dtype=torch.int32), [0, 1, 0], [False] * 3)
+    assert 0 <= held[0] < 40
+    assert 0 <= held[2] < 40

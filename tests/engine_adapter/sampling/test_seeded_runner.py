@@ -36,6 +36,7 @@ class Samplers:
     """What the hooks need of vLLM's runner: its samplers, and a batch."""
 
     device = torch.device("cpu")
+    _draft_probs: Any = None
 
     def __init__(self, drafts: list[int], seeds: dict[int, int]) -> None:
         from vllm.v1.sample.rejection_sampler import RejectionSampler
@@ -45,7 +46,10 @@ class Samplers:
         self.rejection_sampler = RejectionSampler(self.sampler)
         generators = {row: torch.Generator().manual_seed(seed) for row, seed in seeds.items()}
         names = [f"r{row}" for row in range(len(drafts))]
-        self.input_batch = SimpleNamespace(generators=generators, num_reqs=len(drafts), req_ids=names)
+        drawn = {names[row] for row, temperature in enumerate(temperatures(generators, len(drafts))) if temperature}
+        self.input_batch = SimpleNamespace(
+            generators=generators, num_reqs=len(drafts), req_ids=names, random_reqs=drawn
+        )
         self.discard_request_mask = SimpleNamespace(np=np.zeros(len(drafts), dtype=bool))
         ends = torch.tensor([0, *np.cumsum([count + 1 for count in drafts])])
         self.query_start_loc = SimpleNamespace(gpu=ends.int())
@@ -55,7 +59,7 @@ class Samplers:
         sampling = sampling_metadata(self.input_batch.generators, self.input_batch.num_reqs)
         if metadata is None:
             return self.sampler(logits=logits, sampling_metadata=sampling)
-        return self.rejection_sampler(metadata, None, logits, sampling)
+        return self.rejection_sampler(metadata, self._draft_probs, logits, sampling)
 
     def _bookkeeping_sync(self) -> list[int]:
         return list(self.input_batch.generators)
@@ -67,16 +71,21 @@ class SeededSamplers(SeededRunner, Samplers):
         self._guard = HookGuard("model runner", logging.getLogger("faser.test"))
 
 
+def temperatures(generators: Any, count: int) -> Any:
+    """Return (rows,): the first row without a seed draws too, the others without one are greedy."""
+    temperature = torch.full((count,), 0.8)
+    temperature[list(set(range(count)) - generators.keys())[1:]] = 0.0
+    return temperature
+
+
 def sampling_metadata(generators: Any, count: int) -> Any:
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
 
     zeros = torch.zeros(count)
-    temperature = torch.full((count,), 0.8)
-    temperature[list(set(range(count)) - generators.keys())[1:]] = 0.0
     return SamplingMetadata(
-        temperature=temperature, all_greedy=False, all_random=False, top_p=torch.full((count,), 0.95),
-        top_k=torch.full((count,), 12, dtype=torch.int32), generators=generators, max_num_logprobs=None,
+        temperature=temperatures(generators, count), all_greedy=False, all_random=False, generators=generators,
+        top_p=torch.full((count,), 0.95), top_k=torch.full((count,), 12, dtype=torch.int32), max_num_logprobs=None,
         no_penalties=True, prompt_token_ids=None, frequency_penalties=zeros, presence_penalties=zeros,
         repetition_penalties=zeros + 1, output_token_ids=[[] for _ in range(count)], allowed_token_ids_mask=None,
         bad_words_token_ids={}, logitsprocs=LogitsProcessors(),
@@ -207,11 +216,7 @@ def test_draws_have_the_targets_distribution_whatever_is_drafted() -> None:
         second.update([behind] if behind >= 0 else [])
     assert second.total() > 500
     for seen, row in ((first, logits[0]), (second, logits[1])):
-        shares = filtered(row[None])[0].double().softmax(-1)
-        possible = shares.nonzero()[:, 0].tolist()
-        assert set(seen) <= set(possible)
-        wanted = (shares[possible] * seen.total()).tolist()
-        assert chisquare([seen[token] for token in possible], wanted).pvalue > 1e-4
+        assert p_value(seen, row) > 1e-4
 
 
 @pytest.mark.parametrize("has_drafts", [False, True])
@@ -221,7 +226,7 @@ def test_a_draw_that_fails_leaves_vllms_and_a_line_for_each_request(
     def fail(*_: Any) -> Any:
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr(seeded_step, "draw", fail)
+    monkeypatch.setattr(seeded_step, "stream_keys", fail)
     drafts, counts = (some_drafts(), DRAFTED) if has_drafts else (None, [0] * 5)
     samplers = SeededSamplers(counts, SEEDS)
     assert sampled(samplers, drafts) == sampled(Samplers(counts, SEEDS), drafts)
@@ -281,8 +286,11 @@ def test_where_everybody_has_a_seed_vllms_own_draws_are_spared(
     # One request without a seed: the others say the same, and vLLM draws for it.
     fewer = {row: seed for row, seed in seeds.items() if row != 2}
     some = SeededSamplers(DRAFTED, fewer)
+    some.sampler.topk_topp_sampler.forward = nobody
+    with pytest.raises(AssertionError, match="vLLM draws"):
+        sampled(some, drafts)
     monkeypatch.undo()
-    mixed = sampled(some, drafts)
+    mixed = sampled(SeededSamplers(DRAFTED, fewer), drafts)
     assert [mixed[row] for row in fewer] == [expected[row] for row in fewer]
 
 
@@ -293,8 +301,109 @@ def test_where_everybody_has_a_seed_and_drawing_fails_vllms_draws_stand(
     def fail(*_: Any) -> Any:
         raise RuntimeError("no draws")
 
-    monkeypatch.setattr(seeded_step, "draw", fail)
+    monkeypatch.setattr(seeded_step, "stream_keys", fail)
     samplers = SeededSamplers(DRAFTED, dict(enumerate([11, -5, 12, 3, 4])))
     said = sampled(samplers, drafts)
     assert all(len(tokens) >= 1 and all(0 <= token < VOCABULARY for token in tokens) for tokens in said)
     assert samplers._guard.faults
+
+
+class OfferingSamplers(SeededSamplers):
+    """Whose requests without a seed get one."""
+
+    _seeds_all = True
+
+
+def nobody(*_: Any, **__: Any) -> Any:
+    raise AssertionError("vLLM draws")
+
+
+def test_beside_drafts_requests_without_a_seed_get_one_and_greedy_rows_say_what_they_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.v1.sample import rejection_sampler
+
+    drafts = some_drafts()
+    theirs, by_seed = sampled(Samplers(DRAFTED, SEEDS), drafts), sampled(SeededSamplers(DRAFTED, SEEDS), drafts)
+    samplers = OfferingSamplers(DRAFTED, SEEDS)
+    samplers.sampler.topk_topp_sampler.forward = nobody
+    monkeypatch.setattr(rejection_sampler, "rejection_sample", nobody)
+    tokens = sampled(samplers, drafts)
+    assert not samplers._guard.faults
+    assert [tokens[row] for row in SEEDS] == [by_seed[row] for row in SEEDS]
+    assert tokens[2] == theirs[2]
+    assert len(theirs[2]) == DRAFTED[2] + 1, "its draft is the likeliest token"
+    key = stream_keys(torch.tensor([samplers._given["r0"]]), torch.tensor([COMPUTED[0] + 1]))
+    assert tokens[0][0] == int(draw(filtered(logits_of(sum(DRAFTED) + 5)[:1]), key)[0])
+
+
+def test_a_greedy_row_keeps_its_draft_up_to_the_first_that_is_not_the_likeliest() -> None:
+    likeliest = logits_of(8).argmax(-1).tolist()
+    for right in range(4):
+        draft = [token if column < right else (token + 1) % VOCABULARY for column, token in enumerate(likeliest[4:7])]
+        drafts = [[1, 2], [], draft]  # of eight rows; row 0 draws with a seed of FASER's, row 2 with the request's
+        samplers = OfferingSamplers([2, 0, 3], {1: 4})
+        assert sampled(samplers, drafts)[2] == likeliest[4 : 4 + right + 1]
+        assert sampled(Samplers([2, 0, 3], {1: 4}), drafts)[2] == likeliest[4 : 4 + right + 1]
+
+
+def test_a_request_keeps_the_seed_that_it_got_and_two_never_share_one() -> None:
+    samplers = OfferingSamplers([1] * 3, {})
+    batch = samplers.input_batch
+    batch.random_reqs = set(batch.req_ids)
+    sampled(samplers, [[1]] * 3)
+    first = dict(samplers._given)
+    assert len(set(first.values())) == 3
+    batch.req_ids[:] = ["r2", "new", "r0"]
+    batch.random_reqs = set(batch.req_ids)
+    sampled(samplers, [[1]] * 3)
+    assert samplers._given.keys() == {"r2", "new", "r0"}
+    assert [samplers._given[name] for name in ("r0", "r2")] == [first[name] for name in ("r0", "r2")]
+
+
+def test_without_drafts_vllm_draws_for_requests_without_a_seed() -> None:
+    samplers = OfferingSamplers([0] * 5, {})
+    assert sampled(samplers, None) == sampled(Samplers([0] * 5, {}), None)
+    assert samplers._given is None
+
+
+def test_drafts_drawn_at_random_are_left_to_vllms_rule_which_keeps_more_of_them() -> None:
+    drafts, shares = some_drafts(), torch.full((sum(DRAFTED), VOCABULARY), 1 / VOCABULARY)
+    mine, by_seed, theirs = (kind(DRAFTED, SEEDS) for kind in (OfferingSamplers, SeededSamplers, Samplers))
+    for samplers in (mine, by_seed, theirs):
+        samplers._draft_probs = shares
+    tokens, expected = sampled(mine, drafts), sampled(theirs, drafts)
+    assert not mine._guard.faults
+    assert [tokens[row] for row in (0, 2)] == [expected[row] for row in (0, 2)]
+    assert tokens == sampled(by_seed, drafts)
+    mine._draft_probs = None
+    assert sampled(mine, drafts) != tokens
+
+
+def test_requests_without_a_seed_say_the_targets_distribution_whatever_is_drafted() -> None:
+    """Chi-square of the first token, and of the one behind an accepted; a control that keeps each draft fails."""
+    logits = torch.full((2, VOCABULARY), -torch.inf)
+    logits[0, :6], logits[1, 8:13] = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5]), torch.arange(5) / 3
+    torch.manual_seed(4)
+    samplers = OfferingSamplers([1] * 2_000, {})
+    samplers.input_batch.random_reqs = set(samplers.input_batch.req_ids)
+    all_random = torch.full((2_000,), 0.8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "temperatures", lambda *_: all_random)
+        output = samplers._sample(logits.repeat(2_000, 1), verification([[0]] * 2_000)).sampled_token_ids
+    assert not samplers._guard.faults
+    pairs = [(token, behind) for token, behind in output.tolist()]
+    assert all((behind >= 0) == (token == 0) for token, behind in pairs)
+    first, second = Counter(token for token, _ in pairs), Counter(behind for _, behind in pairs if behind >= 0)
+    assert p_value(first, logits[0]) > 1e-4
+    assert second.total() > 500
+    assert p_value(second, logits[1]) > 1e-4
+    assert p_value(Counter([0] * 2_000), logits[0]) < 1e-6
+
+
+def p_value(seen: Counter[int], row: Any) -> float:
+    """Return how likely these counts are under a row of logits."""
+    shares = filtered(row[None])[0].double().softmax(-1)
+    possible = shares.nonzero()[:, 0].tolist()
+    assert set(seen) <= set(possible)
+    return float(chisquare([seen[token] for token in possible], (shares[possible] * seen.total()).tolist()).pvalue)
