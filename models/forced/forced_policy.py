@@ -50,11 +50,11 @@ class ForcedPolicy:
         """Return what forces them on; what the engine has not got stays "no opinion" or becomes it (`clamp`)."""
         wanted, capabilities = self._wanted, self._capabilities
         lengths, default = self._lengths(state)
-        self._records += 1
+        split, self._records = self._split(), self._records + 1
         return Action(
             lengths,
             default,
-            split=self._split(),
+            split=split,
             frontier=capabilities.frontier if "ahead" in wanted else 0,
             prune=capabilities.released_prune if "pruning" in wanted else None,
             stop=StopRule([1.0], [0.0], [LEAST_SURVIVAL], [LEAST_SURVIVAL]) if "stops" in wanted else None,

@@ -44,14 +44,20 @@ _INTRODUCTION_S: Final = 60.0
 _WRITTEN_S: Final = 0.1
 
 
-def run_tour(options: DemoOptions, stations: Sequence[Station] = STATIONS) -> int:
-    """Run the tour; return 0, 1 if a token was wrong or a mechanism did nothing, 130 after Ctrl-C."""
+def run_tour(
+    options: DemoOptions, stations: Sequence[Station] = STATIONS, prompts: Sequence[str] | None = None
+) -> int:  # fmt: skip
+    """Run the tour; return 0, 1 if a token was wrong or a mechanism did nothing, 130 after Ctrl-C.
+
+    :param prompts: None: six of all kinds
+    """
     require_supported_vllm()
     if not is_cpu_build():
         raise UnsupportedError("--tour with a vLLM for GPUs", "vLLM's CPU build: copies and overlap are its alone")
     options = replace(options, policy=stations[0].policy)
     with socket_folder("demo") as sockets, stopping_on_sigterm():
-        tour = Tour(options, unguarded(own_config(options, sockets)), stations)
+        config = unguarded(own_config(options, sockets))
+        tour = Tour(options, config, stations, chosen_prompts()[::EVERY_PROMPT] if prompts is None else prompts)
         processes = ExitStack()
         try:
             tour.run(processes)
@@ -74,7 +80,7 @@ def told_settings(launch: EngineLaunch) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class StationAnswers:
     """All prompts, as often as there was time for: what was said, and how fast."""
 
     answers: list[Tokens]
@@ -88,14 +94,15 @@ class Served:
 class Tour:
     """One run: answers without speculation, then an engine after the other, at each of them its stations."""
 
-    def __init__(self, options: DemoOptions, config: Config, stations: Sequence[Station] = STATIONS) -> None:
-        self.options, self.config, self.stations = options, config, stations
+    def __init__(
+        self, options: DemoOptions, config: Config, stations: Sequence[Station], prompts: Sequence[str]
+    ) -> None:  # fmt: skip
+        self.options, self.config, self.stations, self.prompts = options, config, stations, prompts
         self.folder = config.store.path.parent
         self.cores = sorted(os.sched_getaffinity(0))
-        self.prompts = chosen_prompts()[::EVERY_PROMPT]
         self.results: dict[str, StationResult] = {}
         self.is_interrupted = False
-        self._reference: Served | None = None
+        self._reference: StationAnswers | None = None
         self._boots: dict[str, str] = {}  # by engine: its boot id
         self._began_s = time.monotonic()
         self._trees: list[ProcessTree] = []  # beside the engine's
@@ -156,7 +163,7 @@ class Tour:
         boot = self._boots.get(station.engine)
         return StationSteps.of([]) if boot is None else read_station(self.config.store.path, boot, station.policy)
 
-    def _without_speculation(self, pair: EmbeddedPair) -> Served:
+    def _without_speculation(self, pair: EmbeddedPair) -> StationAnswers:
         self.say(f"plain vLLM answers {len(self.prompts)} prompts without speculation; every token is held to it")
         with ExitStack() as alone:
             launch = reference_launch(pair, self.cores)
@@ -219,7 +226,12 @@ class Tour:
         self.say(f"{station.name}: {served.tokens_per_s:.0f} tokens/s, {times} of no speculation; {wrong} wrong tokens")
 
     def _note(
-        self, station: Station, served: Served | None = None, wrong: int = 0, refused: str = "", failed: str = ""
+        self,
+        station: Station,
+        served: StationAnswers | None = None,
+        wrong: int = 0,
+        refused: str = "",
+        failed: str = "",
     ) -> StationResult:
         plain = None if self._reference is None else self._reference.tokens_per_s
         rate = None if served is None else served.tokens_per_s
@@ -231,7 +243,7 @@ class Tour:
         )  # fmt: skip
         return result
 
-    def _undisturbed(self, engine: RunningEngine, launch: EngineLaunch) -> Served:
+    def _undisturbed(self, engine: RunningEngine, launch: EngineLaunch) -> StationAnswers:
         """Serve the prompts for this station's share of the time, and remember what else the machine did meanwhile."""
         trees = (engine.tree, *self._trees)
         bystanders = Bystanders(lambda: time.process_time() + sum(tree.cpu_s() for tree in trees))
@@ -240,10 +252,10 @@ class Tour:
             self._disturbed.append(reason)
         return served
 
-    def _serve(self, launch: EngineLaunch, least_s: float) -> Served:
+    def _serve(self, launch: EngineLaunch, least_s: float) -> StationAnswers:
         """Ask all prompts at once, again while there is time."""
         clients, began_s = StageClients(launch.url, TARGET_NAME, self.prompts), time.monotonic()
         answers: list[Tokens] = []
         while not answers or time.monotonic() - began_s < least_s:
             answers += asyncio.run(clients.record())
-        return Served(answers, round(sum(map(len, answers)) / (time.monotonic() - began_s), 2))
+        return StationAnswers(answers, round(sum(map(len, answers)) / (time.monotonic() - began_s), 2))
