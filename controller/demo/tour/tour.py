@@ -54,9 +54,8 @@ def run_tour(
     require_supported_vllm()
     if not is_cpu_build():
         raise UnsupportedError("--tour with a vLLM for GPUs", "vLLM's CPU build: copies and overlap are its alone")
-    options = replace(options, policy=stations[0].policy)
     with socket_folder("demo") as sockets, stopping_on_sigterm():
-        config = unguarded(own_config(options, sockets))
+        config = forcing(own_config(options, sockets), stations[0].policy)
         tour = Tour(options, config, stations, chosen_prompts()[::EVERY_PROMPT] if prompts is None else prompts)
         processes = ExitStack()
         try:
@@ -68,9 +67,10 @@ def run_tour(
         return code
 
 
-def unguarded(config: Config) -> Config:
-    """Return the configuration in which the sidecar steers on where that loses against no speculation."""
-    return replace(config, guard=replace(config.guard, envelope_margin=1.0))
+def forcing(config: Config, policy: str) -> Config:
+    """Return the configuration in which the sidecar begins with a policy, and goes on where it loses."""
+    guard = replace(config.guard, envelope_margin=1.0)
+    return replace(config, policy=replace(config.policy, spec=policy), guard=guard)
 
 
 def told_settings(launch: EngineLaunch) -> str:

@@ -1,4 +1,4 @@
-"""`faser demo --tour`: its plan, what it makes of a telemetry file, verdict and picture; and the real thing in short."""
+"""`faser demo --tour`: its plan, what it makes of a telemetry file, verdict, picture; and the real thing in short."""
 
 from __future__ import annotations
 
