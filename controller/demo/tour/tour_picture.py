@@ -60,7 +60,7 @@ def write_tour_picture(stations: Mapping[str, tuple[Sequence[str], StationSteps]
 
     sheet = Sheet(figsize=(12.0, _ROW_INCHES * max(len(stations), 1) + 0.8), layout="constrained")
     canvas = FigureCanvasSVG(sheet)
-    grid = sheet.subplots(max(len(stations), 1), 2, squeeze=False, width_ratios=(1.0, 1.0))
+    grid = sheet.subplots(max(len(stations), 1), 2, squeeze=False, sharex="col")
     for (left, right), (name, (mechanisms, steps)) in zip(grid, stations.items(), strict=False):
         left.set_ylabel(name, rotation=0, ha="right", va="center", fontweight="bold")
         if len(steps):
@@ -95,7 +95,7 @@ def _draw_timeline(axes: Axes, steps: StationSteps) -> None:
     axes.barh(np.zeros(len(at)), hidden, left=at, height=0.7, color=_HIDDEN)
     axes.barh(np.zeros(len(at)), alone, left=at + waited + busy, height=0.7, color=_DRAFTER)
     axes.set_yticks([0, 1], ["drafter", "target"], fontsize=7)
-    axes.set_xlim(0.0, float(at[-1] + took[-1]))
+    axes.margins(x=0.0)
 
 
 def _draw_curves(axes: Axes, steps: StationSteps, curves: Curves) -> None:
@@ -107,5 +107,6 @@ def _draw_curves(axes: Axes, steps: StationSteps, curves: Curves) -> None:
     decoding = curves.whole[steps["prefill_tokens"] == 0]  # a prompt's step is out of proportion
     if len(decoding) and decoding.max() > 0.0:
         axes.set_ylim(0.0, 1.1 * float(np.percentile(decoding, 99)))
+    axes.margins(x=0.0)
     axes.set_ylabel(curves.label, fontsize=7)
     axes.tick_params(labelsize=7)
