@@ -19,7 +19,8 @@ from ..policies.step_grid import place
 
 # In the order of a tour; "drafts" is the same length for all, beside which the others are seen.
 MECHANISMS: Final = ("drafts", "lengths", "stops", "copies", "pruning", "ahead", "groups", "splits")
-LEAST_SURVIVAL: Final = 0.4  # of a token that is drafted or kept: high, so that much is left out and seen
+LEAST_SURVIVAL: Final = 0.4  # of a token that is drafted: high, so that requests differ
+LEAST_SURE: Final = 0.2  # survival by the drafter's confidence of a token that is kept
 LEAST_COPY: Final = 0.2  # survival of a copied token: it costs its row alone
 COPIES_OVER_DRAFTS: Final = 1.0  # tokens that a copy must promise to take the place of a draft
 TURN_RECORDS: Final = 12  # of a split, then it is the next one's turn
@@ -57,7 +58,7 @@ class ForcedPolicy:
             split=split,
             frontier=capabilities.frontier if "ahead" in wanted else 0,
             prune=capabilities.released_prune if "pruning" in wanted else None,
-            stop=StopRule([1.0], [0.0], [LEAST_SURVIVAL], [LEAST_SURVIVAL]) if "stops" in wanted else None,
+            stop=StopRule([1.0], [0.0], [LEAST_SURE], [LEAST_SURE]) if "stops" in wanted else None,
             match=self._match(),
             reason=f"forced, whatever it costs: {', '.join(name for name in MECHANISMS if name in wanted)}",
         )

@@ -19,8 +19,9 @@ from ..comparison import plain_launch
 ARGUMENTS: Final = ("--dtype", "float32", "--max-num-batched-tokens", "512", "--no-enable-prefix-caching")
 HEADS: Final = DRAFTER_CARD.with_name("exits.safetensors")
 ALWAYS_PRUNED: Final = {"FASER_EXIT_HEADS": str(HEADS), "FASER_PRUNE": "always"}
-SPLIT: Final = "1:1"  # drafter to target
-WHOLE, APART = "all cores", "cores apart"  # the engines' names
+ALWAYS_GROUPED: Final = {"FASER_PING_PONG": "always"}
+RATIO: Final = "1:1"  # of cores, drafter to target
+WHOLE, SPLIT, APART = "all cores", "split cores", "cores apart"  # the engines' names
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,8 @@ class Station:
     """One way of drafting, forced.
 
     :param mechanisms: of models/forced/forced_policy.py
-    :param engine: WHOLE or APART
-    :param beside: the station that drafts the same without it; empty: no speculation
+    :param engine: WHOLE, SPLIT or APART; what one of them has the others exclude
+    :param beside: the station that drafts the same without it; empty: no speculation is that
     """
 
     name: str
@@ -50,27 +51,25 @@ STATIONS: Final = (
     Station("stops", ("stops",), WHOLE, note="a draft ends where the drafter doubts"),
     Station("copies", ("copies",), WHOLE, "", "what followed the same words before; the drafter rests"),
     Station("pruning", ("pruning",), WHOLE, note="rows leave the target behind a layer that predicts their rejection"),
-    Station("groups", ("groups",), WHOLE, note="one half drafts while the other is verified"),
-    Station("splits", ("splits",), WHOLE, note="with two groups and without in turn"),
+    Station("together", ("lengths", "stops", "copies", "pruning"), WHOLE, note="all of the above"),
+    Station("groups", ("groups",), SPLIT, note="one half drafts while the other is verified, a core each"),
+    Station("splits", ("splits",), SPLIT, note="two groups with a core each, and none on all cores, in turn"),
     Station(
-        "together", ("lengths", "stops", "copies", "pruning", "splits"), WHOLE,
-        note="all of the above; while groups are on nothing is pruned",
+        "together split", ("lengths", "stops", "copies", "splits"), SPLIT,
+        note="where groups can be, nothing is pruned or drafted ahead",
     ),
     Station("drafts apart", ("drafts",), APART, "", "the drafter's core lies idle while nothing is drafted ahead"),
     Station("ahead", ("ahead",), APART, "drafts apart", "the next draft while this one is verified"),
     Station(
-        "together apart", ("lengths", "stops", "pruning", "ahead"), APART, "drafts apart",
-        "copies and groups do not go with drafting ahead",
+        "together apart", ("lengths", "stops", "ahead"), APART, "drafts apart",
+        "a drafter's process makes no copies, and names no candidates to prune by",
     ),
 )  # fmt: skip
-TWO_CORES: Final = frozenset({"groups", "splits", "ahead"})
 
 
 def refusal(station: Station, cores: int) -> str:
     """Return why the station cannot be had on so many cores; empty if it can."""
-    if cores > 1 or (station.engine == WHOLE and not TWO_CORES.intersection(station.mechanisms)):
-        return ""
-    return "one core; the drafter and the target need one each"
+    return "" if cores > 1 or station.engine == WHOLE else "one core; the drafter and the target need one each"
 
 
 def engines_of(stations: Sequence[Station]) -> list[str]:
@@ -83,18 +82,18 @@ def tour_launch(engine: str, pair: EmbeddedPair, endpoint: str, cores: Sequence[
 
     :param cores: of this machine that may be used
     """
-    if engine == WHOLE:
-        splits = SPLIT if len(cores) > 1 else ""
-        launch = embedded_launch(pair, endpoint, arguments=ARGUMENTS, splits=splits)
-        gates = ALWAYS_PRUNED | ({"FASER_PING_PONG": "always"} if splits else {})
-        return replace(launch, environment_extra={**launch.environment_extra, **gates})
+    splits = RATIO if engine == SPLIT else ""
+    launch = embedded_launch(pair, endpoint, arguments=ARGUMENTS, splits=splits)
+    if engine != APART:
+        gates = ALWAYS_GROUPED if splits else ALWAYS_PRUNED
+        extra = {**launch.environment_extra, **gates}
+        return replace(launch, threads=len(cores), environment_extra=extra)
     *targets, drafters = map(str, cores)
     settled = {
         "FASER_DRAFTER_CORES": drafters, "FASER_DRAFT_AHEAD": "always", "OMP_NUM_THREADS": str(len(targets)),
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(targets),
     }  # fmt: skip
-    launch = embedded_launch(pair, endpoint, arguments=ARGUMENTS)
-    return replace(launch, environment_extra={**ALWAYS_PRUNED, **settled})
+    return replace(launch, environment_extra=settled)
 
 
 def reference_launch(pair: EmbeddedPair, cores: Sequence[int]) -> EngineLaunch:

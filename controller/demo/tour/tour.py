@@ -148,9 +148,9 @@ class Tour:
     def _print(self, result: TourResult) -> None:
         encoded = msgspec.json.encode(result)
         (self.folder / "result.json").write_bytes(msgspec.json.format(encoded) + b"\n")
+        for each in result.stations:
+            self._console.print(each.line(), soft_wrap=True, markup=False)
         if self.options.json:
-            for each in result.stations:
-                self.say(each.line())
             sys.stdout.write(encoded.decode() + "\n")
             sys.stdout.flush()
         else:

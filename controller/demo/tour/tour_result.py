@@ -6,7 +6,6 @@ Made by controller/demo/tour/tour.py. Scripts read the field names: add, never r
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -114,31 +113,21 @@ class TourResult(msgspec.Struct, frozen=True, kw_only=True):
         return lines
 
     def table(self) -> Table:
-        """Return a row for each station."""
-        title = f"{self.prompts} prompts at every station; no speculation {_rate(self.plain_tokens_per_s)} tokens/s"
-        table = Table(title=title, title_justify="left", caption_justify="left", show_lines=True)
-        for name in ("station", "what it did"):
-            table.add_column(name)
+        """Return a row of numbers for each station."""
+        title = f"{self.prompts} prompts at every station; no speculation: {_rate(self.plain_tokens_per_s)} tokens/s"
+        table = Table(title=title, title_justify="left")
+        table.add_column("station", no_wrap=True)
         for name in ("tokens/s", "over no\nspeculation", "over the same\nwithout it", "wrong\ntokens"):
             table.add_column(name, justify="right")
         for each in self.stations:
-            table.add_row(*_cells(each))
+            rates = _rate(each.tokens_per_s), _times(each.over_none), _times(each.over_beside)
+            table.add_row(each.name, *rates, str(each.wrong_tokens) if each.tokens else "-")
         return table
 
 
 def over(rate: float | None, other: float | None) -> float | None:
     """Return how many times as fast; None where either is unknown."""
     return round(rate / other, 3) if rate and other else None
-
-
-def _cells(each: StationResult) -> Sequence[str]:
-    name = f"[bold]{each.name}[/bold]\n[dim]{each.note}[/dim]"
-    if each.refused or each.failed:
-        return name, f"cannot be had here: {each.refused}" if each.refused else each.failed, "-", "-", "-", "-"
-    idle = f"\n[bold]nothing seen of {', '.join(each.idle)}[/bold]" if each.idle else ""
-    beside = f"{_times(each.over_beside)}\n[dim]{each.beside}[/dim]" if each.beside else "-"
-    rates = _rate(each.tokens_per_s), _times(each.over_none), beside
-    return name, each.did.replace("; ", "\n") + idle, *rates, str(each.wrong_tokens)
 
 
 def _rate(value: float | None) -> str:

@@ -18,7 +18,7 @@ from faser.controller.config import Config, LinkConfig, PolicyConfig, StoreConfi
 from faser.controller.demo.options import DemoOptions
 from faser.controller.demo.stage_load import ANSWER_TOKENS, chosen_prompts
 from faser.controller.demo.tour import tour as module
-from faser.controller.demo.tour.plan import APART, STATIONS, WHOLE, Station, engines_of, refusal, tour_launch
+from faser.controller.demo.tour.plan import APART, SPLIT, STATIONS, WHOLE, Station, engines_of, refusal, tour_launch
 from faser.controller.demo.tour.sentences import idle_mechanisms, told
 from faser.controller.demo.tour.station_steps import RowCounts, StationFigures, StationSteps, read_station
 from faser.controller.demo.tour.tour import StationAnswers, Tour, run_tour
@@ -67,26 +67,25 @@ def test_a_station_is_compared_with_one_of_the_same_engine_that_was_served_befor
     served: dict[str, Station] = {}
     for station in STATIONS:
         if station.beside:
-            assert served[station.beside].engine == station.engine
+            # Unsplit an engine with splits has all cores, as the one without.
+            assert served[station.beside].engine == {SPLIT: WHOLE}.get(station.engine, station.engine)
         served[station.name] = station
-    assert engines_of(STATIONS) == [WHOLE, APART]
+    assert engines_of(STATIONS) == [WHOLE, SPLIT, APART]
 
 
 def test_on_one_core_what_needs_two_says_so() -> None:
     refused = {station.name for station in STATIONS if refusal(station, 1)}
-    assert refused == {"groups", "splits", "together", "drafts apart", "ahead", "together apart"}
+    assert refused == {"groups", "splits", "together split", "drafts apart", "ahead", "together apart"}
     assert not any(refusal(station, 2) for station in STATIONS)
-    assert "FASER_SPLITS" not in tour_launch(WHOLE, PAIR, "", [3]).environment_extra
 
 
 def test_engines_hold_their_gates_open_and_deal_out_the_cores() -> None:
-    whole, apart = (tour_launch(name, PAIR, "ipc://here", [2, 3, 5]) for name in (WHOLE, APART))
-    for launch in (whole, apart):
-        assert launch.environment()["FASER_PRUNE"] == "always"
-        assert launch.arguments[-1] == "--no-enable-prefix-caching"
-    assert whole.environment()["FASER_SPLITS"] == "1:1"
-    assert whole.environment()["FASER_PING_PONG"] == "always"
-    settled = apart.environment()
+    launches = [tour_launch(name, PAIR, "ipc://here", [2, 3, 5]) for name in (WHOLE, SPLIT, APART)]
+    assert {launch.arguments[-1] for launch in launches} == {"--no-enable-prefix-caching"}
+    whole, split, settled = (launch.environment() for launch in launches)
+    assert (whole["FASER_PRUNE"], whole["OMP_NUM_THREADS"]) == ("always", "3")
+    assert "FASER_SPLITS" not in whole, "where groups can be nothing is pruned"
+    assert (split["FASER_SPLITS"], split["FASER_PING_PONG"], split["OMP_NUM_THREADS"]) == ("1:1", "always", "3")
     assert (settled["FASER_DRAFTER_CORES"], settled["VLLM_CPU_OMP_THREADS_BIND"]) == ("5", "2,3")
     assert (settled["OMP_NUM_THREADS"], settled["FASER_DRAFT_AHEAD"]) == ("2", "always")
     assert "FASER_SPLITS" not in settled
@@ -286,7 +285,6 @@ SHORT = (
     Station("drafts", ("drafts",), WHOLE, ""),
     Station("pruning", ("pruning",), WHOLE),
     Station("copies", ("copies",), WHOLE, ""),
-    Station("groups", ("groups",), WHOLE),
     Station("ahead where it cannot be", ("ahead",), WHOLE),
 )
 
@@ -319,9 +317,7 @@ def test_a_short_tour_forces_mechanisms_and_notices_a_wrong_token_and_an_idle_me
     assert stations["pruning"]["figures"]["pruned"] > 10
     assert stations["copies"]["figures"]["accepted_copies"] > 5
     assert stations["copies"]["figures"]["copied"] == stations["copies"]["figures"]["verified"]
-    assert stations["groups"]["figures"]["hidden_ms"] > 0.0
     assert stations["drafts"]["figures"]["pruned"] == stations["drafts"]["figures"]["copied"] == 0
-    assert stations["drafts"]["figures"]["grouped_steps"] <= 2
     assert (tmp_path / "run" / "tour.svg").is_file()
 
 
