@@ -19,7 +19,7 @@ from ..policies.step_grid import place
 
 # In the order of a tour; "drafts" is the same length for all, beside which the others are seen.
 MECHANISMS: Final = ("drafts", "lengths", "stops", "copies", "pruning", "ahead", "groups", "splits")
-LEAST_SURVIVAL: Final = 0.4  # of a token that is drafted: high, so that requests differ
+LEAST_SURVIVAL: Final = 0.25  # of a token that is drafted: so that requests differ, most of them from the longest
 LEAST_SURE: Final = 0.2  # survival by the drafter's confidence of a token that is kept
 LEAST_COPY: Final = 0.2  # survival of a copied token: it costs its row alone
 COPIES_OVER_DRAFTS: Final = 1.0  # tokens that a copy must promise to take the place of a draft

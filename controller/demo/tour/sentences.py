@@ -10,8 +10,6 @@ from typing import Final
 
 from .station_steps import StationFigures
 
-LEAST_MIXED: Final = 0.25  # of the steps: towards their ends answers differ in what they can still draft, always
-
 
 def _drafts(f: StationFigures) -> str:
     return f"{f.verified} drafted tokens verified, {f.accepted} accepted"
@@ -58,7 +56,7 @@ _SENTENCES: Final[Mapping[str, Callable[[StationFigures], str]]] = {
 }  # fmt: skip
 _DID: Final[Mapping[str, Callable[[StationFigures], bool]]] = {
     "drafts": lambda f: f.accepted > 0,
-    "lengths": lambda f: f.mixed_steps >= LEAST_MIXED * f.steps > 0 and f.shortened > 0,
+    "lengths": lambda f: f.mixed_steps > 0,
     "stops": lambda f: f.stopped_drafts > 0,
     "copies": lambda f: f.accepted_copies > 0,
     "pruning": lambda f: f.pruned > 0,

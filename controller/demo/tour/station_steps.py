@@ -5,7 +5,7 @@ Called by controller/demo/tour/tour.py behind the tour. Nothing is reckoned from
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -15,7 +15,7 @@ import numpy as np
 
 from ....engine_adapter.arrays import Floats
 from ....engine_adapter.protocol import RequestRow
-from ...telemetry.packing import StepCopies, step_copies, unpack_rows
+from ...telemetry.packing import StepCopies, step_copies, unpack_lengths, unpack_rows
 from ...telemetry.schema import open_for_reading
 
 _CELLS: Final = (
@@ -23,7 +23,7 @@ _CELLS: Final = (
     "verified", "pruned", "saved_rows", "wrongly_pruned", "accepted", "verified_copies", "accepted_copies",
     "frontier_hits", "frontier_misses",
 )  # fmt: skip
-_COUNTED: Final = ("requests", "limits", "longest", "drafted", "mixed", "stopped", "spared")
+_COUNTED: Final = ("limits", "drafted", "mixed", "shortened", "stopped", "spared")
 
 
 class StationFigures(msgspec.Struct, frozen=True):
@@ -55,8 +55,9 @@ class StationFigures(msgspec.Struct, frozen=True):
 class StationSteps:
     """A station's steps in order, (n,) each: the columns of table `steps`, and sums over each step's rows.
 
-    `requests` decode; of these are `limits`, the sum of the lengths in force, `longest`, the sum if all had the longest
-    one, and `drafted`. `mixed`: lengths differ; `stopped`: drafts that a rule ended; `spared`: tokens not drawn so.
+    Of those who decode are `limits`, the sum of the lengths in force, and `drafted`. `mixed`: lengths differ, and by
+    how many tokens in all they are below the longest (`shortened`); `stopped`: drafts that a rule ended; `spared`:
+    tokens not drawn so.
     """
 
     columns: dict[str, Floats]
@@ -84,7 +85,7 @@ class StationSteps:
         plain = self["prefill_tokens"] == 0
         return StationFigures(
             steps=len(self), verified=total("verified"), accepted=total("accepted"), mixed_steps=total("mixed"),
-            shortened=total("longest") - total("limits"), stopped_drafts=total("stopped"), unspent=total("spared"),
+            shortened=total("shortened"), stopped_drafts=total("stopped"), unspent=total("spared"),
             copied=total("verified_copies"), accepted_copies=total("accepted_copies"), pruned=total("pruned"),
             saved_rows=round(float(self["saved_rows"].sum()), 1), wrongly_pruned=total("wrongly_pruned"),
             ahead=total("frontier_hits"), not_ahead=total("frontier_misses"),
@@ -98,7 +99,8 @@ class StationSteps:
 def read_station(path: Path, boot_id: str, policy: str) -> StationSteps:
     """Return the steps of an engine under leases of a policy; raise StoreError if the file is none of ours."""
     database = open_for_reading(path)
-    names = ("lease_epoch", "lease_sequence", "decision_sequence", "decision_policy", "rows", "copies", *_CELLS)
+    leads = ("lease_epoch", "lease_sequence", "decision_sequence", "decision_policy", "decision_lengths")
+    names = (*leads, "decision_default_length", "rows", "copies", *_CELLS)
     try:
         found = database.execute(
             f"SELECT {', '.join(names)} FROM steps "
@@ -111,13 +113,15 @@ def read_station(path: Path, boot_id: str, policy: str) -> StationSteps:
 
 
 def _led_by(policy: str, found: Iterable[Sequence[Any]]) -> Iterator[Sequence[Any]]:
-    deciders: dict[int, str] = {}
+    decisions: dict[int, tuple[str, bytes, int]] = {}
     counts = RowCounts()
-    for epoch, lease, decision, decider, rows, copies, *cells in found:
-        if decision is not None:
-            deciders[decision] = decider
-        counted = counts.of(unpack_rows(rows), step_copies(copies))
-        if epoch and deciders.get(lease) == policy:
+    for epoch, lease, sequence, decider, lengths, default, rows, copies, *cells in found:
+        if sequence is not None:
+            decisions[sequence] = decider, lengths, default
+        leader, named, others = decisions.get(lease, ("", b"", 0)) if epoch else ("", b"", 0)
+        asked = unpack_lengths(named) if leader == policy else {}
+        counted = counts.of(unpack_rows(rows), step_copies(copies), asked, others)
+        if leader == policy:
             yield (*cells, *counted)
 
 
@@ -127,18 +131,23 @@ class RowCounts:
     def __init__(self) -> None:
         self._limits: dict[int, int] = {}  # by handle, under which the draft was drawn that is verified now
 
-    def of(self, rows: Sequence[RequestRow], copies: StepCopies) -> tuple[int, ...]:
-        """Return one number for each name of _COUNTED."""
+    def of(
+        self, rows: Sequence[RequestRow], copies: StepCopies, asked: Mapping[int, int], default: int
+    ) -> tuple[int, ...]:  # fmt: skip
+        """Return one number for each name of _COUNTED.
+
+        :param asked: lengths by handle that the lease asks for; `default` for the others
+        """
         decoding = [row for row in rows if row.emitted]
-        limits = [row.draft_limit for row in decoding]
-        longest = max(limits, default=0)
+        # Towards its end an answer has room for less than was asked for: that is no length of its own.
+        own = [row.draft_limit for row in decoding if row.draft_limit == asked.get(row.handle, default)]
+        shortened = max(own, default=0) * len(own) - sum(own)
         # A rule that ends a draft has judged one token more than it kept; a copy was judged by another rule.
         ended = [row for row in decoding if row.handle not in copies.verified and len(row.confidences) > row.verified]
         spared = sum(max(self._limits.get(row.handle, 0) - len(row.confidences), 0) for row in ended)
         self._limits.update((row.handle, row.draft_limit) for row in decoding)
-        drafted = sum(row.drafted for row in decoding)
-        mixed = int(len(set(limits)) > 1)
-        return len(decoding), sum(limits), longest * len(limits), drafted, mixed, len(ended), spared
+        limits, drafted = (sum(getattr(row, name) for row in decoding) for name in ("draft_limit", "drafted"))
+        return limits, drafted, int(len(set(own)) > 1), shortened, len(ended), spared
 
 
 def _median_ms(seconds: Floats) -> float:

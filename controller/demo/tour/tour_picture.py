@@ -33,9 +33,10 @@ class Curves(NamedTuple):
 
 def curves_of(mechanisms: Sequence[str], steps: StationSteps) -> Curves:
     """Return what to draw of a station; several mechanisms together are seen by what was accepted."""
+    longest = steps["limits"] + steps["shortened"]
     hidden = Curves("drafting, ms:\nall, hidden", 1e3 * steps["draft_s"], 1e3 * steps["overlap_s"])
     known: Mapping[str, Curves] = {
-        "lengths": Curves("tokens: longest for\nall, own lengths", steps["longest"], steps["limits"]),
+        "lengths": Curves("tokens: longest for\nall, own lengths", longest, steps["limits"]),
         "stops": Curves("tokens: allowed,\ndrafted", steps["limits"], steps["drafted"]),
         "copies": Curves("tokens: copied,\naccepted", steps["verified_copies"], steps["accepted_copies"]),
         "pruning": Curves("draft rows: all,\nleft early", steps["verified"], steps["pruned"]),

@@ -33,14 +33,15 @@ class StationResult(msgspec.Struct, frozen=True, kw_only=True):
     wrong_tokens: int = 0  # other than no speculation said
     tokens_per_s: float | None = None
     over_none: float | None = None  # times the rate without speculation
+    disturbed: str = ""  # by what other work: the rates say little then
     beside: str = ""
     over_beside: float | None = None  # times the rate of the station that drafts the same without it
     figures: StationFigures = StationFigures()
 
     @property
     def is_shown(self) -> bool:
-        """Whether it was served and everything forced did something."""
-        return not (self.refused or self.failed or self.idle) and self.tokens > 0
+        """Whether it was served and what was forced did something; beside others one may find nothing left to do."""
+        return not (self.refused or self.failed) and len(self.idle) < len(self.mechanisms) and self.tokens > 0
 
     def line(self) -> str:
         """Return what came of it in one line."""
@@ -50,7 +51,8 @@ class StationResult(msgspec.Struct, frozen=True, kw_only=True):
         idle = f"; NOTHING SEEN of {', '.join(self.idle)}" if self.idle else ""
         return (
             f"{self.name}: {self.did}{idle}; {self.tokens_per_s or math.nan:.0f} tokens/s, "
-            f"{_times(self.over_none)} of no speculation{beside}; {self.wrong_tokens} wrong tokens"
+            f"{_times(self.over_none)} of no speculation{beside}{'*' * bool(self.disturbed)}; "
+            f"{self.wrong_tokens} wrong tokens"
         )
 
     def with_steps(self, figures: StationFigures) -> StationResult:
@@ -68,7 +70,7 @@ class TourResult(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int  # of each round of all prompts
     plain_tokens_per_s: float | None = None  # without speculation
     stations: list[StationResult] = []
-    disturbed: str = ""  # by what other work
+    disturbed: str = ""  # by what other work, while nothing was speculated
     wall_s: float = 0.0
     cores: int = 0
     is_interrupted: bool = False
@@ -108,19 +110,27 @@ class TourResult(msgspec.Struct, frozen=True, kw_only=True):
                 f"slower here than the same drafts without it: {', '.join(slower.values())}. The gates that leave "
                 f"this off ({', '.join(slower)}) were held open for the tour"
             )
-        if self.disturbed:
-            lines.append(f"disturbed by other work: {self.disturbed}; rates say little")
+        if found := [f"{name} ({reason})" for name, reason in self._disturbances() if reason]:
+            lines.append(f"* disturbed by other work, so that rates say little: {', '.join(found)}")
         return lines
+
+    def _disturbances(self) -> list[tuple[str, str]]:
+        return [("no speculation", self.disturbed), *((each.name, each.disturbed) for each in self.stations)]
 
     def table(self) -> Table:
         """Return a row of numbers for each station."""
-        title = f"{self.prompts} prompts at every station; no speculation: {_rate(self.plain_tokens_per_s)} tokens/s"
+        plain = _rate(self.plain_tokens_per_s) + "*" * bool(self.disturbed)
+        title = f"{self.prompts} prompts at every station; no speculation: {plain} tokens/s"
         table = Table(title=title, title_justify="left")
         table.add_column("station", no_wrap=True)
         for name in ("tokens/s", "over no\nspeculation", "over the same\nwithout it", "wrong\ntokens"):
             table.add_column(name, justify="right")
         for each in self.stations:
-            rates = _rate(each.tokens_per_s), _times(each.over_none), _times(each.over_beside)
+            rates = (
+                _rate(each.tokens_per_s) + "*" * bool(each.disturbed),
+                _times(each.over_none),
+                _times(each.over_beside),
+            )
             table.add_row(each.name, *rates, str(each.wrong_tokens) if each.tokens else "-")
         return table
 

@@ -101,12 +101,18 @@ def row(handle: int, limit: int, drafted: int, verified: int, confidences: int =
 
 
 def test_a_rule_ended_a_draft_where_one_token_more_was_judged_than_kept() -> None:
-    counts = RowCounts()
-    assert counts.of([row(1, 4, 2, 0), row(2, 4, 4, 0)], StepCopies()) == (2, 8, 8, 6, 0, 0, 0)
+    counts, none = RowCounts(), StepCopies()
+    assert counts.of([row(1, 4, 2, 0), row(2, 4, 4, 0)], none, {}, 4) == (8, 6, 0, 0, 0, 0)
     # Of the first only 3 of 4 were drawn, of which 2 were kept; the second went to its end.
-    assert counts.of([row(1, 2, 2, 2, 3), row(2, 4, 4, 4, 4)], StepCopies()) == (2, 6, 8, 6, 1, 1, 1)
+    assert counts.of([row(1, 2, 2, 2, 3), row(2, 4, 4, 4, 4)], none, {1: 2}, 4) == (6, 6, 1, 2, 1, 1)
     is_copy = StepCopies(frozenset(), frozenset({1}))
-    assert counts.of([row(1, 2, 2, 2, 3)], is_copy)[5:] == (0, 0), "another rule judged the copy"
+    assert counts.of([row(1, 2, 2, 2, 3)], is_copy, {}, 2)[-2:] == (0, 0), "another rule judged the copy"
+
+
+def test_a_length_that_an_answer_s_end_cut_is_no_length_of_its_own() -> None:
+    rows = [row(1, 4, 4, 0), row(2, 1, 1, 0), row(3, 4, 4, 0)]
+    assert RowCounts().of(rows, StepCopies(), {1: 4, 2: 4}, 4)[2:4] == (0, 0)
+    assert RowCounts().of(rows, StepCopies(), {1: 4, 2: 1}, 4)[2:4] == (1, 3)
 
 
 def hello(boot_id: str) -> Hello:
@@ -143,7 +149,7 @@ def telemetry(tmp_path: Path) -> Path:
         ],
         start=1,
     ):
-        action = ActionSet(boot, 7, counter, counter + 32, 1.5, 2, [1], [4])
+        action = ActionSet(boot, 7, counter, counter + 32, 1.5, 1, [1], [4])
         record = step(counter, boot, lease, split=int(lease == 3), hidden_s=0.005)
         store.put(StepEntry(record, 11, action, "because", 5e-5, True, policy))
     store.close()
@@ -179,11 +185,6 @@ def test_a_mechanism_that_left_no_trace_is_noticed(name: str) -> None:
     assert told([name], BUSY)
 
 
-def test_lengths_that_differ_only_as_answers_end_are_no_lengths_of_their_own() -> None:
-    few = msgspec.structs.replace(BUSY, mixed_steps=2)
-    assert idle_mechanisms(["lengths", "stops"], few) == ["lengths"]
-
-
 # -- the verdict --------------------------------------------------------------------------------------------------
 
 
@@ -208,6 +209,9 @@ def test_one_wrong_token_one_idle_mechanism_or_one_failure_fails_the_tour() -> N
     ):
         assert verdict(fine, bad).exit_code == 1
     assert verdict().exit_code == 1
+    few = msgspec.structs.replace(BUSY, pruned=0)
+    assert verdict(result(mechanisms=["stops", "pruning"]).with_steps(few)).exit_code == 0, "stops left none to prune"
+    assert verdict(result(mechanisms=["stops", "pruning"]).with_steps(StationFigures())).exit_code == 1
     assert msgspec.structs.replace(verdict(fine), is_interrupted=True).exit_code == 130
 
 
@@ -218,6 +222,16 @@ def test_a_rate_stands_beside_no_speculation_and_beside_the_same_drafts() -> Non
     assert "0 of 768 tokens other than no speculation says" in told
     assert "pruning 0.75" in told
     assert "FASER_PRUNE" in told
+
+
+def test_rates_beside_other_work_are_marked() -> None:
+    busy = msgspec.structs.replace(
+        verdict(result(disturbed="0.4 cores used by others").with_steps(BUSY)), disturbed="x"
+    )
+    assert "of drafts*;" in busy.stations[0].line()
+    assert busy.closing_lines()[-1].endswith("no speculation (x), pruning (0.4 cores used by others)")
+    assert "disturbed" not in "".join(verdict(result().with_steps(BUSY)).closing_lines())
+    assert busy.exit_code == 0
 
 
 def test_lines_say_what_was_not_seen_and_what_cannot_be_had() -> None:
