@@ -323,8 +323,9 @@ def test_a_short_tour_forces_mechanisms_and_notices_a_wrong_token_and_an_idle_me
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert code == 1
     stations = {each["name"]: each for each in found["stations"]}
-    assert [each["wrong_tokens"] for each in stations.values()] == [1] * len(SHORT)
-    assert [each["tokens"] for each in stations.values()] == [3 * ANSWER_TOKENS] * len(SHORT)
+    rounds = [each["tokens"] / (3 * ANSWER_TOKENS) for each in stations.values()]  # beside other work two
+    assert [each["wrong_tokens"] for each in stations.values()] == rounds
+    assert set(rounds) <= {1.0, 2.0}
     assert {name: each["idle"] for name, each in stations.items() if each["idle"]} == {
         "ahead where it cannot be": ["ahead"]
     }
