@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 from rich.console import Console
 
-from ....models.embedded.pair import TARGET_NAME, EmbeddedPair, ensure_embedded_pair
+from ....models.embedded.pair import EMBEDDED_K_MAX, TARGET_NAME, EmbeddedPair, ensure_embedded_pair
 from ...config import Config
 from ...engine.launch import EngineLaunch, is_cpu_build, require_supported_vllm
 from ...engine.processes import ProcessTree, deferred_interrupts, ignored_interrupts, stopping_on_sigterm
@@ -39,6 +39,7 @@ from .station_steps import StationSteps, read_station
 from .tour_picture import write_tour_picture
 from .tour_result import StationResult, TourResult, over
 
+WARM_UP: Final = f"fixed:{EMBEDDED_K_MAX}"  # no station's policy: its steps are nobody's
 EVERY_PROMPT: Final = 3  # ... of as many: six, which are answered side by side
 _INTRODUCTION_S: Final = 60.0
 _WRITTEN_S: Final = 0.1
@@ -55,7 +56,7 @@ def run_tour(
     if not is_cpu_build():
         raise UnsupportedError("--tour with a vLLM for GPUs", "vLLM's CPU build: copies and overlap are its alone")
     with socket_folder("demo") as sockets, stopping_on_sigterm():
-        config = forcing(own_config(options, sockets), stations[0].policy)
+        config = unguarded(own_config(options, sockets))
         tour = Tour(options, config, stations, chosen_prompts()[::EVERY_PROMPT] if prompts is None else prompts)
         processes = ExitStack()
         try:
@@ -67,10 +68,10 @@ def run_tour(
         return code
 
 
-def forcing(config: Config, policy: str) -> Config:
-    """Return the configuration in which the sidecar begins with a policy, and goes on where it loses."""
+def unguarded(config: Config) -> Config:
+    """Return the configuration with which a sidecar warms engines up, and steers on where that loses."""
     guard = replace(config.guard, envelope_margin=1.0)
-    return replace(config, policy=replace(config.policy, spec=policy), guard=guard)
+    return replace(config, policy=replace(config.policy, spec=WARM_UP), guard=guard)
 
 
 def told_settings(launch: EngineLaunch) -> str:
@@ -185,7 +186,8 @@ class Tour:
                 self.say(f"starting vLLM, {name}, {told_settings(launch)}")
                 engine = self._engine(launch, f"engine-{number}.log", alone)
                 self._boots[name] = self._introduced(sidecar, engine)
-                self._serve(launch, 0.0)  # warms up
+                change_policy(sidecar, self.config.link, policy_file, WARM_UP)
+                self._serve(launch, 0.0)
                 for station in (each for each in stations if each.engine == name):
                     change_policy(sidecar, self.config.link, policy_file, station.policy)
                     self._show(station, engine, launch)
