@@ -79,6 +79,10 @@ def make_policy(spec: str, capabilities: Capabilities) -> Policy:
         return rival
     if name == "survey":  # not among POLICIES: it serves `faser profile`, no operator
         return ProfilingPolicy.parse(argument or "0", capabilities)
+    if name == "force":  # nor is this one, which serves `faser demo --tour`
+        from .forced.forced_policy import ForcedPolicy
+
+        return ForcedPolicy.parse(argument, capabilities)
     raise PolicyError(f"unknown policy {spec!r}: possible are {', '.join(POLICIES)}")
 
 

@@ -140,6 +140,10 @@ def demo(
     stages: Annotated[
         int, typer.Option(help="Serve on so many ranks, as 2, whose layers move under load; every token is checked.")
     ] = 0,
+    tour: Annotated[
+        bool,
+        typer.Option("--tour", help="Force each mechanism on in turn, on the same prompts; every token is checked."),
+    ] = False,
     output: Annotated[Path | None, typer.Option(help="Folder for report and telemetry.")] = None,
     classes: Annotated[
         bool, typer.Option("--classes", help="Two classes of requests, interactive and batch, with objectives.")
@@ -169,7 +173,12 @@ def demo(
         interactive_share=interactive_share,
         has_comparison=compare,
         stages=stages,
+        has_tour=tour,
     )
+    if tour:
+        from ..demo.tour.tour import run_tour
+
+        raise typer.Exit(run_tour(options))
     if stages:
         from ..demo.stages import run_stages_demo
 

@@ -34,6 +34,7 @@ class DemoOptions:
     interactive_share: float = 0.25  # of the requests, with classes
     has_comparison: bool = True  # with plain vLLM, in a second run
     stages: int = 0  # ranks of a pipeline whose stages move; 0: no pipeline
+    has_tour: bool = False  # each mechanism forced on in turn
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.duration_s) and 1.0 <= self.duration_s <= 1200.0):
@@ -57,10 +58,13 @@ class DemoOptions:
             raise UsageError(f"--drafter {self.drafter}", "a folder with a model that vLLM loads")
 
     def _require_no_other_load(self) -> None:
-        """Raise UsageError where options of the usual load stand beside --stages, which has its own."""
+        """Raise UsageError where options of the usual load stand beside --stages or --tour, which have their own."""
         given = {
             "--classes": self.has_classes, "--splits": self.splits, "--method": self.method, "--drafter": self.drafter,
             "--peak-rps": self.peak_rps,
         }  # fmt: skip
-        if self.stages and (other := next((name for name, value in given.items() if value), None)):
-            raise UsageError(f"{other} with --stages", "one of the two", f"drop {other}: --stages has its own load")
+        if self.has_tour:
+            given |= {"--stages": self.stages, "--policy": self.policy}
+        owner = "--tour" if self.has_tour else "--stages" if self.stages else ""
+        if owner and (other := next((name for name, value in given.items() if value), None)):
+            raise UsageError(f"{other} with {owner}", "one of the two", f"drop {other}: {owner} has its own load")

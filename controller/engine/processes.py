@@ -65,6 +65,10 @@ class ProcessTree:
         """Let a paused tree go on."""
         self._signal(signal.SIGCONT)
 
+    def hang_up(self) -> None:
+        """Send SIGHUP to every process of the tree, on which a sidecar reads its configuration again."""
+        self._signal(signal.SIGHUP)
+
     def cpu_s(self) -> float:
         """Return the CPU time that the tree's living processes have used."""
         return sum(cpu_s(pid) for pid in descendants(self.pid))

@@ -1,0 +1,1 @@
+"""Mechanisms forced on, to be seen."""
