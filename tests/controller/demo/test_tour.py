@@ -304,6 +304,7 @@ SHORT = (
 
 
 @pytest.mark.engine
+@pytest.mark.slow  # `make proof`: two engines, two minutes beside other work
 @pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_a_short_tour_forces_mechanisms_and_notices_a_wrong_token_and_an_idle_mechanism(
