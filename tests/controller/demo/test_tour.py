@@ -32,7 +32,7 @@ from faser.controller.link.endpoint import socket_folder
 from faser.controller.telemetry.packing import StepCopies
 from faser.controller.telemetry.store import EngineEntry, RunEntry, StepEntry, Store
 from faser.engine_adapter.protocol import ActionSet, Hello, RequestRow, StepRecord
-from faser.models.embedded.pair import EmbeddedPair
+from faser.models.embedded.pair import EMBEDDED_K_MAX, EmbeddedPair
 from faser.models.forced.forced_policy import MECHANISMS
 
 FASER = [sys.executable, "-P", "-c", "from faser.controller.__main__ import main; main()"]
@@ -304,6 +304,7 @@ SHORT = (
 
 
 @pytest.mark.engine
+@pytest.mark.slow  # `make proof`: two engines, two minutes beside other work
 @pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_a_short_tour_forces_mechanisms_and_notices_a_wrong_token_and_an_idle_mechanism(
@@ -331,7 +332,8 @@ def test_a_short_tour_forces_mechanisms_and_notices_a_wrong_token_and_an_idle_me
     }
     assert stations["pruning"]["figures"]["pruned"] > 10
     assert stations["copies"]["figures"]["accepted_copies"] > 5
-    assert stations["copies"]["figures"]["copied"] == stations["copies"]["figures"]["verified"]
+    others = stations["copies"]["figures"]["verified"] - stations["copies"]["figures"]["copied"]
+    assert 0 <= others <= 3 * EMBEDDED_K_MAX, "its first step verifies what the station before may have drafted"
     assert stations["drafts"]["figures"]["pruned"] == stations["drafts"]["figures"]["copied"] == 0
     assert (tmp_path / "run" / "tour.svg").is_file()
 
