@@ -16,7 +16,7 @@ from .drafting.draft_rounds import told_rounds
 from .graph_lengths import graph_lengths, has_graphs
 from .matching.choice import match_refusal
 from .operator_log import operator_log
-from .overlap.splits import chosen_splits
+from .overlap.splits import can_deal_groups, chosen_splits
 from .patches.versions import vllm_version
 from .protocol import MAX_DRAFT_LENGTH, Hello
 from .pruning.exit_file import ExitFacts, usable_exits
@@ -93,6 +93,8 @@ def describe_engine(config: VllmConfig, settings: Settings) -> Hello:
 
 def _exits(config: VllmConfig, settings: Settings) -> ExitFacts | None:
     facts, reason = usable_exits(settings.exit_heads, config)
+    if facts is not None and can_deal_groups(settings, config):
+        facts, reason = None, "nothing is where requests can be dealt into two groups (FASER_PING_PONG, FASER_SPLITS)"
     if reason is not None:
         logger.warning("FASER does not prune: %s", reason)
     return facts

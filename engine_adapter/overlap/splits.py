@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..drafter_process.choice import chosen_drafter
 from ..partition.cpu import CpuDevice
 from ..partition.shares import Partitions, opened
-from ..settings import ANYWHERE, Settings
+from ..settings import ANYWHERE, NEVER, Settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,6 +34,13 @@ def chosen_splits(settings: Settings, config: VllmConfig) -> Partitions:
 def are_offered(splits: Partitions) -> bool:
     """Tell whether there is anything to choose."""
     return len(splits.ready) > 1
+
+
+def can_deal_groups(settings: Settings, config: VllmConfig) -> bool:
+    """Tell whether requests may be dealt into two groups: by a split, or by a process that drafts."""
+    if are_offered(chosen_splits(settings, config)):
+        return True
+    return settings.ping_pong != NEVER and bool(chosen_drafter(settings.drafter_cores, config)[0])
 
 
 def _refusal(settings: Settings, config: VllmConfig) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import faser
+from faser.engine_adapter import hello
 from faser.engine_adapter.drafter_process.choice import chosen_drafter
 from faser.engine_adapter.matching.choice import match_refusal
 from faser.engine_adapter.overlap.splits import chosen_splits
@@ -140,3 +141,20 @@ def test_pairs_that_are_not_to_be_had_are_refused(engine: Any) -> None:
     ranks = changed(engine, CHANGES["pipeline ranks"] | {"speculative_config.method": "ngram"})
     found = [refused(ranks, load_settings({"FASER_SPLITS": "1:1"})) is None for refused in REFUSALS]
     assert found == [True, False, False, False, True]
+
+
+def test_nothing_is_pruned_where_groups_can_be(engine: Any, monkeypatch: pytest.MonkeyPatch, vllm_log: Any) -> None:
+    """HELLO then offers no exits, and the log says why."""
+    pairs, facts = tables()[0], object()
+    assert [pairs[row][2] for row in ("two groups", "a split")] == ["not", "not"]
+    assert pairs["drafting ahead"][2].startswith("by step")
+    monkeypatch.setattr(hello, "usable_exits", lambda *_: (facts, None))
+    apart = {"FASER_DRAFTER_CORES": "all"}
+    for given in ({}, apart, {"FASER_PING_PONG": "always"}):
+        assert hello._exits(engine, load_settings(given)) is facts
+    assert vllm_log.getvalue() == ""
+    for given in ({"FASER_SPLITS": "1:1"}, apart | {"FASER_PING_PONG": "auto"}):
+        assert hello._exits(engine, load_settings(given)) is None
+    assert (
+        vllm_log.getvalue().count("FASER does not prune: nothing is where requests can be dealt into two groups") == 2
+    )
