@@ -1,7 +1,7 @@
 """One real vLLM engine with a pipeline whose stages move under load; run by the tests here in a process of its own.
 
 Reads a scenario as JSON from stdin: model, engine arguments, who orders which moves, which control breaks them. Writes
-what requests said, and counts. `gauntlet.py` beside this folder has the requests.
+what requests said, and counts. `gauntlet.py` beside this folder and short_requests.py have the requests.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 gauntlet: Any = import_module("gauntlet")
+sys.path.insert(0, str(Path(__file__).parent))
+short_requests: Any = import_module("short_requests")
 
 CLASSES = {
     "scheduler_cls": "faser.engine_adapter.scheduler.FaserScheduler",
@@ -189,7 +191,7 @@ class Stage:
         while not rounds or (self.moves() - moved < phase.get("moves", 0) and len(rounds) < phase.get("rounds", 999)):
             if self.stages is not None and phase.get("is_moving", True):
                 self.stages.orders = orders_of(phase, self.stages, phase.get("seed", 1) + len(rounds))
-            said, hits = self.work(phase, watched, len(rounds))
+            said, hits = self.work(phase, watched, len(rounds), moved + phase.get("moves", 0))
             rounds.append(said)
             cached += hits
             self.llm.reset_prefix_cache()
@@ -213,8 +215,12 @@ class Stage:
         """Count the moves of this engine."""
         return 0 if self.stages is None else int(self.stages.plan.counts.moves)
 
-    def work(self, phase: dict[str, Any], watched: Watched, number: int) -> tuple[dict[str, Any], int]:
+    def work(self, phase: dict[str, Any], watched: Watched, number: int, moves: int) -> tuple[dict[str, Any], int]:
         """Return what one round's requests said, and how many tokens came from the prefix cache."""
+        if "least" in phase:
+            run = short_requests.ShortRequests(watched, self.llm.get_tokenizer(), phase["has_aborts"])
+            run.run(lambda sent: sent >= phase["least"] and self.moves() >= moves)
+            return {"said": run.said, "counts": run.counts}, 0
         if "requests" in phase:
             return drive(self.llm, watched, phase["requests"], phase["tokens"], f"r{number}n"), 0
         run = gauntlet.Gauntlet(watched, self.llm.get_tokenizer())
