@@ -113,11 +113,16 @@ class Watched:
         started = time.perf_counter()
         outputs = self._engine.step()
         self.times_s.append(time.perf_counter() - started)
-        if self._to_kill is not None and self._stages.plan.move is not None:
+        if self._to_kill is not None and self._is_time_to_kill():
             os.kill(self._to_kill, signal.SIGKILL)
             self._to_kill = None
         self.switches.append(0 if self._stages is None else self._stages.plan.counts.moves)
         return outputs
+
+    def _is_time_to_kill(self) -> bool:
+        if self._stages is None:
+            return len(self.times_s) > 20
+        return self._stages.plan.move is not None
 
 
 def workers() -> list[psutil.Process]:
@@ -239,11 +244,28 @@ def main(scenario: dict[str, Any]) -> dict[str, Any]:
         stage.stages.plan.pace = type(stage.stages.plan.pace)(*pace)
     if scenario.get("is_killed"):
         kill_in_flight(Watched(llm.llm_engine, stage.stages))
+    if "lost_rank" in scenario:
+        return lose_rank(stage, scenario["lost_rank"])
     return {
         "phases": [stage.play(phase) for phase in scenario["phases"]],
         "counts": None if stage.stages is None else asdict(stage.stages.plan.counts),
         "ranks": llm.collective_rpc("stages_report") if has_faser else [],
     }
+
+
+def lose_rank(stage: Stage, rank: int) -> dict[str, Any]:
+    """Kill a rank in the middle of a move, or of a step where stages are off; return what the engine made of it."""
+    ranks = [child.pid for child in workers()]
+    watched = Watched(stage.llm.llm_engine, stage.stages, ranks[rank])
+    if stage.stages is not None:
+        stage.stages.orders = ListedOrders([[0], [stage.stages.plan.cut.layers // 2]], 12)
+    started = time.perf_counter()
+    try:
+        drive(stage.llm, watched, 6, 48, "l")
+    except Exception as error:
+        seconds = time.perf_counter() - started
+        return {"died_of": type(error).__name__, "text": str(error), "died_s": seconds, "processes": ranks}
+    return {"died_of": None}
 
 
 def kill_in_flight(watched: Watched) -> None:

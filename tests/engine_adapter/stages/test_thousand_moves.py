@@ -55,12 +55,16 @@ def moved(stage_engine: Run, tiny: Path, ranks: int, moves: int, *controls: str)
     return [phase | phase["rounds"][0] | {"totals": result["counts"]} for phase in result["phases"]]
 
 
-@pytest.mark.slow  # `make proof`; test_stages_engine.py has the short form
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_thousand_moves_change_no_token(
-    stage_engine: Run, tiny: Path, expected: dict[int, Answer], ranks: int
+SLOW = pytest.mark.slow  # `make proof`; the short form for two ranks is in test_stages_engine.py
+
+
+@pytest.mark.parametrize(
+    ("ranks", "moves"), [(4, 100), pytest.param(2, 1000, marks=SLOW), pytest.param(4, 1000, marks=SLOW)]
+)
+def test_many_moves_change_no_token(
+    stage_engine: Run, tiny: Path, expected: dict[int, Answer], ranks: int, moves: int
 ) -> None:
-    stale, unmoved, phase = moved(stage_engine, tiny, ranks, 1000, "stale", "none")
+    stale, unmoved, phase = moved(stage_engine, tiny, ranks, moves, "stale", "none")
     counts, steps = phase["counts"], len(phase["times_s"])
     print(
         f"{ranks} ranks: {phase['moves']} moves in {steps} steps, {phase['phase_s']:.0f} s; {len(phase['said'])} "
@@ -71,7 +75,8 @@ def test_a_thousand_moves_change_no_token(
     assert wrong(phase["said"], expected) == []
     assert wrong(stale["said"], expected), "the control: one block was left behind"
     assert wrong(unmoved["said"], expected), "the control: KV stayed where it was"
-    assert phase["moves"] >= 1000
+    assert phase["moves"] >= moves
     assert phase["totals"]["most_tail_blocks"] == 1
-    assert min(phase["preempted"], *(counts[name] for name in ("prefix_hits", "long_prompts", "abort", "stop"))) >= 50
+    seen = {name: counts[name] for name in ("prefix_hits", "long_prompts", "abort", "stop")}
+    assert min(phase["preempted"], *seen.values()) >= moves // 25
     assert counts["length"] > counts["stop"]

@@ -1,0 +1,162 @@
+"""What pipeline stages bring and what moving them takes, on this machine: `python benchmarks/stages.py`.
+
+The embedded target in float32, greedy, on four engines that take turns, each started anew for each turn: vLLM alone on
+all cores, vLLM alone on one core, and FASER with two and four ranks, which have a core each or share them. Throughput:
+so many clients' answers to short held-out prompts, by number of stages. Recovery: with eight requests decoding, the
+stages move again and again at the pace that a user gets, and each step is timed from output to output. A move is over
+when the step that switches, or one behind it, takes at most 1.2 times the 25th percentile of undisturbed steps under
+the same cut: FlexPipe's measure of a recovery. `slow_share` is how many of those undisturbed steps take longer than
+that by themselves, `other_cores` what other processes used meanwhile. Every answer is compared with vLLM's: `answers`
+has one digest for each load. The file is written behind each turn; another start goes on from it. Twenty minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from measured_cells import begun, fill
+from remote import Remote
+from tables import table
+
+from faser.controller.engine.launch import rank_cores
+from faser.controller.engine.machine import machine_facts, versions
+
+FOLDER: Final = Path(__file__).resolve().parent
+RESULT: Final = FOLDER / "results" / "stages.json"
+ENGINE: Final = FOLDER / "stages_engine.py"
+QUICK: Final = 1.2  # times the 25th percentile: FlexPipe calls such a step recovered
+NEAR_STEPS: Final = 8  # behind a switch, which are not taken for undisturbed
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One way to serve the target; `cuts` by what a table calls them."""
+
+    ranks: int
+    cores: int
+    cuts: dict[str, list[int] | None]
+    moves: tuple[list[int], ...] = ()  # cuts that are taken in turn
+
+
+ENGINES: Final = {
+    "vllm": Served(1, 2, {"vLLM": None}),
+    "vllm-one-core": Served(1, 1, {"vLLM, one core": None}),
+    "two-ranks": Served(2, 2, {"1 of 2": [0], "2 of 2": [15]}, ([15], [0], [15], [8])),
+    "four-ranks": Served(
+        4, 2, {"1 of 4": [0, 0, 0], "2 of 4": [0, 0, 15], "4 of 4": [8, 15, 22]}, ([8, 15, 22], [0, 0, 0], [0, 0, 15])
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """One step, from the output before it to its own."""
+
+    ms: float
+    bounds: tuple[int, ...]
+    is_moving: bool  # a move is under way
+    is_switch: bool
+
+
+def recoveries(steps: Sequence[TimedStep]) -> Iterator[tuple[int, float]]:
+    """Yield for each move how many steps from its switch on were slow, and what they took in ms."""
+    limits = limits_ms(steps)
+    for at in (at for at, step in enumerate(steps) if step.is_switch and step.bounds in limits):
+        limit = limits[steps[at].bounds]
+        count = next((n for n, step in enumerate(steps[at:]) if step.ms <= limit), None)
+        if count is not None:  # else the run ended before
+            yield count, sum(step.ms for step in steps[at : at + count])
+
+
+def undisturbed(steps: Sequence[TimedStep]) -> Iterator[TimedStep]:
+    """Yield the steps that no move is near."""
+    since = NEAR_STEPS
+    for step in steps:
+        since = 0 if step.is_switch or step.is_moving else since + 1
+        if since >= NEAR_STEPS:
+            yield step
+
+
+def limits_ms(steps: Sequence[TimedStep]) -> dict[tuple[int, ...], float]:
+    """Return by cut what a step may take that counts as recovered."""
+    calm = list(undisturbed(steps))
+    cuts = {step.bounds for step in calm}
+    return {cut: QUICK * float(np.percentile([step.ms for step in calm if step.bounds == cut], 25)) for cut in cuts}
+
+
+def recovery(steps: Sequence[TimedStep], ranks: int) -> dict[str, Any]:
+    """Return what the moves of a run took, in steps and ms."""
+    limits, calm, found = limits_ms(steps), list(undisturbed(steps)), list(recoveries(steps))
+    moving = [step.ms * QUICK / limits[step.bounds] for step in steps if step.is_moving and step.bounds in limits]
+    counts, lost_ms = zip(*found, strict=True)
+    return {
+        "moves": len(found), "within": sum(count <= ranks + 1 for count in counts), "steps": list(counts),
+        "ms": [round(ms, 1) for ms in lost_ms],
+        "slow_share": sum(step.ms > limits[step.bounds] for step in calm) / len(calm),
+        "p25_ms": {",".join(map(str, cut)): limit / QUICK for cut, limit in limits.items()},
+        "steps_under_way": len(moving) / len(found),
+        "under_way_over_p25": statistics.median(moving) if moving else None,
+    }  # fmt: skip
+
+
+def read_options() -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=3, help="starts of each engine")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 8], help="loads")
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--moves", type=int, default=36, help="in a turn of an engine with ranks")
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
+    parser.add_argument("--json", type=Path, default=RESULT, help="write the report here")
+    options = parser.parse_args()
+    if len(os.sched_getaffinity(0)) < 2:
+        parser.error("one core; expected two")
+    return options
+
+
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return what one start of an engine showed."""
+    served = ENGINES[name]
+    cores = sorted(os.sched_getaffinity(0))[: served.cores]
+    with tempfile.TemporaryDirectory(prefix="faser-") as folder:
+        environment = {
+            "FASER_STAGES": "1", "FASER_ENDPOINT": f"ipc://{folder}/engine.sock",  # where nobody listens
+            "VLLM_CPU_OMP_THREADS_BIND": rank_cores(cores, served.ranks), "OMP_NUM_THREADS": "",
+        }  # fmt: skip
+        with Remote(str(ENGINE), [str(served.ranks)], folder, environment) as engine:
+            found = engine.ask("throughput", served.cuts, options.requests, options.tokens)
+            if served.moves:
+                seen = engine.ask("moves", served.moves, max(options.requests), options.moves)
+                steps = [TimedStep(ms, tuple(cut), *kind) for ms, cut, *kind in seen.pop("steps")]
+                found["recovery"] = recovery(steps, served.ranks) | seen
+    return dict(found)
+
+
+def main() -> None:
+    """Measure what is not there yet."""
+    options = read_options()
+    said = {
+        "requests": options.requests, "tokens": options.tokens, "moves": options.moves, "dtype": "float32",
+        "command": f"python benchmarks/stages.py --turns {options.turns}",
+        "machine": msgspec.to_builtins(machine_facts()), "versions": versions(),
+    }  # fmt: skip
+    report = begun(options.json, said, {"runs": []})
+    wanted = [(turn, name) for turn in range(options.turns) for name in options.engines]
+    fill(
+        options.json, report, "runs", wanted, lambda run: (run["turn"], run["engine"]),
+        lambda one: {"turn": one[0], "engine": one[1]} | measure(one[1], options),
+    )  # fmt: skip
+    print(table(report, ["engine", "turn", "tokens_per_s", "recovery", "other"]))
+
+
+if __name__ == "__main__":
+    main()
