@@ -1,5 +1,5 @@
 """Pipelines in trouble: stages that cannot move are off with one line while requests and drafts go on, and a rank that
-is killed in the middle of a move ends its engine as it ends vLLM's own. With a tiny model.
+is killed in the middle of a move ends its engine as it ends vLLM's own.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def ends(processes: list[int], within_s: float = 10.0) -> bool:
 
 
 @pytest.fixture(scope="module")
-def said(stage_engine: Run, tiny: Path) -> dict[str, Any]:
+def said(stage_engine: Run) -> dict[str, Any]:
     """What vLLM says by itself on one rank."""
-    result = stage_engine(1, {"model": str(tiny), "phases": [SHORT]})
+    result = stage_engine(1, {"phases": [SHORT]})
     assert result["code"] == 0, result["log"]
     found: dict[str, Any] = result["phases"][0]["rounds"][0]
     return found
@@ -65,17 +65,18 @@ CONNECTOR = {
     ids=["compiled", "lora", "connector", "architecture"],
 )
 def test_what_cannot_move_is_said_in_one_line_and_requests_and_drafts_go_on(
-    stage_engine: Run, tiny: Path, said: dict[str, Any], engine: dict[str, Any], reason: str, tmp_path: Path
+    stage_engine: Run, said: dict[str, Any], engine: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     if engine.get("kv_transfer_config") is CONNECTOR:
         storage = {"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}
         engine = {"kv_transfer_config": CONNECTOR | storage}
-    scenario = {"model": str(tiny), "engine": engine | {"speculative_config": DRAFTING}, "phases": [SHORT]}
+    scenario = {"engine": engine | {"speculative_config": DRAFTING}, "phases": [SHORT]}
     result = stage_engine(2, scenario, FASER_DEFAULT_K="3")
     assert result["code"] == 0, result["log"]
     lines = {line for line in result["log"].splitlines() if "stages are off: " in line}
     assert len({line.partition("stages are off: ")[2] for line in lines}) == 1
     assert all(reason in line for line in lines)
+    print(reason, result["phases"][0]["drafted"], lines)
     assert result["phases"][0]["rounds"][0] == said
     assert result["phases"][0]["drafted"] > 20
     assert result["ranks"] == [None, None]
