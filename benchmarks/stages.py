@@ -2,12 +2,13 @@
 
 The embedded target in float32, greedy, on four engines that take turns, each started anew for each turn: vLLM alone on
 all cores, vLLM alone on one core, and FASER with two and four ranks, which have a core each or share them. Throughput:
-so many clients' answers to short held-out prompts, by number of stages. Recovery: with eight requests decoding, the
-stages move again and again at the pace that a user gets, and each step is timed from output to output. A move is over
-when the step that switches, or one behind it, takes at most 1.2 times the 25th percentile of undisturbed steps under
-the same cut: FlexPipe's measure of a recovery. `slow_share` is how many of those undisturbed steps take longer than
-that by themselves, `other_cores` what other processes used meanwhile. Every answer is compared with vLLM's: `answers`
-has one digest for each load. The file is written behind each turn; another start goes on from it. Twenty minutes.
+so many clients' answers to short held-out prompts, by number of stages; they come in as many groups as there are ranks,
+which is what keeps all ranks busy. Recovery: with eight requests decoding, the stages move again and again at the pace
+that a user gets, and each step is timed from output to output. A move is over when the step that switches, or one
+behind it, takes at most 1.2 times the 25th percentile of undisturbed steps under the same cut: FlexPipe's measure of a
+recovery. `slow_share` is how many of those undisturbed steps take longer than that by themselves, `other_cores` what
+other processes used meanwhile. Every answer is compared with vLLM's: `answers` has one digest for each load. The file
+is written behind each turn; another start goes on from it. A quarter of an hour.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import msgspec
 import numpy as np
 from measured_cells import begun, fill
 from remote import Remote
-from tables import table
 
+from faser.controller.bench.markdown import markdown_table
 from faser.controller.engine.launch import rank_cores
 from faser.controller.engine.machine import machine_facts, versions
 
@@ -108,6 +109,42 @@ def recovery(steps: Sequence[TimedStep], ranks: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def throughput_rows(runs: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
+    """Yield the table of tokens per second: a row for each way to serve, with a median and what turns lie between."""
+    names = dict.fromkeys(name for run in runs for name in run["tokens_per_s"])
+    for name in names:
+        rates = [run["tokens_per_s"][name] for run in runs if name in run["tokens_per_s"]]
+        yield [name, *(_spread([rate[load] for rate in rates]) for load in rates[0])]
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+
+
+def recovery_rows(runs: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
+    """Yield the table of recoveries: a row for each number of ranks, all turns together."""
+    for name, served in ENGINES.items():
+        found = [run["recovery"] for run in runs if run["engine"] == name and "recovery" in run]
+        if not found:
+            continue
+        steps, ms = ([value for each in found for value in each[kind]] for kind in ("steps", "ms"))
+        low, middle, high = np.percentile(ms, (25, 50, 75))
+        within = sum(each["within"] for each in found)
+        yield [
+            str(served.ranks), str(len(steps)), f"{within} of {len(steps)}", f"{np.median(steps):.0f}",
+            f"{np.percentile(steps, 90):.0f}", f"{middle:.0f} ({low:.0f} to {high:.0f})",
+            f"{100 * statistics.mean(each['slow_share'] for each in found):.0f} %",
+            f"{statistics.mean(each['steps_under_way'] for each in found):.0f}",
+            f"{statistics.median(each['under_way_over_p25'] for each in found):.2f}",
+        ]  # fmt: skip
+
+
+RECOVERY: Final = (
+    "ranks", "moves", "back within ranks + 1 steps", "steps, median", "steps, p90", "ms, median (quartiles)",
+    "other steps as slow", "steps under way", "a step of these over P25",
+)  # fmt: skip
+
+
 def read_options() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -155,7 +192,8 @@ def main() -> None:
         options.json, report, "runs", wanted, lambda run: (run["turn"], run["engine"]),
         lambda one: {"turn": one[0], "engine": one[1]} | measure(one[1], options),
     )  # fmt: skip
-    print(table(report, ["engine", "turn", "tokens_per_s", "recovery", "other"]))
+    print(markdown_table(("tokens/s at requests", *map(str, options.requests)), throughput_rows(report["runs"])))
+    print(markdown_table(RECOVERY, recovery_rows(report["runs"])))
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ class StagesEngine:
             max_model_len=MAX_MODEL_LEN, enable_prefix_caching=False, pipeline_parallel_size=ranks,
             **(FASER if ranks > 1 else {}),
         )  # fmt: skip
-        self._engine = self._llm.llm_engine
+        self._engine, self._ranks = self._llm.llm_engine, ranks
         self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
         self._prompts = [self._llm.get_tokenizer().encode(text) for text in chosen_prompts()]
         self._sent = 0
@@ -141,16 +141,26 @@ class StagesEngine:
             raise RuntimeError(f"bounds {self._scheduler.stages.plan.cut.bounds}; expected {cut}")
 
     def _answer(self, load: int, tokens: int) -> list[list[int]]:
-        """Return what so many clients were told that ask for one answer each, one behind the other."""
-        said, left = {}, load
-        while left or self._engine.has_unfinished_requests():
-            if left:  # one with each step, else all would be in one batch and only one stage would work at a time
-                self._send(load - left, tokens)
-                left -= 1
+        """Return what so many clients were told that ask for one answer each."""
+        said: dict[int, list[int]] = {}
+        self._send_groups(load, tokens)
+        while self._engine.has_unfinished_requests():
             for output in self._engine.step():
                 if output.finished:
                     said[int(output.request_id.split("-")[0])] = list(output.outputs[0].token_ids)
         return [said[number] for number in sorted(said)]
+
+    def _send_groups(self, requests: int, tokens: int) -> None:
+        """Send as many groups as there are ranks, a step apart.
+
+        vLLM makes a batch of what waits, and keeps as many batches in flight as there are ranks: what comes at once
+        stays in one batch, and all ranks but one are idle.
+        """
+        each = -(-requests // self._ranks)
+        for first in range(0, requests, each):
+            for number in range(first, min(first + each, requests)):
+                self._send(number, tokens)
+            self._engine.step()
 
     def _send(self, number: int, tokens: int) -> None:
         from vllm import SamplingParams
@@ -167,9 +177,7 @@ class StagesEngine:
         done = plan.counts.moves + moves
         while plan.counts.moves < done:
             clock.pause()
-            for number in range(requests):
-                self._send(number, MAX_MODEL_LEN - 160)
-                self._engine.step()
+            self._send_groups(requests, MAX_MODEL_LEN - 160)
             while self._engine.has_unfinished_requests() and plan.counts.moves < done:
                 self._engine.step()
         for _ in range(CALM_STEPS):

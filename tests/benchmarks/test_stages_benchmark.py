@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
 from collections.abc import Callable
+from itertools import takewhile
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+import faser
+
+ROOT = Path(faser.__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +63,39 @@ def test_a_slow_step_that_no_move_is_near_is_counted_as_the_machines(stages: Mod
     steps = made(stages, (60, 10.0, (15,), ""), (20, 30.0, (15,), ""), (1, 10.0, (0,), "switch"), (39, 10.0, (0,), ""))
     calm = 80 + 39 - stages.NEAR_STEPS + 1
     assert stages.recovery(steps, 2)["slow_share"] == pytest.approx(20 / calm)
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[dict[str, Any]]:
+    """What the benchmark measured."""
+    found: list[dict[str, Any]] = json.loads((ROOT / "benchmarks" / "results" / "stages.json").read_text())["runs"]
+    return found
+
+
+def tables_of(heading: str) -> list[list[list[str]]]:
+    """Return the rows of each table of a section of docs/results.md, without their heads."""
+    lines = (
+        (ROOT / "docs" / "results.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0].splitlines()
+    )
+    starts = [at for at, line in enumerate(lines) if line.startswith("| ") and not lines[at - 1].startswith("|")]
+    below = [takewhile(lambda line: line.startswith("|"), lines[at + 2 :]) for at in starts]
+    return [[[cell.strip() for cell in row.strip("|").split("|")] for row in rows] for rows in below]
+
+
+def test_the_page_has_the_files_figures(stages: ModuleType, runs: list[dict[str, Any]]) -> None:
+    throughput, recovery = tables_of("Pipeline stages on an engine")
+    assert throughput == list(stages.throughput_rows(runs))
+    assert recovery == list(stages.recovery_rows(runs))
+
+
+def test_the_file_has_thirty_moves_of_each_pipeline_and_one_answer_whoever_gave_it(
+    stages: ModuleType, runs: list[dict[str, Any]]
+) -> None:
+    answers = defaultdict(set)
+    for run in runs:
+        for name, digest in run["answers"].items():
+            answers[name.rpartition(", ")[2]].add(digest)
+    assert {load: len(digests) for load, digests in answers.items()} == {"1": 1, "4": 1, "8": 1}
+    assert {run["engine"] for run in runs} == set(stages.ENGINES)
+    assert all(run["recovery"]["most_tail_blocks"] <= 1 for run in runs if "recovery" in run)
+    assert all(int(moves) >= 30 for _, moves, *_ in stages.recovery_rows(runs))
