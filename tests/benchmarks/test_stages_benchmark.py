@@ -65,6 +65,12 @@ def test_a_slow_step_that_no_move_is_near_is_counted_as_the_machines(stages: Mod
     assert stages.recovery(steps, 2)["slow_share"] == pytest.approx(20 / calm)
 
 
+def test_a_turn_beside_other_work_is_disturbed(stages: ModuleType) -> None:
+    calm, busy = {"other_cores": 0.05}, {"other_cores": 0.5}
+    assert [stages.is_disturbed({"throughput": calm, "recovery": each}) for each in (calm, busy)] == [False, True]
+    assert [stages.is_disturbed({"throughput": each}) for each in (calm, busy)] == [False, True]
+
+
 @pytest.fixture(scope="module")
 def runs() -> list[dict[str, Any]]:
     """What the benchmark measured."""
