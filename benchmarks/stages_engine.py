@@ -25,7 +25,8 @@ FASER: Final = {
     "distributed_executor_backend": "mp",
 }
 CALM_STEPS: Final = 24  # between a switch and the next order
-MAX_MODEL_LEN: Final = 1024
+MAX_MODEL_LEN: Final = 512
+MOVED_TOKENS: Final = 256  # of an answer while stages move: longer ones' steps get slower and slower
 
 
 class Order:
@@ -177,7 +178,7 @@ class StagesEngine:
         done = plan.counts.moves + moves
         while plan.counts.moves < done:
             clock.pause()
-            self._send_groups(requests, MAX_MODEL_LEN - 160)
+            self._send_groups(requests, MOVED_TOKENS)
             while self._engine.has_unfinished_requests() and plan.counts.moves < done:
                 self._engine.step()
         for _ in range(CALM_STEPS):
