@@ -5,10 +5,11 @@ all cores, vLLM alone on one core, and FASER with two and four ranks, which have
 so many clients' answers to short held-out prompts, by number of stages; they come in as many groups as there are ranks,
 which is what keeps all ranks busy. Recovery: with eight requests decoding, the stages move again and again at the pace
 that a user gets, and each step is timed from output to output. A move is over when the step that switches, or one
-behind it, takes at most 1.2 times the 25th percentile of undisturbed steps under the same cut: FlexPipe's measure of a
-recovery. `slow_share` is how many of those undisturbed steps take longer than that by themselves, `other_cores` what
-other processes used meanwhile. Every answer is compared with vLLM's: `answers` has one digest for each load. The file
-is written behind each turn; another start goes on from it. A quarter of an hour.
+behind it, takes at most 1.2 times the 25th percentile of the steps until the next move: FlexPipe's measure of a
+recovery. `steps_of_run` goes by that of all undisturbed steps of the run under the same cut, `slow_share` is how many
+of those take longer by themselves: the machine's bursts; `other_cores` is what other processes used meanwhile. Every
+answer is compared with vLLM's: `answers` has one digest for each load. The file is written behind each turn; another
+start goes on from it. A quarter of an hour.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -68,14 +70,29 @@ class TimedStep:
     is_switch: bool
 
 
-def recoveries(steps: Sequence[TimedStep]) -> Iterator[tuple[int, float]]:
-    """Yield for each move how many steps from its switch on were slow, and what they took in ms."""
+def recoveries(steps: Sequence[TimedStep], is_of_run: bool = False) -> Iterator[tuple[int, float]]:
+    """Yield for each move how many steps from its switch on were slow, and what they took in ms.
+
+    Slow is what takes longer than 1.2 times the 25th percentile of the steps from this move to the next one, or, with
+    `is_of_run`, of all undisturbed steps of the run under the same cut: there bursts of the machine count, too.
+    """
     limits = limits_ms(steps)
-    for at in (at for at, step in enumerate(steps) if step.is_switch and step.bounds in limits):
-        limit = limits[steps[at].bounds]
-        count = next((n for n, step in enumerate(steps[at:]) if step.ms <= limit), None)
-        if count is not None:  # else the run ended before
+    for at in (at for at, step in enumerate(steps) if step.is_switch):
+        visit = visit_of(steps, at)
+        limit = limits.get(steps[at].bounds) if is_of_run else QUICK * percentile_ms(visit)
+        count = next((n for n, step in enumerate(steps[at:]) if limit is not None and step.ms <= limit), None)
+        if count is not None and len(visit) >= NEAR_STEPS:  # else the run ended before
             yield count, sum(step.ms for step in steps[at : at + count])
+
+
+def visit_of(steps: Sequence[TimedStep], switch: int) -> list[TimedStep]:
+    """Return the steps from a switch on until the next move begins."""
+    return [steps[switch], *takewhile(lambda step: not (step.is_moving or step.is_switch), steps[switch + 1 :])]
+
+
+def percentile_ms(steps: Sequence[TimedStep]) -> float:
+    """Return the 25th percentile of what steps take."""
+    return float(np.percentile([step.ms for step in steps], 25))
 
 
 def undisturbed(steps: Sequence[TimedStep]) -> Iterator[TimedStep]:
@@ -91,7 +108,7 @@ def limits_ms(steps: Sequence[TimedStep]) -> dict[tuple[int, ...], float]:
     """Return by cut what a step may take that counts as recovered."""
     calm = list(undisturbed(steps))
     cuts = {step.bounds for step in calm}
-    return {cut: QUICK * float(np.percentile([step.ms for step in calm if step.bounds == cut], 25)) for cut in cuts}
+    return {cut: QUICK * percentile_ms([step for step in calm if step.bounds == cut]) for cut in cuts}
 
 
 def recovery(steps: Sequence[TimedStep], ranks: int) -> dict[str, Any]:
@@ -99,9 +116,11 @@ def recovery(steps: Sequence[TimedStep], ranks: int) -> dict[str, Any]:
     limits, calm, found = limits_ms(steps), list(undisturbed(steps)), list(recoveries(steps))
     moving = [step.ms * QUICK / limits[step.bounds] for step in steps if step.is_moving and step.bounds in limits]
     counts, lost_ms = zip(*found, strict=True)
+    of_run = [count for count, _ in recoveries(steps, is_of_run=True)]
     return {
         "moves": len(found), "within": sum(count <= ranks + 1 for count in counts), "steps": list(counts),
         "ms": [round(ms, 1) for ms in lost_ms],
+        "steps_of_run": of_run, "within_of_run": sum(count <= ranks + 1 for count in of_run),
         "slow_share": sum(step.ms > limits[step.bounds] for step in calm) / len(calm),
         "p25_ms": {",".join(map(str, cut)): limit / QUICK for cut, limit in limits.items()},
         "steps_under_way": len(moving) / len(found),
@@ -131,8 +150,9 @@ def recovery_rows(runs: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
         low, middle, high = np.percentile(ms, (25, 50, 75))
         within = sum(each["within"] for each in found)
         yield [
-            str(served.ranks), str(len(steps)), f"{within} of {len(steps)}", f"{np.median(steps):.0f}",
-            f"{np.percentile(steps, 90):.0f}", f"{middle:.0f} ({low:.0f} to {high:.0f})",
+            str(served.ranks), str(len(steps)), f"{np.median(steps):.0f}", f"{np.percentile(steps, 90):.0f}",
+            f"{middle:.0f} ({low:.0f} to {high:.0f})", f"{within} of {len(steps)}",
+            f"{sum(each['within_of_run'] for each in found)} of {sum(len(each['steps_of_run']) for each in found)}",
             f"{100 * statistics.mean(each['slow_share'] for each in found):.0f} %",
             f"{statistics.mean(each['steps_under_way'] for each in found):.0f}",
             f"{statistics.median(each['under_way_over_p25'] for each in found):.2f}",
@@ -140,8 +160,8 @@ def recovery_rows(runs: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
 
 
 RECOVERY: Final = (
-    "ranks", "moves", "back within ranks + 1 steps", "steps, median", "steps, p90", "ms, median (quartiles)",
-    "other steps as slow", "steps under way", "a step of these over P25",
+    "ranks", "moves", "slow steps, median", "p90", "ms, median (quartiles)", "back within ranks + 1 steps",
+    "by the run's P25", "other steps as slow", "steps under way", "one of these over P25",
 )  # fmt: skip
 
 
