@@ -137,7 +137,8 @@ def throughput_rows(runs: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
 
 
 def _spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+    middle = f"{statistics.median(values):.1f}"
+    return middle if len(values) == 1 else f"{middle} ({min(values):.1f} to {max(values):.1f})"
 
 
 def recovery_rows(runs: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
