@@ -21,6 +21,7 @@ from ...env.estimate.objectives import NO_CLASSES, ObjectiveClasses
 from ...env.spaces import Capabilities
 from ...models import registry
 from ...models.policies import policy as policies
+from ...models.stages.staged_policy import SEPARATOR
 from ..config import LeaseConfig
 from ..snapshot import MAX_SHOWN, EngineStatus, LastStep, Presence, Source, SourceStatus, StagesStatus
 from .attainment import Attainment
@@ -64,17 +65,33 @@ class Session:
         self._handed_over = 0  # by policies before this one
         self.decision_s: deque[float] = deque(maxlen=DECISIONS_TIMED)
         self.reason = ""
-        self.policy: policies.Policy | None = None
-        try:
-            self.policy = registry.make_policy(policy, capabilities)
-        except policies.PolicyError as error:  # such as fixed:8 for an engine with k_max 4
-            self.reason = f"not steered: {error}"
-            logger.error("engine %s is %s", hello.boot_id, self.reason)
+        self.policy = self._first_policy(policy)
         self.presence: Presence = "idle"
         self.heard_s = self.changed_s = now_s
         self._sent_s: deque[tuple[int, float]] = deque(maxlen=DECISIONS_TIMED)  # (sequence, when)
         # A process of another PID namespace cannot be watched: then only silence tells.
         self._is_pid_visible = hello.host == socket.gethostname() and _is_alive(hello.pid)
+
+    def _first_policy(self, spec: str) -> policies.Policy | None:
+        """Return the policy, without its stages if this engine cannot have them; None if it can have nothing of it."""
+        try:
+            return registry.make_policy(spec, self.state.capabilities)
+        except policies.PolicyError as error:  # such as fixed:8 for an engine with k_max 4
+            if (rest := self._without_stages(spec)) is not None:
+                logger.error("engine %s keeps its stages: %s", self.hello.boot_id, error)
+                return rest
+            self.reason = f"not steered: {error}"
+            logger.error("engine %s is %s", self.hello.boot_id, self.reason)
+            return None
+
+    def _without_stages(self, spec: str) -> policies.Policy | None:
+        lengths, has_stages, _ = spec.partition(SEPARATOR)
+        if not has_stages:
+            return None
+        try:
+            return registry.make_policy(lengths, self.state.capabilities)
+        except policies.PolicyError:
+            return None
 
     def follow(self, policy: policies.Policy | None) -> None:
         """Let another policy decide from now on."""

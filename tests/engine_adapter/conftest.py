@@ -1,5 +1,6 @@
 """Fixtures: `engine` runs `engine_child.py` in a clean environment and reads back what the engine did; `scenario` makes
-what a run with a drafter's process is given; `eagle_pair` makes a tiny target with a head that vLLM loads.
+what a run with a drafter's process is given; `eagle_pair` makes a tiny target with a head that vLLM loads,
+`random_target` one alone.
 """
 
 from __future__ import annotations
@@ -246,13 +247,25 @@ def _save(folder: Path, weights: dict[str, Any], changes: dict[str, Any]) -> Non
     (folder / "config.json").write_text(json.dumps(TINY | named | changes))
 
 
-def _random_llama() -> Any:
+@pytest.fixture(scope="session")
+def random_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return `make(**changes)`: the folder of a tiny random Llama whose configuration has these changes."""
+
+    def make(**changes: Any) -> Path:
+        target = tmp_path_factory.mktemp("target")
+        _save(target, _random_llama(changes).state_dict(), changes)
+        return target
+
+    return make
+
+
+def _random_llama(changes: dict[str, Any] | None = None) -> Any:
     """Return a target of whose next state the newest token says much, but not all."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(5)
-    model = LlamaForCausalLM(LlamaConfig(**TINY)).float().eval()
+    model = LlamaForCausalLM(LlamaConfig(**(TINY | (changes or {})))).float().eval()
     gains = {"embed_tokens": HIDDEN**0.5, "o_proj": 0.5, "down_proj": 0.5, "lm_head": 2.5}
     with torch.no_grad():
         for name, weight in model.named_parameters():

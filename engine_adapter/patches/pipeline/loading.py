@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,13 +51,22 @@ def decoder_of(model: Any, layers: int) -> Decoder | None:
 
 @contextmanager
 def every_layer_built(before_weights: Callable[[Any], None]) -> Iterator[None]:
-    """Let vLLM build all layers on this rank; `before_weights` sees the model before its weights are loaded."""
+    """Let vLLM build all layers on this rank; `before_weights` sees the model before its weights are loaded.
+
+    A model's module that is imported in the block keeps what it imports by name (0.32 models/transformers/base.py), so
+    the functions put in place do as vLLM's own once the block is left.
+    """
     utils: Any = import_module("vllm.distributed.utils")
     loading: Any = import_module("vllm.model_executor.model_loader")
-    indices, make = utils.get_pp_indices, loading.get_model_loader
+    indices, make, is_left = utils.get_pp_indices, loading.get_model_loader, Event()
+
+    def get_pp_indices(layers: int, rank: int, ranks: int) -> Any:
+        return indices(layers, rank, ranks) if is_left.is_set() else (0, layers)
 
     def get_model_loader(load_config: Any) -> Any:
         loader = make(load_config)
+        if is_left.is_set():
+            return loader
         inherited = loader.load_weights
 
         def load_weights(model: Any, model_config: Any) -> None:
@@ -66,10 +76,11 @@ def every_layer_built(before_weights: Callable[[Any], None]) -> Iterator[None]:
         loader.load_weights = load_weights
         return loader
 
-    utils.get_pp_indices, loading.get_model_loader = lambda layers, rank, ranks: (0, layers), get_model_loader
+    utils.get_pp_indices, loading.get_model_loader = get_pp_indices, get_model_loader
     try:
         yield
     finally:
+        is_left.set()
         utils.get_pp_indices, loading.get_model_loader = indices, make
 
 

@@ -16,7 +16,7 @@ from faser.controller.decision.session import Session
 from faser.controller.link.ask import engine_lines
 from faser.controller.objectives import parse_objectives
 from faser.controller.snapshot import SNAPSHOT_VERSION, LinkStatus, Snapshot, StoreStatus
-from faser.engine_adapter.protocol import RequestEvent, StepRecord
+from faser.engine_adapter.protocol import RequestEvent, Stages, StepRecord
 from faser.env.estimate.engine_state import EngineState
 from faser.env.spaces import Action
 from faser.models.registry import make_policy
@@ -93,6 +93,24 @@ def test_what_a_learned_policy_left_to_price_is_counted_also_when_another_policy
     session.follow(make_policy("off", session.state.capabilities))
     hear(kv_usage=math.nan)
     assert session.status(1.0).handed_over == 4
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "said"),
+    [
+        ("fixed:2+stages:3", "fixed:2", "keeps its stages: 3 stages; this engine's pipeline has 1 to 2"),
+        ("fixed:9+stages:3", None, "is not steered: policy 'fixed:9': length '9', expected 0..6"),
+    ],
+)
+def test_an_engine_that_cannot_have_the_stages_is_steered_without_them(
+    make_engine: Make, caplog: pytest.LogCaptureFixture, spec: str, name: str | None, said: str
+) -> None:
+    hello = msgspec.structs.replace(make_engine().hello(), stages=Stages(30, (15,)))
+    session = Session(hello, spec, LeaseConfig(), 7, 0.0)
+    assert (None if session.policy is None else session.policy.name) == name
+    assert said in caplog.text
+    assert len(caplog.records) == 1
+    assert "\n" not in caplog.messages[0]
 
 
 def test_who_was_in_time_is_shown_and_counted_by_class(

@@ -1,9 +1,12 @@
-"""Fixtures: `stage_engine` runs stage_engine.py in a clean environment and reads back what the engine did."""
+"""Fixtures: `stage_engine` runs stage_engine.py in a clean environment and reads back what the engine did; `tiny` is
+the folder of a target of eight small layers with the embedded target's tokenizer.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,6 +30,8 @@ ENGINE: dict[str, Any] = {
     "num_gpu_blocks_override": 52,  # below what twelve requests need: some are preempted
     "seed": 0,
 }
+
+TINY_LAYERS = 8
 
 Outcome = dict[str, Any]
 
@@ -77,3 +82,14 @@ def stage_engine() -> Iterator[Callable[..., Outcome]]:
     """Return `run(ranks, scenario, **environment)`."""
     with tempfile.TemporaryDirectory(prefix="faser-") as folder:
         yield lambda ranks, scenario, **extra: run_stage_engine(Path(folder), ranks, scenario, extra)
+
+
+@pytest.fixture(scope="session")
+def tiny(random_target: Callable[..., Path]) -> Path:
+    """Return a model whose steps take milliseconds."""
+    words = ensure_embedded_target()
+    size = json.loads((words / "config.json").read_text())["vocab_size"]
+    target = random_target(num_hidden_layers=TINY_LAYERS, vocab_size=size, max_position_embeddings=640)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(words / name, target / name)
+    return target

@@ -1,7 +1,7 @@
 """One real vLLM engine with a pipeline whose stages move under load; run by the tests here in a process of its own.
 
 Reads a scenario as JSON from stdin: model, engine arguments, who orders which moves, which control breaks them. Writes
-what requests said, and counts. `gauntlet.py` beside this folder has the requests.
+what requests said, and counts. `gauntlet.py` beside this folder and short_requests.py have the requests.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 gauntlet: Any = import_module("gauntlet")
+sys.path.insert(0, str(Path(__file__).parent))
+short_requests: Any = import_module("short_requests")
 
 CLASSES = {
     "scheduler_cls": "faser.engine_adapter.scheduler.FaserScheduler",
@@ -111,11 +113,16 @@ class Watched:
         started = time.perf_counter()
         outputs = self._engine.step()
         self.times_s.append(time.perf_counter() - started)
-        if self._to_kill is not None and self._stages.plan.move is not None:
+        if self._to_kill is not None and self._is_time_to_kill():
             os.kill(self._to_kill, signal.SIGKILL)
             self._to_kill = None
         self.switches.append(0 if self._stages is None else self._stages.plan.counts.moves)
         return outputs
+
+    def _is_time_to_kill(self) -> bool:
+        if self._stages is None:
+            return len(self.times_s) > 20
+        return self._stages.plan.move is not None
 
 
 def workers() -> list[psutil.Process]:
@@ -189,7 +196,7 @@ class Stage:
         while not rounds or (self.moves() - moved < phase.get("moves", 0) and len(rounds) < phase.get("rounds", 999)):
             if self.stages is not None and phase.get("is_moving", True):
                 self.stages.orders = orders_of(phase, self.stages, phase.get("seed", 1) + len(rounds))
-            said, hits = self.work(phase, watched, len(rounds))
+            said, hits = self.work(phase, watched, len(rounds), moved + phase.get("moves", 0))
             rounds.append(said)
             cached += hits
             self.llm.reset_prefix_cache()
@@ -213,8 +220,12 @@ class Stage:
         """Count the moves of this engine."""
         return 0 if self.stages is None else int(self.stages.plan.counts.moves)
 
-    def work(self, phase: dict[str, Any], watched: Watched, number: int) -> tuple[dict[str, Any], int]:
+    def work(self, phase: dict[str, Any], watched: Watched, number: int, moves: int) -> tuple[dict[str, Any], int]:
         """Return what one round's requests said, and how many tokens came from the prefix cache."""
+        if "least" in phase:
+            run = short_requests.ShortRequests(watched, self.llm.get_tokenizer(), phase["has_aborts"])
+            run.run(lambda sent: sent >= phase["least"] and self.moves() >= moves)
+            return {"said": run.said, "counts": run.counts}, 0
         if "requests" in phase:
             return drive(self.llm, watched, phase["requests"], phase["tokens"], f"r{number}n"), 0
         run = gauntlet.Gauntlet(watched, self.llm.get_tokenizer())
@@ -233,11 +244,28 @@ def main(scenario: dict[str, Any]) -> dict[str, Any]:
         stage.stages.plan.pace = type(stage.stages.plan.pace)(*pace)
     if scenario.get("is_killed"):
         kill_in_flight(Watched(llm.llm_engine, stage.stages))
+    if "lost_rank" in scenario:
+        return lose_rank(stage, scenario["lost_rank"])
     return {
         "phases": [stage.play(phase) for phase in scenario["phases"]],
         "counts": None if stage.stages is None else asdict(stage.stages.plan.counts),
         "ranks": llm.collective_rpc("stages_report") if has_faser else [],
     }
+
+
+def lose_rank(stage: Stage, rank: int) -> dict[str, Any]:
+    """Kill a rank in the middle of a move, or of a step where stages are off; return what the engine made of it."""
+    ranks = [child.pid for child in workers()]
+    watched = Watched(stage.llm.llm_engine, stage.stages, ranks[rank])
+    if stage.stages is not None:
+        stage.stages.orders = ListedOrders([[0], [stage.stages.plan.cut.layers // 2]], 12)
+    started = time.perf_counter()
+    try:
+        drive(stage.llm, watched, 6, 48, "l")
+    except Exception as error:
+        seconds = time.perf_counter() - started
+        return {"died_of": type(error).__name__, "text": str(error), "died_s": seconds, "processes": ranks}
+    return {"died_of": None}
 
 
 def kill_in_flight(watched: Watched) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from faser.engine_adapter.patches.pipeline.loading import Decoder, blank, decoder_of, filled
+from faser.engine_adapter.patches.pipeline.loading import Decoder, blank, decoder_of, every_layer_built, filled
 from faser.engine_adapter.stages.shelf import Checkpoint, ImmovableModelError, mapped_embedding
 
 
@@ -113,3 +115,19 @@ def test_a_parameter_keeps_what_vllm_knows_of_it_without_its_memory() -> None:
     assert type(again) is Marked
     assert again.weight_loader == "loader"  # type: ignore[attr-defined]
     assert (again.shape, again.dtype, again.is_meta) == ((2, 3), torch.float32, False)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of vLLM's imports
+def test_what_a_model_imported_while_every_layer_was_built_is_vllms_own_afterwards() -> None:
+    """vLLM's backend for transformers' models is imported then, and would have every rank run every layer for good."""
+    utils: Any = importlib.import_module("vllm.distributed.utils")
+    loading: Any = importlib.import_module("vllm.model_executor.model_loader")
+    own = utils.get_pp_indices, loading.get_model_loader
+    with every_layer_built(lambda model: None):
+        kept, kept_loader = utils.get_pp_indices, loading.get_model_loader
+        assert kept(30, 1, 2) == (0, 30)
+        assert (kept, kept_loader) != own
+    assert (utils.get_pp_indices, loading.get_model_loader) == own
+    assert kept(30, 1, 2) == (15, 30)
+    load_config = SimpleNamespace(load_format="dummy", model_loader_extra_config={})
+    assert "load_weights" not in vars(kept_loader(load_config))

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from faser.controller.replay.replay import replay
+
 from .test_stages_engine import QUICK, SHORT, Run, different
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -61,6 +63,9 @@ def test_a_sidecar_orders_moves_and_what_it_ordered_outlasts_it(
         bounds = {cut for (cut,) in file.execute("SELECT DISTINCT stage_bounds FROM steps")}
         asked = {cut for (cut,) in file.execute("SELECT DISTINCT decision_stage_bounds FROM steps")}
     assert bounds == asked == {"0", "15"}
-    replay = [*FASER, "replay", str(store)]
-    again = subprocess.run(replay, capture_output=True, text=True, check=False)
-    assert again.returncode == 0, again.stdout[-2000:] + again.stderr[-2000:]
+    again = replay(store)
+    assert again.differing == []
+    assert again.identical == again.decisions > 50
+    with closing(sqlite3.connect(store)) as file, file:
+        file.execute("UPDATE steps SET stage_bounds = CASE stage_bounds WHEN '0' THEN '15' ELSE '0' END")
+    assert replay(store).differing, "the control: the records say other stages"
