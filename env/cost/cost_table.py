@@ -17,6 +17,7 @@ from ...engine_adapter.arrays import Floats
 from ..cost import cost_table_kernel as kernel
 from .cost_table_kernel import CONFIDENT_STEPS, LOG_NODE, NODE, PRIOR, SPREAD, TABLE_ROWS, VISITS
 from .draft_cost import DraftCost
+from .plain_steps import PlainSteps
 
 KNEE_ROWS = {"cpu": 16.0, "cuda": 256.0}  # prior only: rows at which a step costs twice an empty one
 OTHER_KNEE_ROWS = 64.0  # ... on devices that nobody has measured
@@ -77,6 +78,7 @@ class CostTable:
     _sizes: Floats = field(init=False)
     _overlap_share: float = 0.0
     _drafting: DraftCost = field(default_factory=DraftCost)
+    _plain: PlainSteps = field(default_factory=PlainSteps)
 
     def __post_init__(self) -> None:
         self._sizes = np.array(self.graph_sizes, np.float64)
@@ -126,6 +128,10 @@ class CostTable:
         times_s = np.array(rows, np.float64, order="C")
         kernel.verify(self._bent(), self._sizes, self.level_s, times_s.reshape(-1))
         return times_s
+
+    def plain_factor(self, requests: int) -> float:
+        """Return by how much a step of so many requests without a draft differs from what the curve says of it."""
+        return self._plain.factor(requests)
 
     def beside_prompts_s(self, rows: npt.ArrayLike, requests: int, prompts: Prompts) -> Floats:
         """Return mean seconds of everything but drafting for each number of decoding rows, any shape, without prompts'.
@@ -235,6 +241,8 @@ class CostTable:
 
     def _learn_verifying(self, cost: StepCost, verify_s: float) -> None:
         rows, prefill_rows = float(cost.rows), float(cost.prefill_rows)
+        if cost.rows == cost.requests and not cost.prefill_rows and float(self.visits.sum()) > CONFIDENT_STEPS:
+            self._plain.learn(cost.requests, math.log(verify_s / float(self.verify_time_s(rows))))
         change, shift = kernel.learn(
             self._table, self._sizes, self.level_s, self.prompt_row, verify_s, rows, prefill_rows
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+import numpy as np
 
 from ..cost.cost_table import NO_PROMPTS, CostTable, Prompts
 from ..estimate import acceptance
@@ -87,4 +88,10 @@ class PlanningView(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     def verify_s(self, rows: Floats | float) -> Floats:
         """Return seconds of everything but drafting and prompts in steps of so many rows through the target."""
-        return self.cost.beside_prompts_s(rows, self.requests, self.prompts())
+        prompts = self.prompts()
+        times_s = self.cost.beside_prompts_s(rows, self.requests, prompts)
+        off = self.unsplit_cost.plain_factor(self.requests) - 1.0 if self.cost is self.unsplit_cost else 0.0
+        if off == 0.0:
+            return times_s
+        # It is known of steps without prompts.
+        return np.where(np.asarray(rows) <= self.requests, times_s * (1.0 + off * (1.0 - prompts.share)), times_s)
