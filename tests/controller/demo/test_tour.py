@@ -82,7 +82,7 @@ def test_on_one_core_what_needs_two_says_so() -> None:
 def test_engines_hold_their_gates_open_and_deal_out_the_cores() -> None:
     launches = [tour_launch(name, PAIR, "ipc://here", [2, 3, 5]) for name in (WHOLE, SPLIT, APART)]
     assert {launch.arguments[-1] for launch in launches} == {"--no-enable-prefix-caching"}
-    whole, split, settled = (launch.environment() for launch in launches)
+    whole, split, settled = (launch.environment({}) for launch in launches)
     assert (whole["FASER_PRUNE"], whole["OMP_NUM_THREADS"]) == ("always", "3")
     assert "FASER_SPLITS" not in whole, "where groups can be nothing is pruned"
     assert (split["FASER_SPLITS"], split["FASER_PING_PONG"], split["OMP_NUM_THREADS"]) == ("1:1", "always", "3")
