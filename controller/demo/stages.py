@@ -20,15 +20,14 @@ from rich.console import Console
 from ...models.embedded.pair import TARGET_NAME, ensure_embedded_target
 from ..config import Config
 from ..engine.launch import EngineLaunch, free_port, is_cpu_build, require_supported_vllm
-from ..engine.processes import ProcessTree, deferred_interrupts, ignored_interrupts, stopping_on_sigterm
+from ..engine.processes import ProcessTree, deferred_interrupts
 from ..engine.running import RunningEngine
 from ..engine.serve import EMBEDDED_ARGUMENTS
 from ..engine.sidecar_child import await_introduction, own_sidecar
 from ..errors import EngineError, FaserError, UnsupportedError
 from ..link.ask import ask
-from ..link.endpoint import socket_folder
 from ..progress import progress_bar
-from .configure import own_config
+from .lifecycle import run_to_its_end
 from .options import DemoOptions
 from .stage_load import StageClients, Tokens, chosen_prompts
 from .stage_result import StagesResult, Timeline, write_stages_picture
@@ -44,16 +43,7 @@ def run_stages_demo(options: DemoOptions) -> int:
     if not is_cpu_build():
         raise UnsupportedError("--stages with a vLLM for GPUs", "vLLM's CPU build: stages move there only so far")
     options = replace(options, policy=options.policy or POLICY)
-    with socket_folder("demo") as sockets, stopping_on_sigterm():
-        demo = StagesDemo(options, own_config(options, sockets))
-        processes = ExitStack()
-        try:
-            demo.run(processes)
-        finally:
-            with ignored_interrupts():
-                processes.close()
-                code = demo.conclude()
-        return code
+    return run_to_its_end(options, lambda config: StagesDemo(options, config))
 
 
 class StagesDemo:

@@ -26,9 +26,7 @@ _CHANGE_S: Final = 10.0
 COMMAND: Final = (sys.executable, "-P", "-c", "from faser.controller.cli.main import main; main()", "sidecar")
 
 
-def start_sidecar(
-    config: Config, log: Path | None = None, policy_file: Path | None = None
-) -> ProcessTree | None:  # fmt: skip
+def start_sidecar(config: Config, log: Path | None = None, policy_file: Path | None = None) -> ProcessTree | None:
     """Start `faser sidecar` with this configuration; None if one already owns the endpoint.
 
     :param policy_file: is written, and the policy read from it, so that `change_policy` can change it

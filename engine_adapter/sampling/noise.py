@@ -72,7 +72,7 @@ def draw_while_right(logits: Tensor, keys: Tensor, drafts: Tensor, columns: list
 
     if logits.device.type != "cpu":
         drawn = draw(logits, keys)
-        return drawn.where(~_flags(is_greedy, logits), logits.argmax(-1)) if any(is_greedy) else drawn
+        return drawn.where(~logits.new_tensor(is_greedy).bool(), logits.argmax(-1)) if any(is_greedy) else drawn
     if (kernel := _kernel()) is not None:
         drawn = torch.empty_like(keys)
         kernel.draw_while_right(
@@ -92,11 +92,6 @@ def _one_by_one(logits: Tensor, keys: Tensor, drafts: Tensor, columns: list[int]
             own = logits[place : place + 1]
             drawn[place] = own.argmax(-1)[0] if is_greedy[place] else draw(own, keys[place : place + 1])[0]
     return drawn
-
-
-def _flags(flags: list[bool], like: Tensor) -> Tensor:
-    """Return flags (rows,) on the device of a tensor."""
-    return like.new_tensor(flags).bool()
 
 
 def _draw_compiled(logits: Tensor, keys: Tensor) -> Tensor | None:

@@ -24,8 +24,6 @@ class SeededRunner(SeededHooks):
     """Mixin in front of CPUModelRunner or the V1 GPUModelRunner, whose `_guard` it uses."""
 
     _seeds_all = False  # requests without a seed get one, in steps that are the cheaper for it
-    # Where nothing is compared vLLM's draws cost no more, and of drafts drawn at random vLLM's rule keeps more.
-    _gives_seeds = False
     _given: dict[str, int] | None = None  # the seeds that requests of the batch got
     _told: frozenset[str] = frozenset()  # requests of the batch whose failed draws have been logged
 
@@ -42,21 +40,22 @@ class SeededRunner(SeededHooks):
     def draw_by_seed(self, sample: Callable[[Any, Any], Any], logits: Any, metadata: Any) -> Any:
         """Run the (rejection) sampler over `logits`, with the draws of requests that have a seed."""
         batch = self.input_batch  # type: ignore[attr-defined]
-        self._gives_seeds = self._seeds_all and metadata is not None and not has_drawn_drafts(self)
-        if not batch.generators and not (self._gives_seeds and batch.random_reqs):
+        # Where nothing is compared vLLM's draws cost no more, and of drafts drawn at random vLLM's rule keeps more.
+        gives_seeds = self._seeds_all and metadata is not None and not has_drawn_drafts(self)
+        if not batch.generators and not (gives_seeds and batch.random_reqs):
             return sample(logits, metadata)
         failures = self._guard.faults[GUARDED]  # type: ignore[attr-defined]
         with ExitStack() as drawing:
-            self._guard(GUARDED, lambda: self._begin(drawing, metadata))  # type: ignore[attr-defined]
+            self._guard(GUARDED, lambda: self._begin(drawing, metadata, gives_seeds))  # type: ignore[attr-defined]
             output = sample(logits, metadata)
         if self._guard.faults[GUARDED] > failures:  # type: ignore[attr-defined]
             self._tell()
         return output
 
-    def _begin(self, drawing: ExitStack, metadata: Any) -> None:
+    def _begin(self, drawing: ExitStack, metadata: Any, gives_seeds: bool) -> None:
         count = self.input_batch.num_reqs  # type: ignore[attr-defined]
         is_inside = self.discard_request_mask.np[:count].tolist()  # type: ignore[attr-defined]
-        streams = [stream for stream in self._streams() if not is_inside[stream.row]]
+        streams = [stream for stream in self._streams(gives_seeds) if not is_inside[stream.row]]
         if all(stream.is_greedy for stream in streams):
             return
         draws_all = len(streams) + sum(is_inside) == count
@@ -69,10 +68,10 @@ class SeededRunner(SeededHooks):
         step = SeededStep(streams, firsts, tests, self._guard, draws_all)  # type: ignore[attr-defined]
         drawing.enter_context(drawn_by(self, step))
 
-    def _streams(self) -> list[Stream]:
+    def _streams(self, gives_seeds: bool) -> list[Stream]:
         """Return how each row of the batch is drawn; rows that are left to vLLM are missing."""
         asked, streams = seeds_of(self), []
-        given = self._seeds_given(asked) if self._gives_seeds else {}
+        given = self._seeds_given(asked) if gives_seeds else {}
         for row, is_at_random in enumerate(rows_at_random(self)):
             if not is_at_random:
                 streams.append(Stream(row, is_greedy=True))

@@ -2,7 +2,7 @@
 
 Learnt and asked by cost_table.py. With the first draft a step jumps: the sampler compares, and kernels take rows in
 blocks. Between two nodes of the curve lies a line, so steps of a few drafts, if they are many, make the step without
-any look dear: by 3 to 9 % measured, and drafts look worth it that are not.
+any look dear, by some percent, and drafts look worth it that are not.
 """
 
 from __future__ import annotations

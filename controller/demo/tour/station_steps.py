@@ -133,7 +133,7 @@ class RowCounts:
 
     def of(
         self, rows: Sequence[RequestRow], copies: StepCopies, asked: Mapping[int, int], default: int
-    ) -> tuple[int, ...]:  # fmt: skip
+    ) -> tuple[int, ...]:
         """Return one number for each name of _COUNTED.
 
         :param asked: lengths by handle that the lease asks for; `default` for the others

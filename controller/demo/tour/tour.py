@@ -23,15 +23,14 @@ from rich.console import Console
 from ....models.embedded.pair import EMBEDDED_K_MAX, TARGET_NAME, EmbeddedPair, ensure_embedded_pair
 from ...config import Config
 from ...engine.launch import EngineLaunch, is_cpu_build, require_supported_vllm
-from ...engine.processes import ProcessTree, deferred_interrupts, ignored_interrupts, stopping_on_sigterm
+from ...engine.processes import ProcessTree, deferred_interrupts
 from ...engine.running import RunningEngine
 from ...engine.sidecar_child import change_policy, own_sidecar
 from ...errors import EngineError, FaserError, UnsupportedError
 from ...link.ask import ask
-from ...link.endpoint import socket_folder
 from ...progress import progress_bar
 from ..comparison import Bystanders
-from ..configure import own_config
+from ..lifecycle import run_to_its_end
 from ..options import DemoOptions
 from ..stage_load import StageClients, Tokens, chosen_prompts, wrong_tokens
 from .plan import STATIONS, Station, engines_of, reference_launch, refusal, tour_launch
@@ -45,9 +44,7 @@ _INTRODUCTION_S: Final = 60.0
 _WRITTEN_S: Final = 0.1
 
 
-def run_tour(
-    options: DemoOptions, stations: Sequence[Station] = STATIONS, prompts: Sequence[str] | None = None
-) -> int:  # fmt: skip
+def run_tour(options: DemoOptions, stations: Sequence[Station] = STATIONS, prompts: Sequence[str] | None = None) -> int:
     """Run the tour; return 0, 1 if a token was wrong or a mechanism did nothing, 130 after Ctrl-C.
 
     :param prompts: None: six of all kinds
@@ -55,17 +52,8 @@ def run_tour(
     require_supported_vllm()
     if not is_cpu_build():
         raise UnsupportedError("--tour with a vLLM for GPUs", "vLLM's CPU build: copies and overlap are its alone")
-    with socket_folder("demo") as sockets, stopping_on_sigterm():
-        config = unguarded(own_config(options, sockets))
-        tour = Tour(options, config, stations, chosen_prompts()[::EVERY_PROMPT] if prompts is None else prompts)
-        processes = ExitStack()
-        try:
-            tour.run(processes)
-        finally:
-            with ignored_interrupts():
-                processes.close()
-                code = tour.conclude()
-        return code
+    chosen = chosen_prompts()[::EVERY_PROMPT] if prompts is None else prompts
+    return run_to_its_end(options, lambda config: Tour(options, unguarded(config), stations, chosen))
 
 
 def unguarded(config: Config) -> Config:
@@ -98,7 +86,7 @@ class Tour:
 
     def __init__(
         self, options: DemoOptions, config: Config, stations: Sequence[Station], prompts: Sequence[str]
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.options, self.config, self.stations, self.prompts = options, config, stations, prompts
         self.folder = config.store.path.parent
         self.cores = sorted(os.sched_getaffinity(0))

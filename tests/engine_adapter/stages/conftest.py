@@ -1,5 +1,6 @@
-"""Fixtures: `stage_engine` runs stage_engine.py in a clean environment and reads back what the engine did; `tiny` is
-the folder of a target of eight small layers with the embedded target's tokenizer.
+"""Fixtures: `stage_engine` runs stage_engine.py in a clean environment and reads back what the engine did;
+`short_answers` are what one rank says to the short requests; `tiny` is the folder of a target of eight small layers
+with the embedded target's tokenizer.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import pytest
 
 from faser.controller.engine.launch import openmp_library, rank_cores
 from faser.models.embedded.pair import ensure_embedded_target
+
+from .scenarios import SHORT
 
 CHILD = Path(__file__).with_name("stage_engine.py")
 ENGINE: dict[str, Any] = {
@@ -82,6 +85,15 @@ def stage_engine() -> Iterator[Callable[..., Outcome]]:
     """Return `run(ranks, scenario, **environment)`."""
     with tempfile.TemporaryDirectory(prefix="faser-") as folder:
         yield lambda ranks, scenario, **extra: run_stage_engine(Path(folder), ranks, scenario, extra)
+
+
+@pytest.fixture(scope="session")
+def short_answers(stage_engine: Callable[..., Outcome]) -> dict[str, Any]:
+    """Return what vLLM says by itself on one rank."""
+    result = stage_engine(1, {"phases": [SHORT]})
+    assert result["code"] == 0, result["log"]
+    said: dict[str, Any] = result["phases"][0]["rounds"][0]
+    return said
 
 
 @pytest.fixture(scope="session")

@@ -18,24 +18,16 @@ import pytest
 
 from faser.controller.replay.replay import replay
 
-from .test_stages_engine import QUICK, SHORT, Run, different
+from .scenarios import QUICK, SHORT, Run
+from .test_stages_engine import different
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 FASER = [sys.executable, "-P", "-c", "from faser.controller.__main__ import main; main()"]
 
 
-@pytest.fixture(scope="module")
-def short(stage_engine: Run) -> dict[str, Any]:
-    """What vLLM says by itself on one rank."""
-    result = stage_engine(1, {"phases": [SHORT]})
-    assert result["code"] == 0, result["log"]
-    said: dict[str, Any] = result["phases"][0]["rounds"][0]
-    return said
-
-
 def test_a_sidecar_orders_moves_and_what_it_ordered_outlasts_it(
-    stage_engine: Run, short: dict[str, Any], tmp_path: Path
+    stage_engine: Run, short_answers: dict[str, Any], tmp_path: Path
 ) -> None:
     """Its policy asks for one stage and two in turn; the records tell, replay says the same, a kill moves nothing."""
     with tempfile.TemporaryDirectory(prefix="faser-") as folder:
@@ -54,7 +46,7 @@ def test_a_sidecar_orders_moves_and_what_it_ordered_outlasts_it(
             sidecar.wait()
     assert result["code"] == 0, result["log"]
     *before, last = result["phases"]
-    assert [different(phase["rounds"][0], short) for phase in result["phases"]] == [[], [], []]
+    assert [different(phase["rounds"][0], short_answers) for phase in result["phases"]] == [[], [], []]
     assert sum(phase["moves"] for phase in before) >= 6, (tmp_path / "sidecar.log").read_text()
     # It was killed in the middle of a move: that is completed, and none follows.
     assert not last["is_moving"]

@@ -4,49 +4,16 @@ is killed in the middle of a move ends its engine as it ends vLLM's own.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from .scenarios import QUICK, SHORT, Run, left_after
+
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]  # `make proof`
 
-Run = Callable[..., dict[str, Any]]
-SHORT = {"requests": 6, "tokens": 32}
-QUICK = [64 << 20, 30]  # bytes and layers a step
 DRAFTING = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-
-
-def alive(processes: list[int]) -> Iterator[int]:
-    """Yield those of the processes that still run."""
-    for number in processes:
-        try:
-            state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if state != "Z":
-            yield number
-
-
-def ends(processes: list[int], within_s: float = 10.0) -> bool:
-    """Wait until all of the processes have ended; tell whether they did."""
-    deadline = time.monotonic() + within_s
-    while list(alive(processes)):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
-
-
-@pytest.fixture(scope="module")
-def said(stage_engine: Run) -> dict[str, Any]:
-    """What vLLM says by itself on one rank."""
-    result = stage_engine(1, {"phases": [SHORT]})
-    assert result["code"] == 0, result["log"]
-    found: dict[str, Any] = result["phases"][0]["rounds"][0]
-    return found
 
 
 CONNECTOR = {
@@ -65,7 +32,7 @@ CONNECTOR = {
     ids=["compiled", "lora", "connector", "architecture"],
 )
 def test_what_cannot_move_is_said_in_one_line_and_requests_and_drafts_go_on(
-    stage_engine: Run, said: dict[str, Any], engine: dict[str, Any], reason: str, tmp_path: Path
+    stage_engine: Run, short_answers: dict[str, Any], engine: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     if engine.get("kv_transfer_config") is CONNECTOR:
         storage = {"kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}
@@ -77,7 +44,7 @@ def test_what_cannot_move_is_said_in_one_line_and_requests_and_drafts_go_on(
     assert len({line.partition("stages are off: ")[2] for line in lines}) == 1
     assert all(reason in line for line in lines)
     print(reason, result["phases"][0]["drafted"], lines)
-    assert result["phases"][0]["rounds"][0] == said
+    assert result["phases"][0]["rounds"][0] == short_answers
     assert result["phases"][0]["drafted"] > 20
     assert result["ranks"] == [None, None]
 
@@ -92,5 +59,5 @@ def test_a_rank_that_is_killed_in_a_move_ends_the_engine_as_it_ends_vllms_own(
     for result in (moving, still):
         assert result["died_of"], result["log"]
         assert len(result["processes"]) == 2
-        assert ends(result["processes"])
+        assert left_after(result["processes"]) == []
     assert (moving["died_of"], moving["code"]) == (still["died_of"], still["code"])

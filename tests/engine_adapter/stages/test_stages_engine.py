@@ -8,20 +8,17 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from .scenarios import QUICK, SHORT, Run, left_after
+
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-Run = Callable[..., dict[str, Any]]
 LEAST_DIFFERENCE = 1e-3  # of log probabilities; rows of another batch are rounded otherwise
 GAUNTLET: dict[str, Any] = {}
-SHORT = {"requests": 6, "tokens": 32}
-QUICK = [64 << 20, 30]  # bytes and layers a step: a move takes three steps
 LAYERS = 30
 
 
@@ -148,20 +145,7 @@ def test_a_killed_engine_leaves_no_rank_behind(stage_engine: Run) -> None:
     assert result["code"] == -9, result["log"]
     ranks = json.loads(result["said"].strip().splitlines()[-1])
     assert len(ranks) == 2
-    deadline = time.monotonic() + 10.0
-    while left := list(_alive(ranks)):
-        assert time.monotonic() < deadline, f"{left} of {ranks} live on"
-        time.sleep(0.1)
-
-
-def _alive(processes: list[int]) -> Iterator[int]:
-    for number in processes:
-        try:
-            state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if state != "Z":
-            yield number
+    assert left_after(ranks) == []
 
 
 @pytest.mark.slow  # `make proof`

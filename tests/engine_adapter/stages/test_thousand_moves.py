@@ -6,20 +6,18 @@ Every token, end and text is what one rank of vLLM says by itself; both controls
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from .scenarios import QUICK, Run
 from .short_requests import DIFFERENT
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-Run = Callable[..., dict[str, Any]]
 Answer = tuple[int, list[int], str, str]  # number, tokens, why it ended, text
 ENGINE = {"num_gpu_blocks_override": 36, "max_model_len": 320}  # blocks below what twelve requests need
-QUICK = [64 << 20, 30]  # bytes and layers a step: a move takes two or three steps
 WHOLE = {"least": DIFFERENT, "has_aborts": False}
 
 
