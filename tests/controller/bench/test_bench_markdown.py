@@ -13,6 +13,8 @@ import pytest
 
 import faser
 from faser.controller.bench.bench import print_tables
+from faser.controller.bench.classes.markdown import class_page
+from faser.controller.bench.classes.result import read_class_results
 from faser.controller.bench.markdown import page
 from faser.controller.bench.result import BenchSettings, Results, Turn, read_results
 from faser.controller.engine.machine import Machine
@@ -204,3 +206,18 @@ def test_a_file_that_holds_no_results_is_refused_in_one_line(
             print_tables(bad)
     print_tables(RESULTS / "bench_quick.json")
     assert rows_of(capsys.readouterr().out)
+
+
+def test_the_classes_table_in_the_documents_is_its_files() -> None:
+    """The page leaves out intervals and columns; the documents' shares have their intervals, its rates none."""
+    section = (ROOT / "docs" / "results.md").read_text().partition("`bench_classes.json`")[2].partition("\n## ")[0]
+    told = {name.strip("`"): figures for name, *figures in map(cells_of, rows_of(section)[1:5])}
+    page_of = class_page(read_class_results(RESULTS / "bench_classes.json", "--table"))
+    whole = {name: figures for name, *figures in map(cells_of, rows_of(page_of)[2:])}
+    assert told.keys() == whole.keys()
+    for name, (urgent, batch, rate, goodput) in told.items():
+        seen_urgent, seen_batch, _, seen_rate, seen_goodput, _ = (each.replace("%", " %") for each in whole[name])
+        assert urgent == seen_urgent.replace(" % to", " to").replace("(0 % to", "(0 to").replace(" %)", ")")
+        assert seen_batch.startswith(batch)
+        seen = [float(each.split()[0]) for each in (seen_rate, seen_goodput)]
+        assert [float(rate), float(goodput)] == pytest.approx(seen, abs=0.51)
