@@ -216,7 +216,7 @@ def test_the_classes_table_in_the_documents_is_its_files() -> None:
     whole = {name: figures for name, *figures in map(cells_of, rows_of(page_of)[2:])}
     assert told.keys() == whole.keys()
     for name, (urgent, batch, rate, goodput) in told.items():
-        seen_urgent, seen_batch, _, seen_rate, seen_goodput, _ = (each.replace("%", " %") for each in whole[name])
+        seen_urgent, seen_batch, _, seen_rate, seen_goodput, *_ = (each.replace("%", " %") for each in whole[name])
         assert urgent == seen_urgent.replace(" % to", " to").replace("(0 % to", "(0 to").replace(" %)", ")")
         assert seen_batch.startswith(batch)
         seen = [float(each.split()[0]) for each in (seen_rate, seen_goodput)]
