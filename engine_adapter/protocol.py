@@ -247,7 +247,9 @@ class MatchRule(msgspec.Struct, array_like=True, frozen=True, gc=False):
     The engine gives each copied token a chance c_j, with which a match promises S_j as under a `StopRule`. Its tokens
     are verified while S_j >= keep; it takes the place of a draft of the drafter's if the sum of S_j - keep over them
     is more than `worth`. The drafter runs only if at least `fewest` requests are left to it. For a request whose tokens
-    are worth more or less than the others', keep is divided by its weight.
+    are worth more or less than the others', keep is divided by its weight. A step with drafts takes longer than one
+    without before their rows are counted: where none of the drafter's is asked for, all copies are left unless these
+    sums, by weight, are together more than `least`.
     """
 
     slopes: PerPosition
@@ -258,10 +260,11 @@ class MatchRule(msgspec.Struct, array_like=True, frozen=True, gc=False):
     fewest: Count = 1
     handles: SomeHandles = ()  # requests with a weight
     weights: SomeWeights = ()  # of these, what their tokens are worth; 1 for whoever is not named
+    least: Number = 0.0  # tokens
 
     def numbers(self) -> list[float]:
         """Return every number of the rule that may be anything."""
-        return [*self.slopes, *self.intercepts, *self.keep, self.worth]
+        return [*self.slopes, *self.intercepts, *self.keep, self.worth, self.least]
 
 
 class Admission(msgspec.Struct, array_like=True, frozen=True, gc=False):

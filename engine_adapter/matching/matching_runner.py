@@ -150,6 +150,8 @@ class ChosenCopies:
         kept, net = kept_of(drafts, slopes, intercepts, keep[None, :] / weights[:, None])
         asked = np.array(lengths) > 0
         is_used = (kept > 0) & ((net > rule.worth) | ~asked)
+        if not asked.any() and float((net * weights)[is_used].sum()) <= rule.least:
+            is_used[:] = False
         self.tokens: dict[int, tuple[int, ...]] = {  # by batch row
             row: tuple(drafts.tokens[row, : kept[row]].tolist()) for row in np.flatnonzero(is_used).tolist()
         }

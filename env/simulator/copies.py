@@ -77,7 +77,7 @@ def copy(
         _ask_at_price(engine, profile, vector, rules)
     if engine.copy_most == 0:
         return
-    left = 0
+    left, total, is_asked = 0, 0.0, False
     for i in range(ints.shape[1]):
         most, wanted = min(engine.copy_most, _room(ints, i)), copies[WANTED, i]
         if ints[SCHEDULED, i] > 0 and ints[FRESH, i] > 0 and most > 0:
@@ -90,9 +90,21 @@ def copy(
                     worth = _drafters_worth(i, wanted, evidence, rules)
                 if copies[COPY_KEPT, i] > 0 and (net > worth or wanted == 0):
                     copies[COPIED, i], named[i] = 1, 0
+                    total += net * weights[i]
         left += 1 if wanted > 0 and named[i] != 0 else 0
+        is_asked |= wanted > 0
     if left < engine.copy_fewest:
         named[:] = 0
+    if not is_asked and total <= engine.copy_least:
+        _leave_all(ints, copies)
+
+
+@apart
+def _leave_all(ints: Shorts, copies: Shorts) -> None:
+    """Take back the copies of this step."""
+    for i in range(ints.shape[1]):
+        if ints[SCHEDULED, i] > 0:
+            copies[COPIED, i] = 0
 
 
 @apart

@@ -85,7 +85,7 @@ class SimulatedEngine:
         engine, longest = self.simulator.state.engines[0], self.capabilities.copy_max
         engine["copy_most"] = min(rule.most, longest) if rule is not None else 0
         if rule is not None and longest:
-            engine["copy_fewest"], engine["copy_worth"] = rule.fewest, rule.worth
+            engine["copy_fewest"], engine["copy_worth"], engine["copy_least"] = rule.fewest, rule.worth, rule.least
             curves = (rule.slopes, rule.intercepts, rule.keep)
             self.simulator.state.copy_rules[0, :, :longest] = [fitted_to(values, longest) for values in curves]
             weights = dict(zip(rule.handles, rule.weights, strict=True))

@@ -111,7 +111,7 @@ _REAL = (
     # running estimates, as env/estimate/engine_state.py keeps them
     "mean_prefill_rows", "mean_prefill_share", "mean_step_s", "mean_tokens_per_s", "arrival_rate", "observed_s",
     "excess", "leverage", "mean_draft_s", "mean_rounds",
-    "copy_worth",  # of the rule, tokens
+    "copy_worth", "copy_least",  # of the rule, tokens
 )  # fmt: skip
 # One record per engine. Times in seconds, on the engine's own clock that starts at 0.
 ENGINE: Final = np.dtype(

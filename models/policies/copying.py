@@ -49,7 +49,8 @@ def match_rule(view: PlanningView, matches: Matches, table: Floats, choice: Choi
     rows = float(with_copies(table, requests, matches)[ROWS, choice.threshold, choice.depth])
     keep = _row_price(view, rows, choice.rate)
     worth, fewest = _drafters_worth(view, cell, keep, choice.rate) if choice.depth else (0.0, 1)
-    return MatchRule(slopes.tolist(), intercepts.tolist(), [keep] * longest, longest, worth, fewest)
+    least = _first_row_price(view, rows, keep, choice.rate)
+    return MatchRule(slopes.tolist(), intercepts.tolist(), [keep] * longest, longest, worth, fewest, least=least)
 
 
 def beside_favoured(rule: MatchRule, view: PlanningView, groups: FavouredGroups, rate: float) -> MatchRule:
@@ -66,8 +67,9 @@ def beside_favoured(rule: MatchRule, view: PlanningView, groups: FavouredGroups,
     favoured = min(max(rule.keep[0] * rate / dear, LEAST_KEEP), LARGEST_KEEP)
     handles = view.table.column("handle")[groups.favoured][:MAX_REQUESTS].tolist()
     weights = (min(max(keep / favoured, LEAST_WEIGHT), LARGEST_WEIGHT),) * len(handles)
+    least = min(rule.least * rate / cheap, HIGHEST_PRICE * view.requests)
     return msgspec.structs.replace(
-        rule, keep=[keep] * len(rule.keep), fewest=1, handles=tuple(handles), weights=weights
+        rule, keep=[keep] * len(rule.keep), fewest=1, handles=tuple(handles), weights=weights, least=least
     )
 
 
@@ -76,6 +78,16 @@ def _row_price(view: PlanningView, rows: float, rate: float) -> float:
     more = max(NEXT_ROWS * view.requests, 1.0)
     low_s, high_s = map(float, view.verify_s(np.array([rows, rows + more])))
     return min(max(rate * (high_s - low_s) / more, LEAST_KEEP), LARGEST_KEEP)
+
+
+def _first_row_price(view: PlanningView, rows: float, row_price: float, rate: float) -> float:
+    """Return what a step with copies costs beside a plain one before their rows are counted, in tokens.
+
+    :param rows: a usual step with copies has
+    """
+    requests = float(view.requests)
+    plain_s, copied_s = map(float, view.verify_s(np.array([requests, max(rows, requests + 1.0)])))
+    return max(rate * (copied_s - plain_s) - row_price * max(rows - requests, 1.0), 0.0)
 
 
 def _drafters_worth(view: PlanningView, cell: Floats, row_price: float, rate: float) -> tuple[float, int]:

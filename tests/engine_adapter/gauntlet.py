@@ -98,7 +98,9 @@ def random_match(chance: random.Random, handles: list[int] | None = None) -> wir
     worth, fewest = chance.uniform(-0.5, 1.5), chance.choice([0, 1, 1, 3])
     named = tuple(handle for handle in handles or [] if chance.random() < 0.3)
     weights = tuple(chance.uniform(0.2, 5.0) for _ in named)
-    return wire.MatchRule([chance.uniform(0.5, 2)], [chance.uniform(-1, 1)], keep, most, worth, fewest, named, weights)
+    least = chance.choice([0.0, 0.0, 1.5])
+    slope, intercept = chance.uniform(0.5, 2), chance.uniform(-1, 1)
+    return wire.MatchRule([slope], [intercept], keep, most, worth, fewest, named, weights, least)
 
 
 def counts(records: list[wire.StepRecord]) -> dict[str, Any]:

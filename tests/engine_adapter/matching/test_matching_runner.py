@@ -84,6 +84,26 @@ def test_the_drafter_does_not_run_for_fewer_than_pay_its_rounds() -> None:
     assert lengths == [0, 0]
 
 
+@pytest.mark.parametrize(
+    ("least", "lengths", "is_copied"), [(3.0, (0, 0), True), (3.7, (0, 0), False), (3.7, (0, 3), True)]
+)
+def test_copies_that_together_bring_too_little_are_left_unless_the_drafter_drafts_anyway(
+    least: float, lengths: tuple[int, ...], is_copied: bool
+) -> None:
+    made = runner(REPEATING, PLAIN)
+    made.copy_drafts(order(MatchRule([1.0], [3.0], [0.1], 4, least=least), *lengths), made.sampled, list(lengths))
+    assert bool(made.matches.tokens) == is_copied
+
+
+def test_what_copies_bring_together_counts_all_requests_by_their_weights() -> None:
+    for weights, is_copied in (((1.0, 1.0), True), ((0.3, 0.3), False)):
+        made = runner(REPEATING, REPEATING)
+        asked = order(MatchRule([1.0], [3.0], [0.01], 4, 0.0, 1, (1, 2), weights, 5.0), 0, 0)
+        asked.match_weights = dict(zip(("r0", "r1"), weights, strict=True))
+        made.copy_drafts(asked, made.sampled, [0, 0])
+        assert bool(made.matches.tokens) == is_copied
+
+
 @pytest.mark.parametrize("rule", [None, MatchRule([1.0], [3.0], [0.1], 0)])
 def test_nothing_is_copied_unasked(rule: MatchRule | None) -> None:
     made, lengths = runner(REPEATING), [2]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from faser.engine_adapter.protocol import MatchRule, RequestRow
+from faser.engine_adapter.protocol import MatchRule, RequestRow, StepRecord
 from faser.env.layout.action_vector import ACTION, outside
 from faser.env.simulator.copies import LEAST_PRICE
 from faser.env.simulator.simulated_record import hello
@@ -62,6 +64,27 @@ def test_a_copy_takes_the_place_of_a_draft_only_if_it_is_worth_more() -> None:
     assert min(worth) > 1.45
     alone = verified_copies(served(model, rule, length=0)).values()  # without a draft to compare with any is welcome
     assert min(sum(chance - 0.2 for chance in survival(row, rule)[: row.verified]) for row in alone) < 0.5
+
+
+def test_copies_that_together_bring_too_little_are_left_unless_the_drafter_drafts_anyway() -> None:
+    model, rule = match_model(), replace(match_rule(0.2), least=3.0)
+    alone, free = (np.array(_nets(served(model, by), by)) for by in (rule, match_rule(0.2)))
+    assert np.mean(alone > 2.95) > 0.95  # requests end between a copy and its verification
+    assert np.mean(free > 2.95) < 0.9
+    beside = served(model, rule, length=2)
+    assert any(0 < len(record.copied) <= 2 for record in beside)
+
+
+def _nets(records: Iterator[StepRecord], rule: MatchRule) -> list[float]:
+    """Return what all copies that one step verified promised beyond their rows."""
+    return [
+        sum(
+            chance - rule.keep[0]
+            for row in record.rows if row.handle in record.verified_copies
+            for chance in survival(row, rule)[: row.verified]
+        )
+        for record in records if record.verified_copies
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("fewest", [1, 12])

@@ -18,8 +18,13 @@ K_MAX = 4
 CAPABILITIES = Capabilities(k_max=K_MAX, copy_max=K_MAX)
 
 
-def seen(requests: int, row_ms: float, round_ms: float, level: float = 0.6, share: float = 0.3) -> EngineState:
-    """Return a state of so many requests, on an engine of 10 ms and so many for each row and each drafting round."""
+def seen(
+    requests: int, row_ms: float, round_ms: float, level: float = 0.6, share: float = 0.3, first_row_ms: float = 0.0
+) -> EngineState:
+    """Return a state of so many requests, on an engine of 10 ms and so many for each row and each drafting round.
+
+    :param first_row_ms: what any step with a draft takes beside these
+    """
     state, random = EngineState(CAPABILITIES), np.random.default_rng(0)
     verified: tuple[int, ...] = ()
     time_s = 0.0
@@ -35,7 +40,7 @@ def seen(requests: int, row_ms: float, round_ms: float, level: float = 0.6, shar
             rows.append(RequestRow(handle, 1 + drafts, length, length, drafts, 0, hits, hits + 1, 50, False, told))
         drafts = sum(row.verified for row in rows)
         draft_s = round_ms * 1e-3 * length
-        step_s = 0.01 + row_ms * 1e-3 * (requests + drafts) + draft_s
+        step_s = 0.01 + row_ms * 1e-3 * (requests + drafts) + draft_s + (first_row_ms * 1e-3 if drafts else 0.0)
         time_s += step_s
         observe(
             state,
@@ -75,6 +80,14 @@ def test_where_nothing_is_to_be_drafted_any_copy_that_pays_its_rows_is_welcome()
     assert not action.lengths.any()
     assert action.match is not None
     assert action.match.worth == 0.0
+
+
+def test_the_first_row_beyond_a_plain_step_has_a_price_of_its_own() -> None:
+    level = rule(seen(8, 1.0, 30.0))
+    jumping = rule(seen(8, 1.0, 30.0, first_row_ms=5.0))
+    assert level.least < 0.4
+    assert jumping.least > level.least + 1.0
+    assert rule(seen(8, 1.0, 30.0, first_row_ms=1.0)).least < jumping.least
 
 
 def test_a_round_is_not_run_for_a_request_that_cannot_pay_it() -> None:
