@@ -56,6 +56,7 @@ _TINY_TOKENS: Final = 24
 _CORE_EXPONENT: Final = 0.6  # an estimate, for this model's size
 _TURN_S: Final = 6.0
 _QUICK_TURN_S: Final = 1.5
+_LEARN_S, _QUICK_LEARN_S = 20.0, 8.0
 # A quick run ends within twelve minutes, also on a restless machine whose cores read 300 prompt tokens a second: five
 # servers with 32 clients each have 160 prompts to read before anything is measured.
 _QUICK_REPEAT_S: Final = 480.0
@@ -122,6 +123,7 @@ class BenchOptions:
             table_lengths=tuple(sorted({*(_QUICK_TABLE if self.quick else _ALL_LENGTHS), *lengths})),
             minutes=self.minutes if self.minutes is not None else (0.0 if self.quick or self.starts > 1 else 6.0),
             turn_s=turn_s,
+            learn_s=0.0 if turn_s < 1.0 else (_QUICK_LEARN_S if self.quick else _LEARN_S),
             max_tokens=self.max_tokens,
             max_prompt_tokens=_QUICK_PROMPT_TOKENS if self.quick else _PROMPT_TOKENS,
             least_per_client=_QUICK_PER_CLIENT if self.quick else _PER_CLIENT,
@@ -300,5 +302,5 @@ def _settings(options: BenchOptions, plan: BenchPlan, dtype: DType) -> BenchSett
         threads=options.threads or default_threads(available_cores()), turn_s=plan.turn_s, slice_s=plan.slice_s,
         max_tokens=plan.max_tokens, max_prompt_tokens=plan.max_prompt_tokens, seed=plan.seed, pairs=plan.pairs,
         arguments=server_arguments(dtype, bool(plan.held or plan.temperature)), held=plan.held, has_huge_pages=True,
-        temperature=plan.temperature,
+        temperature=plan.temperature, learn_s=plan.learn_s,
     )  # fmt: skip

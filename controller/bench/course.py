@@ -25,7 +25,7 @@ from .arm import Arm, Bed
 from .arms import Arms, Tell
 from .best_table import best_table, described, worth_sweeping
 from .clients import Clients, Served, Times, one_by_one, replay, spent_since
-from .plan import NONE, REPEATS, TABLE, BenchPlan, Progress, arm_of, contenders, groups, turn_order
+from .plan import NONE, REPEATS, TABLE, BenchPlan, Progress, arm_of, contenders, groups, learns, turn_order
 from .ratio import OURS, Goodput, Objective
 from .result import MAIN, SWEEP, Latency, Results, Spans, Turn, envelope_at, levels_at, name_of, write_results
 from .start import arms_at, first_start
@@ -33,7 +33,8 @@ from .turn import Look, Place, Slice, as_turn, slice_ends, slice_tokens
 from .workload import Mix, Replay, closed_stream, prompt_pool
 
 MAX_REQUESTS: Final = 64  # as the embedded servers are started
-SETTLE_TURNS: Final = {SWEEP: 1, MAIN: 2}  # of each arm at each load, unmeasured; FASER has to learn the load
+SETTLE_TURNS: Final = {SWEEP: 1, MAIN: 2}  # of each arm at each load, unmeasured
+LEARN_STEPS: Final = 8  # that are asked for at a time while an arm learns a load
 UNLOADED_REQUESTS: Final = 10  # one at a time, for the objective of a replay
 _CLOSE_S: Final = 0.3  # for a server to notice that clients are gone
 
@@ -56,6 +57,7 @@ class Bench:
     start: int = 0  # which one of the servers this is
     _seen: tuple[float, float] = (0.0, 0.0)  # when own_load was last fed, and our CPU time then
     _times: dict[tuple[int | str, str, str], Times] = field(default_factory=dict)
+    _met: set[tuple[str, int]] = field(default_factory=set)  # arms, and loads that they have learnt
     _done: float = 0.0
 
     def __post_init__(self) -> None:
@@ -116,6 +118,7 @@ class Bench:
         """End the servers of the start before, if there are to be several."""
         if self.plan.starts > 1:
             await self.arms.end()
+            self._met.clear()
             self.arms.bed = replace(self.bed, folder=self.bed.folder / f"start-{self.start}")
 
     async def _arrange(self, group: Sequence[str]) -> tuple[str, ...]:
@@ -167,6 +170,8 @@ class Bench:
         what = f"{load} requests, {mix.name}" + (" (sweep)" if phase == SWEEP else "")
         first = self._next_round(phase, load, mix.name)
         work = closed_stream(load, mix, plan.max_tokens, plan.max_prompt_tokens, plan.seed + first, plan.held)
+        if phase == MAIN:
+            await self._learn(load, mix, names)
         arms = {name: self.arms.running[name] for name in names if name in self.arms.running}
         clients = {name: Clients(arm, work, load, TARGET_NAME, plan.temperature) for name, arm in arms.items()}
         try:
@@ -190,6 +195,23 @@ class Bench:
                     self._keep_times(load, mix.name, name, each.times())
                 await self._dismiss(name, each)
             self._write()
+
+    async def _learn(self, load: int, mix: Mix, names: Sequence[str]) -> None:
+        """Let arms that learn serve a load that is new to them: elsewhere they serve for hours, here for seconds."""
+        for name in names:
+            if self.plan.learn_s and learns(name) and (name, load) not in self._met:
+                self._met.add((name, load))
+                await self.arms.attempt(name, partial(self._learn_one, load, mix))
+
+    async def _learn_one(self, load: int, mix: Mix, arm: Arm) -> None:
+        plan, spent_s = self.plan, 0.0
+        work = closed_stream(load, mix, plan.max_tokens, plan.max_prompt_tokens, plan.seed, plan.held)
+        clients = Clients(arm, work, load, TARGET_NAME, plan.temperature)
+        try:
+            while spent_s < plan.learn_s:
+                spent_s += (await clients.serve(clients.tokens + LEARN_STEPS * load)).seconds
+        finally:
+            await self._dismiss(arm.name, clients)
 
     def _repeats(self, phase: str = MAIN) -> int:
         """Return how many disturbed rounds of the next load point may be repeated."""

@@ -34,6 +34,7 @@ POLICIES: Final = (
     *PAPERS, "goodput", "ema", "bandit", "price:history", "price:drafter", *BY_OBJECTIVE, "hybrid:4", "arctic:4",
     "learned",
 )  # fmt: skip
+FIXED_RULES: Final = ("hybrid:4", "arctic:4")
 # FASER with mechanisms that it leaves off by default; no rivals, so the envelope does not know them.
 VARIANTS: Final = ("faser+pruning", "faser+overlap", "faser+both")
 MAX_LENGTH: Final = 8
@@ -64,6 +65,7 @@ class BenchPlan:
     sweep_rounds: int = 2
     minutes: float = 0.0  # for each load point, to sharpen its ratio after the first rounds
     turn_s: float = 1.5
+    learn_s: float = 0.0  # served once at a new load, unmeasured, by arms that learn it
     slice_s: float = 1.5  # of a turn, about: the arms go round within it
     max_tokens: int = 96
     max_prompt_tokens: int = 300
@@ -182,6 +184,11 @@ def contenders(rates: Mapping[str, Floats], arms: Sequence[str]) -> tuple[str, .
         level[arm] = float(np.nanmean(logs)) if (~np.isnan(logs)).any() else -np.inf
     least = max(level.values()) + float(np.log(NEAR))
     return tuple(arm for arm in arms if arm == NONE or not is_rival(arm) or level.get(arm, -np.inf) >= least)
+
+
+def learns(arm: str) -> bool:
+    """Return whether an arm finds out what pays at a load while it serves."""
+    return arm == OURS or arm in VARIANTS or (arm in POLICIES and arm not in FIXED_RULES)
 
 
 @dataclass(slots=True)

@@ -51,6 +51,7 @@ class BenchSettings(msgspec.Struct, frozen=True):
     held: int = 0  # prompts whose answers were recorded, and every arm held to them
     has_huge_pages: bool = False  # asked of every server's malloc
     temperature: float = 0.0  # of sampling
+    learn_s: float = 0.0  # served unmeasured at a load that is new to an arm that learns
 
 
 class Turn(msgspec.Struct, frozen=True):

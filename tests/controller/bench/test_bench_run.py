@@ -253,6 +253,30 @@ def test_all_servers_are_started_anew_and_later_starts_leave_out_who_fell_behind
     assert (point["pairs"], point["starts"]) == (2, 2)
 
 
+@pytest.mark.parametrize("learn_s", [0.0, 0.4])
+def test_an_arm_that_learns_has_time_for_it_at_every_load_that_is_new_to_its_server(
+    learn_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learnt: list[tuple[str, int]] = []
+    learn_one = Bench._learn_one
+
+    async def seen(self: Bench, load: int, mix: bench_work.Mix, arm: Any) -> None:
+        began_s, before = time.perf_counter(), arm.emitted
+        await learn_one(self, load, mix, arm)
+        assert time.perf_counter() - began_s > learn_s
+        assert arm.emitted > before
+        learnt.append((arm.name, load))
+
+    monkeypatch.setattr(Bench, "_learn_one", seen)
+    mixes = (MIX, bench_work.Mix.parse("chat"))
+    wanted = plan(rivals=("none", "adaspec", "hybrid:4"), loads=(1, 2), mixes=mixes, pairs=1, starts=2, learn_s=learn_s)
+    monkeypatch.setattr(bench_run, "arms_at", lambda arms, *_: arms)
+    results = measure(wanted, tmp_path, monkeypatch, {name: FakeArm(name) for name in wanted.arms})
+    by_start = [(name, load) for load in (1, 2) for name in ("adaspec", "faser")]
+    assert learnt == (by_start * 2 if learn_s else [])
+    assert {turn.arm for turn in results.turns} == set(wanted.arms)
+
+
 def test_every_server_is_held_to_the_answers_that_the_first_one_gave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
