@@ -24,6 +24,7 @@ from .bench import bench
 from .drafter import app as drafter_app
 from .evaluate import evaluate
 from .exits import app as exits_app
+from .fleet import fleet
 from .groups import GroupedCommands
 from .policy import app as policy_app
 from .simulation import calibrate, fidelity, profile
@@ -52,6 +53,7 @@ app.add_typer(exits_app, name="exits")
 app.add_typer(policy_app, name="policy")
 PASSED_ON: Final = {"allow_extra_args": True, "ignore_unknown_options": True}  # to vLLM
 app.command(context_settings=PASSED_ON)(profile)
+app.command(context_settings=PASSED_ON)(fleet)
 for command in (calibrate, fidelity, evaluate, bench, train, sweep):
     app.command()(command)
 

@@ -113,12 +113,17 @@ class RunningEngine:
 
 def is_healthy(url: str) -> bool:
     """Return whether a server answers /health."""
+    return health_status(url) == 200
+
+
+def health_status(url: str) -> int:
+    """Return the status of a server's /health, 503 once its engine is dead; 0 if it does not answer."""
     connection = HTTPConnection(urlsplit(url).netloc, timeout=2.0)  # unlike urllib, never by a proxy
     try:
         connection.request("GET", "/health")
-        return connection.getresponse().status == 200
+        return connection.getresponse().status
     except (OSError, HTTPException):
-        return False
+        return 0
     finally:
         connection.close()
 

@@ -1,0 +1,176 @@
+"""One request on its way to a replica, and the answer on its way back, unchanged.
+
+Until the first byte of an answer has gone to the client, a replica that is lost costs nothing but time: the request is
+made again on another one. Afterwards it cannot be, since the client has tokens of an answer that another replica need
+not continue: the stream ends with one event that says so. A client that leaves takes its request off the replica,
+because the connection to it is closed with the client's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Final
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict, CIMultiDictProxy
+from yarl import URL
+
+from .fleet import Fleet, NoReplicaError, Place
+
+MOST_TRIES: Final = 2  # a request that ended two engines is not given a third
+EVENTS: Final = "text/event-stream"
+REPLICA_HEADER: Final = "X-Faser-Replica"
+# RFC 9110 7.6.1: they speak of one connection. Lengths are counted again on either side.
+_HOP: Final = frozenset(
+    {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
+     "transfer-encoding", "upgrade", "content-length", "host", "expect"}
+)  # fmt: skip
+_FAILURES: Final = (aiohttp.ClientError, ConnectionError, TimeoutError)
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """What became of requests."""
+
+    finished: int = 0  # with an answer of a replica, whatever its status
+    failed: int = 0  # with one of ours
+    cancelled: int = 0  # the client left
+    retried: int = 0  # tries after the first
+
+
+class _NotBegunError(Exception):
+    """A replica failed before the client had a byte."""
+
+
+class _ClientGoneError(Exception):
+    """The client left."""
+
+
+class Forwarder:
+    """Takes requests to replicas."""
+
+    def __init__(self, fleet: Fleet, session: aiohttp.ClientSession) -> None:
+        self.counts = RequestCounts()
+        self._fleet, self._session = fleet, session
+
+    async def forward(self, request: web.Request) -> web.StreamResponse:
+        """Return a replica's answer, already sent if it is a stream."""
+        body = await request.read()
+        tried: list[str] = []
+        try:
+            while True:
+                place = await self._fleet.take(len(body), tried)
+                try:
+                    response = await self._try(request, body, place)
+                except _NotBegunError as error:
+                    tried.append(place.name)
+                    if len(tried) >= MOST_TRIES:
+                        self.counts.failed += 1
+                        return problem(502, f"{' and '.join(tried)} failed: {error}; send it again or see /fleet")
+                    self.counts.retried += 1
+                else:
+                    self.counts.finished += 1
+                    return response
+                finally:
+                    self._fleet.give_back(place)
+        except NoReplicaError as error:
+            self.counts.failed += 1
+            return problem(503, str(error))
+        except _BrokenStreamError as broken:
+            self.counts.failed += 1
+            return broken.response
+        except (asyncio.CancelledError, _ClientGoneError):
+            self.counts.cancelled += 1
+            raise
+
+    async def _try(self, request: web.Request, body: bytes, place: Place) -> web.StreamResponse:
+        url = URL(place.url + request.path_qs, encoded=True)
+        headers = _passed(request.headers)
+        try:
+            upstream = await self._session.request(
+                request.method, url, data=body or None, headers=headers, allow_redirects=False
+            )
+        except _FAILURES as error:
+            raise _NotBegunError(_said(error)) from None
+        async with upstream:
+            if upstream.content_type == EVENTS:
+                return await self._stream(request, upstream, place)
+            return await self._whole(upstream, place)
+
+    async def _whole(self, upstream: aiohttp.ClientResponse, place: Place) -> web.Response:
+        """Return an answer that comes in one piece; nothing of it is sent before all of it is there."""
+        try:
+            body = await upstream.read()
+        except _FAILURES as error:
+            raise _NotBegunError(_said(error)) from None
+        if upstream.status >= 500 and await self._fleet.is_lost(place):
+            raise _NotBegunError(f"status {upstream.status}")
+        return web.Response(status=upstream.status, body=body, headers=_answered(upstream.headers, place))
+
+    async def _stream(self, request: web.Request, upstream: aiohttp.ClientResponse, place: Place) -> web.StreamResponse:
+        """Pass events on as they come. vLLM sends its headers before it has a token, so the first event decides."""
+        try:
+            part = await upstream.content.readany()
+        except _FAILURES as error:
+            raise _NotBegunError(_said(error)) from None
+        if (not part or part.startswith(b'data: {"error"')) and await self._fleet.is_lost(place):
+            raise _NotBegunError("its engine died")
+        response = web.StreamResponse(status=upstream.status, headers=_answered(upstream.headers, place))
+        await _to_client(response.prepare(request))
+        while part:
+            await _to_client(response.write(part))
+            try:
+                part = await upstream.content.readany()
+            except _FAILURES as error:
+                text = f"{place.name} was lost while it answered ({_said(error)}); send the request again"
+                await _to_client(response.write(b"data: " + _problem_bytes(502, text) + b"\n\n"))
+                await _to_client(response.write_eof())
+                raise _BrokenStreamError(response) from None
+        await _to_client(response.write_eof())
+        return response
+
+
+class _BrokenStreamError(Exception):
+    """A stream that ended with our event; the response has been sent."""
+
+    def __init__(self, response: web.StreamResponse) -> None:
+        super().__init__()
+        self.response = response
+
+
+async def _to_client(sending: object) -> None:
+    try:
+        await sending  # type: ignore[misc]
+    except ConnectionError:
+        raise _ClientGoneError from None
+
+
+def problem(status: int, text: str) -> web.Response:
+    """Return an error in the form of vLLM and OpenAI."""
+    headers = {"Retry-After": "5"} if status == 503 else {}
+    return web.Response(
+        status=status, body=_problem_bytes(status, text), content_type="application/json", headers=headers
+    )
+
+
+def _problem_bytes(status: int, text: str) -> bytes:
+    return json.dumps({"error": {"message": text, "type": "FleetError", "param": None, "code": status}}).encode()
+
+
+def _said(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _passed(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+    """Return the headers that speak of the message, not of the connection."""
+    named = {name.strip().lower() for value in headers.getall("Connection", []) for name in value.split(",")}
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _HOP | named)
+
+
+def _answered(headers: CIMultiDictProxy[str], place: Place) -> CIMultiDict[str]:
+    found = _passed(headers)
+    found[REPLICA_HEADER] = place.name
+    return found

@@ -1,0 +1,93 @@
+"""How many replicas there are to be: when one is added, merged away or taken back. Pure.
+
+The number is the simulated cluster's and Ray Serve's (models/pipeline/replicas.py): requests in flight over what a
+replica is to have. It is followed upward at once, downward only where it was lower for the whole of the idle time, with
+a margin: a load time of tens of seconds makes a replica that is missed dearer than one that is spare.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ...models.pipeline.replicas import replicas_for
+from .views import FleetView, ReplicaView
+
+MEMORY_S: Final = 5.0  # of the mean, so that a burst of a second adds nothing
+DIGITS: Final = 3  # of the mean, which would else come near 0 and never reach it
+MARGIN: Final = 0.8  # of what fewer replicas are to have: their load must fit with room
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRule:
+    """Between which numbers, and by what."""
+
+    least: int = 1
+    most: int = 1
+    requests_each: float = 8.0  # in flight, that a replica is to have
+    idle_s: float = 300.0  # what was not needed for so long goes
+
+
+@dataclass(frozen=True, slots=True)
+class SizeMemory:
+    """What is remembered from one decision to the next."""
+
+    at_s: float = -math.inf
+    ongoing: float = 0.0  # requests, mean over MEMORY_S
+    low_since_s: float | None = None  # since then fewer replicas would have done
+    low_most: int = 0  # how many, at most, in that time
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """What is to be done now; names are of replicas."""
+
+    add: int = 0
+    restore: tuple[str, ...] = ()  # drained, not yet gone: they serve again
+    drain: tuple[str, ...] = ()
+
+
+STAY: Final = Resize()
+
+
+def resize(rule: SizeRule, memory: SizeMemory, view: FleetView) -> tuple[SizeMemory, Resize]:
+    """Return what to remember and what to do."""
+    ongoing = _mean(memory, view)
+    here = len(view.of("starting", "serving"))
+    wanted = replicas_for(ongoing, rule.requests_each, rule.least, rule.most)
+    if not here and view.ongoing and rule.most:
+        wanted = max(wanted, 1)  # nobody serves: the mean need not be waited for
+    seen = replace(memory, at_s=view.now_s, ongoing=ongoing)
+    if wanted > here:
+        return replace(seen, low_since_s=None), _more(view, wanted - here)
+    fewer = replicas_for(ongoing, rule.requests_each * MARGIN, rule.least, rule.most)
+    if fewer >= here or view.of("starting"):
+        return replace(seen, low_since_s=None), STAY
+    since_s = view.now_s if memory.low_since_s is None else memory.low_since_s
+    needed = fewer if memory.low_since_s is None else max(fewer, memory.low_most)
+    if view.now_s - since_s < rule.idle_s or needed >= here:
+        return replace(seen, low_since_s=since_s, low_most=needed), STAY
+    return replace(seen, low_since_s=None), Resize(drain=_spare(view, here - needed))
+
+
+def _mean(memory: SizeMemory, view: FleetView) -> float:
+    """Return the mean of what is in flight, which begins with what is there."""
+    weight = 1.0 - math.exp(-max(view.now_s - memory.at_s, 0.0) / MEMORY_S)
+    return round(memory.ongoing + weight * (view.ongoing - memory.ongoing), DIGITS)
+
+
+def _more(view: FleetView, count: int) -> Resize:
+    """Return how to have so many more: first those that still drain, whose engines are warm; the busiest first."""
+    draining = sorted(view.of("draining"), key=lambda each: (-each.requests, each.name))
+    restored = tuple(each.name for each in draining[:count])
+    return Resize(add=count - len(restored) if view.may_start else 0, restore=restored)
+
+
+def _spare(view: FleetView, count: int) -> tuple[str, ...]:
+    """Return who goes: those with the least to finish, of equals the youngest."""
+
+    def order(replica: ReplicaView) -> tuple[int, float, str]:
+        return replica.requests, -replica.since_s, replica.name
+
+    return tuple(each.name for each in sorted(view.of("serving"), key=order)[:count])
