@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..engine.running import Health
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSight:
@@ -17,7 +19,7 @@ class EngineSight:
     is_running: bool
     is_placed: bool = True  # False: waits for cores or GPUs
     url: str = ""
-    status: int = 0  # of its /health; 0: no answer
+    health: Health = "silent"  # dead is normal until it has started
     reason: str = ""  # why it does not run, in one line
     where: str = ""  # node and cores, for people
     pid: int = 0  # root of its processes
@@ -39,5 +41,5 @@ class Carrier(Protocol):
     """Starts engines."""
 
     def hold(self, name: str) -> EngineHolder:
-        """Begin to start an engine and return at once."""
+        """Begin to start an engine and return without waiting for it."""
         ...

@@ -15,23 +15,27 @@ from ..file_lock import FileLock
 
 
 class CoreClaim:
-    """So many cores out of some, until closed; raises EngineError where fewer are free."""
+    """So many cores, until closed; raises EngineError where fewer are free.
+
+    :param count: how many
+    :param among: numbers of the cores to choose from; the first free ones are taken
+    :param folder: of the locks, which must exist
+    """
 
     def __init__(self, count: int, among: Sequence[int], folder: Path) -> None:
-        self._locks: list[FileLock] = []
         self.cores: list[int] = []
+        self._locks: list[FileLock] = []
         for core in among:
             if len(self.cores) == count:
                 break
             with contextlib.suppress(BlockingIOError):
                 self._locks.append(FileLock(folder / f"core-{core}.lock"))
                 self.cores.append(core)
-        if len(self.cores) < count:
-            free = len(self.cores)
+        if (free := len(self.cores)) < count:
             self.close()
             raise EngineError(
-                f"{free} of this machine's {len(among)} cores are free", f"{count} for an engine",
-                "stop another fleet's engines or pass fewer --cores-per-replica",
+                f"{free} of {len(among)} cores are free", f"{count} for an engine",
+                "stop another fleet on this machine or give each replica fewer",
             )  # fmt: skip
 
     def close(self) -> None:

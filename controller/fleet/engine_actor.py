@@ -2,38 +2,39 @@
 
 Called by controller/fleet/ray_carrier.py through Ray, with plain values only. The server hangs on the actor by a pipe
 (controller/engine/processes.py): however the actor ends, by order, by Ray or by a signal, the engine ends with it.
-It must import neither ray nor vLLM.
+It imports no vLLM, and Ray only to ask where it is.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
-from typing import Final
+from typing import Any
 
 import msgspec
 
 from ...engine_adapter.settings import ensure_private_folder, runtime_folder
 from ...models.embedded.pair import ensure_embedded_pair
 from ..engine.launch import EngineLaunch, free_port
-from ..engine.running import RunningEngine, health_status
+from ..engine.running import RunningEngine, health
 from ..engine.serve import EMBEDDED, embedded_launch, model_launch
 from ..engine.sidecar_child import log_folder
 from ..errors import EngineError, FaserError
 from .cores import CoreClaim
 
-_RAYS_OWN: Final = ("OMP_NUM_THREADS",)  # Ray sets it to its own idea of a task
+_THREADS = "OMP_NUM_THREADS"
+_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 class EngineOrder(msgspec.Struct, frozen=True):
     """What an actor is told: how to start its engine. Crosses processes as a dict of plain values."""
 
-    name: str
+    name: str  # of its log
     model: str
     arguments: list[str]
-    endpoint: str
-    host: str  # where the engine listens
-    cores: int  # of its own; 0: it runs on all (GPUs)
+    endpoint: str  # of the sidecar; empty: the node's own
+    host: str  # where the engine listens; empty: at its node's address, which other nodes reach
+    cores: int  # of its own; 0: it runs on all of them, beside GPUs
+    is_spread: bool  # its ranks are vLLM's own Ray actors
     environment: dict[str, str]
 
 
@@ -46,27 +47,26 @@ class EngineActor:
         self._refusal = ""
 
     def start(self, order: dict[str, object]) -> dict[str, object]:
-        """Start the engine and return at once, with where it is; what kept it from starting is in `look`."""
+        """Start the engine and return without waiting for it, with where it is; a refusal is told by `look`."""
         told = msgspec.convert(order, EngineOrder)
         try:
-            self._start(told)
+            self._engine = self._started(told)
         except (FaserError, OSError) as error:
             self._refusal = str(error)
             return {"url": "", "where": "", "pid": 0}
-        assert self._engine is not None
-        cores = self._claim.cores if self._claim else []
-        where = f"cores {','.join(map(str, cores))}" if cores else f"GPUs {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
-        return {"url": self._engine.launch.url, "where": where, "pid": self._engine.pid}
+        cores = "cores " + ",".join(map(str, self._claim.cores)) if self._claim is not None else ""
+        where = [told.host and "this machine" or _address(), cores or f"GPUs {os.environ.get(_DEVICES) or 'of Ray'}"]
+        return {"url": self._engine.launch.url, "where": ", ".join(where), "pid": self._engine.pid}
 
     def look(self) -> dict[str, object]:
-        """Return whether the engine's process lives, the status of its /health, and why it ended."""
+        """Return whether the engine's process lives, how it is, and why it ended."""
         if self._engine is None:
-            return {"is_running": False, "status": 0, "reason": self._refusal}
+            return {"is_running": False, "health": "dead", "reason": self._refusal}
         try:
             self._engine.require_running()
         except EngineError as error:
-            return {"is_running": False, "status": 0, "reason": str(error)}
-        return {"is_running": True, "status": health_status(self._engine.launch.url), "reason": ""}
+            return {"is_running": False, "health": "dead", "reason": str(error)}
+        return {"is_running": True, "health": health(self._engine.launch.url), "reason": ""}
 
     def stop(self) -> None:
         """End the engine and give its cores back."""
@@ -75,26 +75,50 @@ class EngineActor:
         if self._claim is not None:
             self._claim.close()
 
-    def _start(self, order: EngineOrder) -> None:
-        for name in _RAYS_OWN:
-            if name not in order.environment:
-                os.environ.pop(name, None)
-        os.environ.update(order.environment)
+    def _started(self, order: EngineOrder) -> RunningEngine:
+        _set_environment(order)
         if order.cores:
             folder = runtime_folder() / "cores"
             ensure_private_folder(folder.parent)
             ensure_private_folder(folder)
             self._claim = CoreClaim(order.cores, sorted(os.sched_getaffinity(0)), folder)
             os.sched_setaffinity(0, self._claim.cores)  # the engine inherits it and counts its threads by it
-        launch = launch_of(order)
-        log = log_folder() / f"{order.name}-{launch.port}-{secrets.token_hex(2)}.log"
-        self._engine = RunningEngine(launch, log)
+        log = log_folder() / f"{order.name}.log"
+        log.unlink(missing_ok=True)
+        return RunningEngine(launch_of(order), log)
 
 
 def launch_of(order: EngineOrder) -> EngineLaunch:
     """Return the engine's command line on this machine, as `faser serve` would start it."""
-    arguments = [*order.arguments, "--host", order.host, "--port", str(free_port(order.host))]
+    host = order.host or _address()
+    port = free_port(host)
+    arguments = [*order.arguments, "--host", host, "--port", str(port)]
     if order.model == EMBEDDED:
-        pair = ensure_embedded_pair()
-        return embedded_launch(pair, order.endpoint, int(arguments[-1]), arguments, os.environ.get("FASER_SPLITS", ""))
+        splits = os.environ.get("FASER_SPLITS", "")
+        return embedded_launch(ensure_embedded_pair(), order.endpoint, port, arguments, splits)
     return model_launch(order.model, order.endpoint, arguments)
+
+
+def _set_environment(order: EngineOrder) -> None:
+    """Make this process's environment what the engine is to inherit: the operator's, and as little as may be of Ray's.
+
+    Ray sets a number of threads, which is for its tasks, and hides all GPUs from who asked for none, as the owner of
+    ranks does that ask for theirs themselves.
+    """
+    os.environ.pop(_THREADS, None)
+    os.environ.update(order.environment)
+    if order.is_spread:
+        if not os.environ.get(_DEVICES):
+            os.environ.pop(_DEVICES, None)
+        os.environ["RAY_ADDRESS"] = str(_ray().get_runtime_context().gcs_address)
+
+
+def _address() -> str:
+    """Return this node's address."""
+    return str(_ray().util.get_node_ip_address())
+
+
+def _ray() -> Any:
+    import ray
+
+    return ray

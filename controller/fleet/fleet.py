@@ -7,96 +7,90 @@ by a carrier; a request is never waited for by anything but itself. What happens
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, TypeVar
 
 from ..errors import EngineError
 from .carrier import Carrier, EngineHolder, EngineSight
+from .place import Place
 from .routing import choose
 from .sizing import Resize, SizeMemory, SizeRule, resize
 from .views import FleetView, ReplicaState, ReplicaView
 
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
 TICK_S: Final = 0.5
 WAIT_S: Final = 600.0  # that a request waits for a replica: as long as an engine may take to start
 MOST_WAITING: Final = 1024
-_FIRST_PAUSE_S: Final = 10.0  # after an engine that did not start; doubles
-_MOST_PAUSE_S: Final = 600.0
+FIRST_PAUSE_S: Final = 10.0  # after an engine that did not start; doubles
+MOST_PAUSE_S: Final = 600.0
+_MOST_THREADS: Final = 64
 
 
 class NoReplicaError(EngineError):
     """No replica can take a request."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Replica:
     """One engine as the fleet knows it."""
 
     name: str
     holder: EngineHolder
-    state: ReplicaState
-    since_s: float
-    url: str = ""
-    where: str = ""
-    pid: int = 0  # root of the engine's processes, on its machine
-    requests: int = 0
-    body_bytes: int = 0
+    asked_s: float  # when it was asked for
+    since_s: float  # when its state began
+    state: ReplicaState = "pending"
+    places: set[Place] = field(default_factory=set)
     chosen_s: float = 0.0
+    sight: EngineSight = EngineSight(is_running=True, is_placed=False)
 
     def view(self) -> ReplicaView:
         """Return what the rules see."""
-        return ReplicaView(self.name, self.state, self.requests, self.body_bytes, self.chosen_s, self.since_s)
+        body_bytes = sum(place.body_bytes for place in self.places)
+        return ReplicaView(self.name, self.state, len(self.places), body_bytes, self.chosen_s, self.since_s)
 
 
 @dataclass(slots=True)
 class FleetCounts:
-    """What has happened so far."""
+    """What has happened to replicas so far."""
 
     added: int = 0
     merged: int = 0
     restored: int = 0
     lost: int = 0
     not_started: int = 0
-    start_s: float = 0.0  # that the last engine took to start
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A request's place at a replica, to be given back."""
-
-    name: str
-    url: str
-    body_bytes: int
+    start_s: float = 0.0  # from asking for the last one until it served
 
 
 class Fleet:
     """See the module.
 
     :param tell: is called with one line for whatever happens
+    :param clock: seconds
     """
 
     def __init__(
-        self,
-        carrier: Carrier,
-        rule: SizeRule,
-        tell: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+        self, carrier: Carrier, rule: SizeRule, tell: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic, wait_s: float = WAIT_S,
+    ) -> None:  # fmt: skip
         self.rule = rule
         self.counts = FleetCounts()
         self.failure: EngineError | None = None  # the first engine did not start: there is nothing to serve with
-        self._carrier, self._tell, self._clock = carrier, tell, clock
+        self._carrier, self._tell, self._clock, self._wait_s = carrier, tell, clock, wait_s
         self._replicas: dict[str, Replica] = {}
         self._memory = SizeMemory()
         self._number = 0
         self._waiting = 0
-        self._has_served = False
-        self._pause_s, self._may_start_s = _FIRST_PAUSE_S, 0.0
+        self._has_served = self._has_failed = False
+        self._pause_s, self._may_start_s = FIRST_PAUSE_S, 0.0
         self._changed = asyncio.Condition()
-        self._ending: set[asyncio.Task[None]] = set()
-        self._threads = ThreadPoolExecutor(2 * max(rule.most, 1) + 2, "faser-fleet")
+        self._ending: set[asyncio.Future[None]] = set()
+        self._threads = ThreadPoolExecutor(min(2 * rule.most + 2, _MOST_THREADS), "faser-fleet")
 
     # --- for requests ---
 
@@ -107,7 +101,7 @@ class Fleet:
         return FleetView(now_s, replicas, self._waiting, now_s >= self._may_start_s)
 
     def replicas(self) -> list[Replica]:
-        """Return the replicas there are, in the order of their start."""
+        """Return the replicas there are, in the order in which they were asked for."""
         return list(self._replicas.values())
 
     async def take(self, body_bytes: int, without: Collection[str] = ()) -> Place:
@@ -119,57 +113,61 @@ class Fleet:
             raise NoReplicaError(f"{self._waiting} requests wait for a replica", f"fewer than {MOST_WAITING}")
         self._waiting += 1
         try:
-            async with asyncio.timeout(WAIT_S), self._changed:
+            async with asyncio.timeout(self._wait_s), self._changed:
                 while (name := choose(self.view().replicas, without)) is None:
                     self._require_hope(without)
                     await self._changed.wait()
         except TimeoutError:
-            raise NoReplicaError(f"no replica within {WAIT_S:g} s", "one that serves", "see /fleet") from None
+            raise NoReplicaError(f"no replica within {self._wait_s:g} s", "one that serves", "see /fleet") from None
         finally:
             self._waiting -= 1
         replica = self._replicas[name]
-        replica.requests += 1
-        replica.body_bytes += body_bytes
+        place = Place(name, replica.sight.url, body_bytes)
+        replica.places.add(place)
         replica.chosen_s = self._clock()
-        return Place(name, replica.url, body_bytes)
+        return place
 
     def give_back(self, place: Place) -> None:
         """End a request's place; the replica may be gone by now."""
         if (replica := self._replicas.get(place.name)) is not None:
-            replica.requests -= 1
-            replica.body_bytes -= place.body_bytes
+            replica.places.discard(place)
 
     async def is_lost(self, place: Place) -> bool:
-        """Return whether the replica of a request that failed is gone; one that is gets no more."""
-        replica = self._replicas.get(place.name)
-        if replica is None or replica.url != place.url:
-            return True
-        await self._look(replica)
-        return self._replicas.get(place.name) is not replica
+        """Look at the replica of a request that failed; return whether it is gone, and will get no more."""
+        if (replica := self._replicas.get(place.name)) is not None:
+            await self._look(replica)
+        return place.name not in self._replicas
 
     def _require_hope(self, without: Collection[str]) -> None:
-        """Raise NoReplicaError where every replica has failed this request and no other is to come."""
-        if without and set(without) >= set(self._replicas) and self._replicas:
-            raise NoReplicaError("every replica failed this request", remedy="see /fleet and the replicas' logs")
+        """Raise NoReplicaError where every replica has failed this request and no other is under way."""
+        if without and self._replicas and set(without) >= set(self._replicas):
+            raise NoReplicaError("every replica failed this request", remedy="see /fleet and the engines' logs")
 
     # --- for itself ---
 
     async def run(self) -> None:
         """Look and resize until cancelled or until the first engine did not start."""
         while self.failure is None:
-            await self.tick()
+            try:
+                await self.tick()
+            except Exception:  # requests are still served by the replicas there are
+                if not self._has_failed:
+                    logger.exception("the fleet could not look after itself; of further failures nothing is said")
+                self._has_failed = True
             await asyncio.sleep(TICK_S)
 
     async def tick(self) -> None:
         """Look at every replica, then do what the rules say."""
         await asyncio.gather(*(self._look(replica) for replica in self.replicas()))
         for replica in self.replicas():
-            if replica.state == "draining" and not replica.requests:
+            if replica.state == "draining" and not replica.places:
                 self._remove(replica)
                 self.counts.merged += 1
                 self._tell(f"{replica.name} is merged away")
         self._memory, change = resize(self.rule, self._memory, self.view())
-        self._apply(change)
+        self._restore(change.restore)
+        self._drain(change.drain)
+        await self._add(change)
         await self._notify()
 
     async def close(self) -> None:
@@ -179,68 +177,94 @@ class Fleet:
         await asyncio.gather(*self._ending)
         self._threads.shutdown()
 
-    def _apply(self, change: Resize) -> None:
-        for name in change.restore:
+    def _restore(self, names: Collection[str]) -> None:
+        for name in names:
             self._enter(self._replicas[name], "serving")
             self.counts.restored += 1
             self._tell(f"{name} is needed after all and serves on")
-        for name in change.drain:
-            self._enter(self._replicas[name], "draining")
-            self._tell(f"{name} was not needed for {self.rule.idle_s:g} s: it finishes what it has and goes")
+
+    def _drain(self, names: Collection[str]) -> None:
+        for name in names:
+            replica = self._replicas[name]
+            if replica.state == "pending":
+                self._remove(replica)
+                self._tell(f"{name} is needed no more; it still waited for room")
+            else:
+                self._enter(replica, "draining")
+                self._tell(f"{name} was not needed for {self.rule.idle_s:g} s: it finishes what it has and goes")
+
+    async def _add(self, change: Resize) -> None:
         for _ in range(change.add):
             self._number += 1
             name = f"replica-{self._number}"
-            self._replicas[name] = Replica(name, self._carrier.hold(name), "starting", self._clock())
             self._tell(f"{name} starts, for {self._memory.ongoing:.1f} requests in flight")
+            try:
+                holder = await self._in_thread(partial(self._carrier.hold, name))
+            except Exception as error:  # the cluster is gone, for a while or for good
+                self._not_started(name, str(error) or type(error).__name__)
+                return
+            now_s = self._clock()
+            self._replicas[name] = Replica(name, holder, now_s, now_s)
 
     def _enter(self, replica: Replica, state: ReplicaState) -> None:
         replica.state, replica.since_s = state, self._clock()
 
     async def _look(self, replica: Replica) -> None:
         """Ask how an engine is, and believe it."""
-        sight = await asyncio.get_running_loop().run_in_executor(self._threads, replica.holder.look)
+        sight = await self._in_thread(replica.holder.look)
         if self._replicas.get(replica.name) is not replica:
             return  # it went while we looked
-        replica.url, replica.where, replica.pid = sight.url, sight.where, sight.pid
-        if replica.state == "starting":
-            self._welcome(replica, sight)
-        elif not sight.is_running or sight.status == 503:  # 503: vLLM's word for an engine that is dead
-            self._remove(replica)
-            self.counts.lost += 1
-            reason = sight.reason or "its engine is dead"
-            self._tell(f"{replica.name} is lost with {replica.requests} requests in flight: {reason}")
+        replica.sight = sight
+        if replica.state in ("pending", "starting"):
+            self._welcome(replica)
+        elif not sight.is_running or sight.health == "dead":
+            self._lose(replica)
         await self._notify()
 
-    def _welcome(self, replica: Replica, sight: EngineSight) -> None:
+    def _welcome(self, replica: Replica) -> None:
         """Let a replica serve once its engine does, or say why it never will."""
-        if sight.is_running and sight.status == 200:
-            self.counts.start_s = self._clock() - replica.since_s
+        sight = replica.sight
+        if not sight.is_running:
+            self._remove(replica)
+            self._not_started(replica.name, sight.reason)
+            return
+        if replica.state == "pending" and sight.is_placed:
+            self._enter(replica, "starting")
+        if sight.health == "ready":
+            self.counts.start_s = self._clock() - replica.asked_s
             self.counts.added += 1
             self._enter(replica, "serving")
-            self._has_served, self._pause_s = True, _FIRST_PAUSE_S
-            self._tell(f"{replica.name} serves after {self.counts.start_s:.1f} s, {replica.where}")
-        elif not sight.is_running:
-            self._remove(replica)
-            self.counts.not_started += 1
-            self._may_start_s = self._clock() + self._pause_s
-            if not self._has_served and not self._replicas:
-                self.failure = EngineError(sight.reason)
-                return
-            self._tell(f"{replica.name} did not start, next try in {self._pause_s:g} s: {sight.reason}")
-            self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
+            self._has_served, self._pause_s = True, FIRST_PAUSE_S
+            self._tell(f"{replica.name} serves after {self.counts.start_s:.1f} s, {sight.where}")
+
+    def _not_started(self, name: str, reason: str) -> None:
+        """Try again later, less and less often; before anything has served there is nothing to go on with."""
+        self.counts.not_started += 1
+        self._may_start_s = self._clock() + self._pause_s
+        if not self._has_served and not self._replicas:
+            self.failure = EngineError(f"{name} did not start: {reason}")
+            return
+        self._tell(f"{name} did not start, next try in {self._pause_s:g} s: {reason}")
+        self._pause_s = min(2 * self._pause_s, MOST_PAUSE_S)
+
+    def _lose(self, replica: Replica) -> None:
+        self._remove(replica)
+        self.counts.lost += 1
+        reason = replica.sight.reason or "its engine is dead"
+        self._tell(f"{replica.name} is lost with {len(replica.places)} requests in flight: {reason}")
+        for place in replica.places:
+            place.abandon()
 
     def _remove(self, replica: Replica) -> None:
-        """Forget a replica and end its engine meanwhile."""
+        """Forget a replica; its engine ends meanwhile."""
         del self._replicas[replica.name]
-        ending = asyncio.get_running_loop().run_in_executor(self._threads, replica.holder.stop)
-        task = asyncio.ensure_future(_finish(ending))
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        ending = self._in_thread(replica.holder.stop)
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+    def _in_thread(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
-
-
-async def _finish(ending: asyncio.Future[None]) -> None:
-    await ending

@@ -39,7 +39,7 @@ def _states(fleet: Fleet, _: RequestCounts) -> Samples:
 
 def _in_flight(fleet: Fleet, _: RequestCounts) -> Samples:
     for replica in fleet.replicas():
-        yield (replica.name,), float(replica.requests)
+        yield (replica.name,), float(len(replica.places))
 
 
 def _outcomes(_: Fleet, counts: RequestCounts) -> Samples:
@@ -55,10 +55,20 @@ def _changes(fleet: Fleet, _: RequestCounts) -> Samples:
 FLEET_METRICS: Final = (
     FleetSeries("faser_fleet_replicas", "Replicas by state.", ("state",), _states),
     FleetSeries("faser_fleet_requests", "Requests in flight by replica.", ("replica",), _in_flight),
-    FleetSeries("faser_fleet_waiting", "Requests that no replica has yet.", (), _one(lambda f, _: f.view().waiting)),
-    FleetSeries("faser_fleet_start_seconds", "What the last engine took to start.", (), _one(lambda f, _: f.counts.start_s)),
-    FleetSeries("faser_fleet_requests_total", "Requests by outcome: finished, failed, cancelled.", ("outcome",), _outcomes),
-    FleetSeries("faser_fleet_retries_total", "Requests made again on another replica.", (), _one(lambda _, c: c.retried)),
+    FleetSeries(
+        "faser_fleet_waiting", "Requests that no replica has yet.", (), _one(lambda fleet, _: fleet.view().waiting)
+    ),
+    FleetSeries(
+        "faser_fleet_start_seconds", "What the last engine took to start, in seconds.", (),
+        _one(lambda fleet, _: fleet.counts.start_s),
+    ),
+    FleetSeries(
+        "faser_fleet_requests_total", "Requests by outcome: finished, failed, cancelled.", ("outcome",), _outcomes
+    ),
+    FleetSeries(
+        "faser_fleet_retries_total", "Requests made again on another replica.", (),
+        _one(lambda _, counts: counts.retried),
+    ),
     FleetSeries(
         "faser_fleet_changes_total", "Replicas by what became of them: added, merged, restored, lost, not_started.",
         ("change",), _changes,

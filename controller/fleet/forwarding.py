@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from .fleet import Fleet, NoReplicaError, Place
+from .fleet import Fleet, NoReplicaError
+from .place import Place
 
+T = TypeVar("T")
 MOST_TRIES: Final = 2  # a request that ended two engines is not given a third
 EVENTS: Final = "text/event-stream"
 REPLICA_HEADER: Final = "X-Faser-Replica"
-# RFC 9110 7.6.1: they speak of one connection. Lengths are counted again on either side.
+# RFC 9110, 7.6.1: they speak of one connection. Lengths are counted again on either side.
 _HOP: Final = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
      "transfer-encoding", "upgrade", "content-length", "host", "expect"}
@@ -31,22 +34,30 @@ _HOP: Final = frozenset(
 _FAILURES: Final = (aiohttp.ClientError, ConnectionError, TimeoutError)
 
 
-@dataclass(slots=True)
-class RequestCounts:
-    """What became of requests."""
-
-    finished: int = 0  # with an answer of a replica, whatever its status
-    failed: int = 0  # with one of ours
-    cancelled: int = 0  # the client left
-    retried: int = 0  # tries after the first
+class ClientGoneError(Exception):
+    """The client has left."""
 
 
 class _NotBegunError(Exception):
     """A replica failed before the client had a byte."""
 
 
-class _ClientGoneError(Exception):
-    """The client left."""
+class _BrokenStreamError(Exception):
+    """A replica failed amid a stream; the response has been sent, with our event at its end."""
+
+    def __init__(self, response: web.StreamResponse) -> None:
+        super().__init__()
+        self.response = response
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """What became of requests so far."""
+
+    finished: int = 0  # with a replica's answer, whatever its status
+    failed: int = 0  # with an error of ours
+    cancelled: int = 0  # the client left
+    retried: int = 0  # tries after the first
 
 
 class Forwarder:
@@ -57,44 +68,46 @@ class Forwarder:
         self._fleet, self._session = fleet, session
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
-        """Return a replica's answer, already sent if it is a stream."""
+        """Return a replica's answer, which is sent already if it is a stream; raise ClientGoneError."""
         body = await request.read()
-        tried: list[str] = []
         try:
-            while True:
-                place = await self._fleet.take(len(body), tried)
-                try:
-                    response = await self._try(request, body, place)
-                except _NotBegunError as error:
-                    tried.append(place.name)
-                    if len(tried) >= MOST_TRIES:
-                        self.counts.failed += 1
-                        return problem(502, f"{' and '.join(tried)} failed: {error}; send it again or see /fleet")
-                    self.counts.retried += 1
-                else:
-                    self.counts.finished += 1
-                    return response
-                finally:
-                    self._fleet.give_back(place)
+            response = await self._until_answered(request, body)
         except NoReplicaError as error:
             self.counts.failed += 1
             return problem(503, str(error))
         except _BrokenStreamError as broken:
             self.counts.failed += 1
             return broken.response
-        except (asyncio.CancelledError, _ClientGoneError):
+        except (asyncio.CancelledError, ClientGoneError):
             self.counts.cancelled += 1
             raise
+        return response
+
+    async def _until_answered(self, request: web.Request, body: bytes) -> web.StreamResponse:
+        tried: list[str] = []
+        while True:
+            place = await self._fleet.take(len(body), tried)
+            try:
+                response = await self._try(request, body, place)
+            except _NotBegunError as error:
+                tried.append(place.name)
+                await self._fleet.is_lost(place)  # one that is must not be taken for a replica that refuses
+                if len(tried) == MOST_TRIES:
+                    self.counts.failed += 1
+                    return problem(502, f"{' and '.join(tried)} failed: {error}; expected an answer; see /fleet")
+                self.counts.retried += 1
+            else:
+                self.counts.finished += 1
+                return response
+            finally:
+                self._fleet.give_back(place)
 
     async def _try(self, request: web.Request, body: bytes, place: Place) -> web.StreamResponse:
-        url = URL(place.url + request.path_qs, encoded=True)
-        headers = _passed(request.headers)
-        try:
-            upstream = await self._session.request(
-                request.method, url, data=body or None, headers=headers, allow_redirects=False
-            )
-        except _FAILURES as error:
-            raise _NotBegunError(_said(error)) from None
+        asking = self._session.request(
+            request.method, URL(place.url + request.path_qs, encoded=True), data=body or None,
+            headers=_passed(request.headers), allow_redirects=False,
+        )  # fmt: skip
+        upstream = await _before_begun(place, asking)
         async with upstream:
             if upstream.content_type == EVENTS:
                 return await self._stream(request, upstream, place)
@@ -102,20 +115,14 @@ class Forwarder:
 
     async def _whole(self, upstream: aiohttp.ClientResponse, place: Place) -> web.Response:
         """Return an answer that comes in one piece; nothing of it is sent before all of it is there."""
-        try:
-            body = await upstream.read()
-        except _FAILURES as error:
-            raise _NotBegunError(_said(error)) from None
+        body = await _before_begun(place, upstream.read())
         if upstream.status >= 500 and await self._fleet.is_lost(place):
             raise _NotBegunError(f"status {upstream.status}")
         return web.Response(status=upstream.status, body=body, headers=_answered(upstream.headers, place))
 
     async def _stream(self, request: web.Request, upstream: aiohttp.ClientResponse, place: Place) -> web.StreamResponse:
         """Pass events on as they come. vLLM sends its headers before it has a token, so the first event decides."""
-        try:
-            part = await upstream.content.readany()
-        except _FAILURES as error:
-            raise _NotBegunError(_said(error)) from None
+        part = await _before_begun(place, upstream.content.readany())
         if (not part or part.startswith(b'data: {"error"')) and await self._fleet.is_lost(place):
             raise _NotBegunError("its engine died")
         response = web.StreamResponse(status=upstream.status, headers=_answered(upstream.headers, place))
@@ -123,40 +130,40 @@ class Forwarder:
         while part:
             await _to_client(response.write(part))
             try:
-                part = await upstream.content.readany()
+                part = await place.wait(upstream.content.readany())
             except _FAILURES as error:
-                text = f"{place.name} was lost while it answered ({_said(error)}); send the request again"
-                await _to_client(response.write(b"data: " + _problem_bytes(502, text) + b"\n\n"))
+                text = f"{place.name} was lost while it answered: {_said(error)}; send the request again"
+                # An event may have been cut off: an empty line ends it.
+                await _to_client(response.write(b"\n\ndata: " + problem_bytes(502, text) + b"\n\n"))
                 await _to_client(response.write_eof())
                 raise _BrokenStreamError(response) from None
         await _to_client(response.write_eof())
         return response
 
 
-class _BrokenStreamError(Exception):
-    """A stream that ended with our event; the response has been sent."""
-
-    def __init__(self, response: web.StreamResponse) -> None:
-        super().__init__()
-        self.response = response
-
-
-async def _to_client(sending: object) -> None:
+async def _before_begun(place: Place, reading: Awaitable[T]) -> T:
     try:
-        await sending  # type: ignore[misc]
+        return await place.wait(reading)
+    except _FAILURES as error:
+        raise _NotBegunError(_said(error)) from None
+
+
+async def _to_client(sending: Awaitable[object]) -> None:
+    try:
+        await sending
     except ConnectionError:
-        raise _ClientGoneError from None
+        raise ClientGoneError from None
 
 
 def problem(status: int, text: str) -> web.Response:
-    """Return an error in the form of vLLM and OpenAI."""
-    headers = {"Retry-After": "5"} if status == 503 else {}
-    return web.Response(
-        status=status, body=_problem_bytes(status, text), content_type="application/json", headers=headers
-    )
+    """Return an error in the form that vLLM and OpenAI give theirs."""
+    headers = {"Retry-After": "5"} if status == 503 else None
+    body = problem_bytes(status, text)
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
 
 
-def _problem_bytes(status: int, text: str) -> bytes:
+def problem_bytes(status: int, text: str) -> bytes:
+    """Return the same as JSON."""
     return json.dumps({"error": {"message": text, "type": "FleetError", "param": None, "code": status}}).encode()
 
 

@@ -12,7 +12,16 @@ from ..errors import UsageError
 from .sizing import SizeRule
 
 MOST_REPLICAS: Final = 4096
-_OUR_FLAGS: Final = ("--scheduler-cls", "--worker-cls", "--data-parallel-size", "-dp", "--uds")
+# What vLLM must not be told: the fleet sets it, or counts on its being as it is.
+_OURS: Final = {
+    "--scheduler-cls": "FASER's own class",
+    "--worker-cls": "FASER's own class",
+    "--data-parallel-size": "none: --replicas are servers of their own",
+    "-dp": "none: --replicas are servers of their own",
+    "--uds": "none: engines listen where the entry point reaches them",
+    "--ssl-keyfile": "none: TLS ends in front of the entry point",
+    "--ssl-certfile": "none: TLS ends in front of the entry point",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +56,20 @@ def replica_range(text: str) -> tuple[int, int]:
         raise UsageError(f"--replicas {text!r}", "LEAST:MOST such as 1:4, or one number")
     least, most = int(found[1]), int(found[2] or found[1])
     if least > most:
-        raise UsageError(
-            f"--replicas {text}: at least {least} and at most {most}", "LEAST:MOST", f"pass {most}:{least}"
-        )
+        raise UsageError(f"--replicas {text}", "LEAST:MOST with LEAST not above MOST", f"pass {most}:{least}")
     if not 1 <= most <= MOST_REPLICAS:
-        raise UsageError(f"--replicas {text}", f"a most of 1 to {MOST_REPLICAS}")
+        raise UsageError(f"--replicas {text}", f"1 to {MOST_REPLICAS} at most")
     return least, most
 
 
-def cores_each(options: FleetOptions, most: int, cores: int) -> int:
-    """Return the cores of a replica on a CPU: what was asked for, or an even share of this machine's.
+def cores_each(options: FleetOptions, most: int, cores: int, is_cpu: bool) -> int:
+    """Return the cores of a replica: as asked for; else on a CPU an even share of this machine's, beside GPUs one.
 
     :param cores: of this machine
     """
     each = options.cores_per_replica
     if each is None:
-        return max(cores // most, 1)
+        return max(cores // most, 1) if is_cpu else 1
     if each < 1:
         raise UsageError(f"--cores-per-replica {each}", "1 or more")
     return each
@@ -71,6 +78,7 @@ def cores_each(options: FleetOptions, most: int, cores: int) -> int:
 def require_ours(arguments: Sequence[str]) -> None:
     """Raise UsageError for what vLLM must not be told here."""
     for argument in arguments:
-        name = argument.partition("=")[0].replace("_", "-")
-        if name in _OUR_FLAGS:
-            raise UsageError(f"{name} with faser fleet", "nothing there: the fleet sets it or does its work", "drop it")
+        name = argument.partition("=")[0]
+        name = name.replace("_", "-") if name.startswith("--") else name
+        if name in _OURS:
+            raise UsageError(f"{name} with faser fleet", _OURS[name], "drop it")

@@ -25,7 +25,13 @@ class Placement:
     cores: int  # Ray's CPUs for the actor; on a CPU cores of the engine's own
     gpus: int = 0  # for the actor
     ranks: int = 1
+    is_spread: bool = False  # the ranks are actors of vLLM's own
     arguments: tuple[str, ...] = ()  # beside the operator's
+
+    def needs(self, is_cpu: bool) -> str:
+        """Return what one replica takes, for people."""
+        count, what = (self.cores, "core") if is_cpu else (self.ranks, "GPU")
+        return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +56,23 @@ def place(arguments: Sequence[str], is_cpu: bool, cores: int) -> Placement:
     backend = flag_value(arguments, BACKEND)
     if ranks == 1 or backend not in (None, "ray"):
         return Placement(cores, gpus=ranks, ranks=ranks)
-    return Placement(cores, ranks=ranks, arguments=() if backend else (BACKEND, "ray"))
+    return Placement(cores, ranks=ranks, is_spread=True, arguments=() if backend else (BACKEND, "ray"))
 
 
 def replicas_in(rooms: Iterable[Room], placement: Placement, is_cpu: bool) -> int:
-    """Return how many replicas find room."""
+    """Return how many replicas find room on these machines, empty."""
     rooms = list(rooms)
     if is_cpu:
         return sum(room.cores // placement.cores for room in rooms)
-    if placement.gpus:
-        return sum(min(room.gpus // placement.gpus, room.cores // placement.cores) for room in rooms)
-    return sum(room.gpus for room in rooms) // placement.ranks  # vLLM's own executor spreads its ranks
+    if placement.is_spread:
+        return sum(room.gpus for room in rooms) // placement.ranks
+    return sum(min(room.gpus // placement.gpus, room.cores // placement.cores) for room in rooms)
 
 
-def require_room(found: int, most: int, what: str) -> None:
-    """Raise UsageError where fewer replicas find room than there may be."""
+def require_room(found: int, most: int, needs: str) -> None:
+    """Raise UsageError where fewer replicas find room on this machine than there may be."""
     if found < most:
         raise UsageError(
-            f"room for {found} replicas of {what}", f"for the {most} of --replicas",
+            f"room for {found} replicas of {needs} each on this machine", f"room for {most}, as --replicas says",
             "pass fewer, or give each less",
         )  # fmt: skip

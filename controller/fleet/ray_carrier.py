@@ -1,4 +1,4 @@
-"""Engines in Ray actors, one each. Ray is imported here and nowhere else in the fleet.
+"""Engines in Ray actors, one each. Nothing else of the fleet talks to Ray.
 
 Ray places an actor by the cores or GPUs that its engine takes, restarts nothing by itself, and ends the actors when the
 fleet's process ends. Between us and an actor travel plain values: texts, numbers, lists and dicts of them.
@@ -10,10 +10,12 @@ import contextlib
 import logging
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+import tempfile
+from pathlib import Path
 from typing import Any, Final, Self
 
 import msgspec
@@ -25,42 +27,42 @@ from .placement import Placement, Room
 
 STORE_BYTES: Final = 80 << 20  # of a local instance, for objects: near the least Ray takes; nothing is kept there
 _LOOK_S: Final = 10.0
+_PENDING_S: Final = 0.1
 _STOP_S: Final = 60.0
 _CONNECT_S: Final = 20.0
-
-
-@dataclass(frozen=True, slots=True)
-class RayOrder:
-    """What every engine of a fleet has in common."""
-
-    order: EngineOrder
-    placement: Placement
+_REASON_LETTERS: Final = 500
 
 
 class RayCluster:
-    """A connection to a Ray that runs, or an instance of our own that ends with us. To be opened in the main thread.
+    """A connection to a Ray that runs, or an instance of our own that ends with us.
 
-    Whoever reaches Ray's ports may run code unless a token is asked for: our own instance asks for one.
+    To be opened in the main thread: the kernel ends an instance with the thread that started it. Whoever reaches Ray's
+    ports may run code unless a token is asked for, so our own instance asks for one.
 
     :param address: HOST:PORT or ray://HOST:PORT; None: an instance of our own on this machine
+    :param cores: of an instance of our own
     """
 
     def __init__(self, address: str | None, cores: int) -> None:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        self.is_ours = address is None
+        self._folder = ""
         if address is None:
             os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+            os.environ.setdefault("RAY_worker_niceness", "0")  # else engines would run at 15, behind everybody
+            self._folder = tempfile.mkdtemp(prefix="faser-ray-", dir="/tmp")  # short: sockets lie in it
             where = {"address": "local", "num_cpus": cores, "include_dashboard": False,
-                     "object_store_memory": STORE_BYTES}  # fmt: skip
+                     "object_store_memory": STORE_BYTES, "_temp_dir": self._folder}  # fmt: skip
         else:
             _require_ray(address)
             where = {"address": address}
         import ray
 
         self._ray: Any = ray
-        self.is_ours = address is None
         try:
             ray.init(**where, logging_level=logging.ERROR, log_to_driver=False)
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+            self._remove_folder()
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise EndpointError(
                 f"Ray at {address or 'this machine'}: {reason}", "a running Ray of this version"
@@ -71,29 +73,39 @@ class RayCluster:
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         return [Room(int(each.get("CPU", 0)), int(each.get("GPU", 0))) for each in nodes]
 
-    def carrier(self, order: RayOrder) -> RayCarrier:
+    def carrier(self, order: EngineOrder, placement: Placement) -> RayCarrier:
         """Return who starts such engines."""
-        return RayCarrier(self._ray, order)
+        return RayCarrier(self._ray, order, placement)
+
+    def close(self) -> None:
+        """Leave the cluster, which ends our actors; an instance of our own ends too."""
+        self._ray.shutdown()
+        self._remove_folder()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ray.shutdown()
+        self.close()
+
+    def _remove_folder(self) -> None:
+        if self._folder and Path(self._folder).is_dir():
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class RayCarrier:
-    """Starts actors."""
+    """Starts actors that own such an engine each."""
 
-    def __init__(self, ray: Any, order: RayOrder) -> None:
-        self._ray, self._order = ray, order
+    def __init__(self, ray: Any, order: EngineOrder, placement: Placement) -> None:
+        self._ray, self._order, self._placement = ray, order, placement
 
     def hold(self, name: str) -> RayHolder:
         """Ask Ray for an actor; it may have to wait for room."""
-        placement = self._order.placement
-        options = {"num_cpus": placement.cores, "num_gpus": placement.gpus, "max_restarts": 0, "max_concurrency": 1}
-        actor = self._ray.remote(**options)(EngineActor).remote()
-        order = msgspec.structs.replace(self._order.order, name=name)
+        place = self._ray.remote(
+            num_cpus=self._placement.cores, num_gpus=self._placement.gpus, max_restarts=0, max_concurrency=1
+        )
+        actor = place(EngineActor).remote()
+        order = msgspec.structs.replace(self._order, name=f"{self._order.name}-{name}")
         return RayHolder(self._ray, actor, actor.start.remote(msgspec.to_builtins(order)))
 
 
@@ -102,34 +114,34 @@ class RayHolder:
 
     def __init__(self, ray: Any, actor: Any, started: Any) -> None:
         self._ray, self._actor, self._started = ray, actor, started
-        self._place: dict[str, Any] | None = None
+        self._place: dict[str, Any] = {}
 
     def look(self) -> EngineSight:
         """See EngineHolder."""
         try:
-            if self._place is None:
-                self._place = self._ray.get(self._started, timeout=0.1)
+            if not self._place:
+                self._place = self._ray.get(self._started, timeout=_PENDING_S)
             seen = self._ray.get(self._actor.look.remote(), timeout=_LOOK_S)
         except self._ray.exceptions.GetTimeoutError:
-            return EngineSight(is_running=True, is_placed=self._place is not None, **(self._place or {}))
+            return EngineSight(is_running=True, is_placed=bool(self._place), **self._place)
         except Exception as error:  # Ray's many: a dead actor, a node that is gone, a package that is not there
-            return EngineSight(is_running=False, reason=_reason(error))
+            return EngineSight(is_running=False, health="dead", reason=f"Ray: {_told(error)}")
         return EngineSight(**seen, **self._place)
 
     def stop(self) -> None:
         """See EngineHolder."""
         with contextlib.suppress(Exception):
-            if self._place is not None:
+            if self._place:
                 self._ray.get(self._actor.stop.remote(), timeout=_STOP_S)
         with contextlib.suppress(Exception):
             self._ray.kill(self._actor)
 
 
-def _reason(error: Exception) -> str:
+def _told(error: Exception) -> str:
     """Return one line of what Ray says in many."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = next((line for line in lines if line.startswith("The actor is dead because")), (lines or [""])[0])
-    return f"Ray: {said or type(error).__name__}"[:500]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    reasons = [line for line in lines if line.startswith("The actor is dead because")]
+    return (reasons or lines[-1:])[0][:_REASON_LETTERS]
 
 
 def _require_ray(address: str) -> None:
@@ -140,9 +152,9 @@ def _require_ray(address: str) -> None:
     command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "health-check", "--address", address]
     try:
         socket.create_connection((host, int(port)), timeout=5.0).close()
-        if not address.startswith("ray://"):  # a client gives up by itself
-            subprocess.run(command, check=True, capture_output=True, timeout=_CONNECT_S)
+        if not address.startswith("ray://"):  # where a client connects it gives up by itself
+            subprocess.run(command, check=True, capture_output=True, timeout=_CONNECT_S, cwd="/")
     except (OSError, OverflowError, subprocess.SubprocessError):
         raise EndpointError(
-            f"no Ray answers at {address}", "the address of a running one", "ray start --head on one machine"
+            f"no Ray answers at {address}", "a running one", "start it with: ray start --head"
         ) from None

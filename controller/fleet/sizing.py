@@ -2,7 +2,7 @@
 
 The number is the simulated cluster's and Ray Serve's (models/pipeline/replicas.py): requests in flight over what a
 replica is to have. It is followed upward at once, downward only where it was lower for the whole of the idle time, with
-a margin: a load time of tens of seconds makes a replica that is missed dearer than one that is spare.
+a margin: an engine takes tens of seconds to load, so a replica that is missed is dearer than one that is spare.
 """
 
 from __future__ import annotations
@@ -54,25 +54,25 @@ STAY: Final = Resize()
 def resize(rule: SizeRule, memory: SizeMemory, view: FleetView) -> tuple[SizeMemory, Resize]:
     """Return what to remember and what to do."""
     ongoing = _mean(memory, view)
-    here = len(view.of("starting", "serving"))
+    here = len(view.of("pending", "starting", "serving"))
     wanted = replicas_for(ongoing, rule.requests_each, rule.least, rule.most)
-    if not here and view.ongoing and rule.most:
+    if not here and view.ongoing:
         wanted = max(wanted, 1)  # nobody serves: the mean need not be waited for
-    seen = replace(memory, at_s=view.now_s, ongoing=ongoing)
+    high = SizeMemory(view.now_s, ongoing)
     if wanted > here:
-        return replace(seen, low_since_s=None), _more(view, wanted - here)
+        return high, _more(view, wanted - here)
     fewer = replicas_for(ongoing, rule.requests_each * MARGIN, rule.least, rule.most)
-    if fewer >= here or view.of("starting"):
-        return replace(seen, low_since_s=None), STAY
+    if fewer >= here or view.of("starting"):  # one that starts was wanted a moment ago
+        return high, STAY
     since_s = view.now_s if memory.low_since_s is None else memory.low_since_s
     needed = fewer if memory.low_since_s is None else max(fewer, memory.low_most)
-    if view.now_s - since_s < rule.idle_s or needed >= here:
-        return replace(seen, low_since_s=since_s, low_most=needed), STAY
-    return replace(seen, low_since_s=None), Resize(drain=_spare(view, here - needed))
+    if view.now_s - since_s < rule.idle_s:
+        return replace(high, low_since_s=since_s, low_most=needed), STAY
+    return high, Resize(drain=_spare(view, max(here - needed, 0)))
 
 
 def _mean(memory: SizeMemory, view: FleetView) -> float:
-    """Return the mean of what is in flight, which begins with what is there."""
+    """Return the mean of what is in flight; it begins with what is there."""
     weight = 1.0 - math.exp(-max(view.now_s - memory.at_s, 0.0) / MEMORY_S)
     return round(memory.ongoing + weight * (view.ongoing - memory.ongoing), DIGITS)
 
@@ -85,9 +85,9 @@ def _more(view: FleetView, count: int) -> Resize:
 
 
 def _spare(view: FleetView, count: int) -> tuple[str, ...]:
-    """Return who goes: those with the least to finish, of equals the youngest."""
+    """Return who goes: who still waits for room, then who has least to finish, of equals the youngest."""
 
-    def order(replica: ReplicaView) -> tuple[int, float, str]:
-        return replica.requests, -replica.since_s, replica.name
+    def order(replica: ReplicaView) -> tuple[bool, int, float, str]:
+        return replica.state != "pending", replica.requests, -replica.since_s, replica.name
 
-    return tuple(each.name for each in sorted(view.of("serving"), key=order)[:count])
+    return tuple(each.name for each in sorted(view.of("pending", "serving"), key=order)[:count])

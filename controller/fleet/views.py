@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
-ReplicaState = Literal["starting", "serving", "draining"]
-STATES: Final[tuple[ReplicaState, ...]] = ("starting", "serving", "draining")
+ReplicaState: TypeAlias = Literal["pending", "starting", "serving", "draining"]
+STATES: Final[tuple[ReplicaState, ...]] = ("pending", "starting", "serving", "draining")
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """One replica."""
+    """One replica: pending while it waits for room, draining while it finishes what it has."""
 
     name: str
     state: ReplicaState
@@ -28,7 +28,7 @@ class FleetView:
     now_s: float
     replicas: tuple[ReplicaView, ...] = ()
     waiting: int = 0  # requests that no replica has
-    may_start: bool = True  # False shortly after an engine that did not start
+    may_start: bool = True  # False for a while after an engine that did not start
 
     def of(self, *states: ReplicaState) -> list[ReplicaView]:
         """Return the replicas in these states."""
