@@ -55,8 +55,9 @@ class EngineActor:
             self._refusal = str(error)
             return {"url": "", "where": "", "pid": 0}
         cores = "cores " + ",".join(map(str, self._claim.cores)) if self._claim is not None else ""
-        where = [told.host and "this machine" or _address(), cores or f"GPUs {os.environ.get(_DEVICES) or 'of Ray'}"]
-        return {"url": self._engine.launch.url, "where": ", ".join(where), "pid": self._engine.pid}
+        machine = "this machine" if told.host else _address()
+        where = f"{machine}, {cores or _gpus()}"
+        return {"url": self._engine.launch.url, "where": where, "pid": self._engine.pid}
 
     def look(self) -> dict[str, object]:
         """Return whether the engine's process lives, how it is, and why it ended."""
@@ -122,3 +123,7 @@ def _ray() -> Any:
     import ray
 
     return ray
+
+
+def _gpus() -> str:
+    return f"GPUs {os.environ.get(_DEVICES) or 'of vLLM'}"

@@ -29,6 +29,7 @@ WAIT_S: Final = 600.0  # that a request waits for a replica: as long as an engin
 MOST_WAITING: Final = 1024
 FIRST_PAUSE_S: Final = 10.0  # after an engine that did not start; doubles
 MOST_PAUSE_S: Final = 600.0
+UNSEEN: Final = EngineSight(is_running=True, is_placed=False)
 _MOST_THREADS: Final = 64
 
 
@@ -47,7 +48,7 @@ class Replica:
     state: ReplicaState = "pending"
     places: set[Place] = field(default_factory=set)
     chosen_s: float = 0.0
-    sight: EngineSight = EngineSight(is_running=True, is_placed=False)
+    sight: EngineSight = UNSEEN
 
     def view(self) -> ReplicaView:
         """Return what the rules see."""
@@ -197,7 +198,7 @@ class Fleet:
         for _ in range(change.add):
             self._number += 1
             name = f"replica-{self._number}"
-            self._tell(f"{name} starts, for {self._memory.ongoing:.1f} requests in flight")
+            self._tell(f"{name} starts, for {self._memory.mean:.1f} requests in flight")
             try:
                 holder = await self._in_thread(partial(self._carrier.hold, name))
             except Exception as error:  # the cluster is gone, for a while or for good

@@ -8,14 +8,14 @@ a margin: an engine takes tens of seconds to load, so a replica that is missed i
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from ...models.pipeline.replicas import replicas_for
 from .views import FleetView, ReplicaView
 
 MEMORY_S: Final = 5.0  # of the mean, so that a burst of a second adds nothing
-DIGITS: Final = 3  # of the mean, which would else come near 0 and never reach it
+DIGITS: Final = 1  # of the mean that count: it comes near a number and never reaches it
 MARGIN: Final = 0.8  # of what fewer replicas are to have: their load must fit with room
 
 
@@ -34,9 +34,8 @@ class SizeMemory:
     """What is remembered from one decision to the next."""
 
     at_s: float = -math.inf
-    ongoing: float = 0.0  # requests, mean over MEMORY_S
-    low_since_s: float | None = None  # since then fewer replicas would have done
-    low_most: int = 0  # how many, at most, in that time
+    mean: float = 0.0  # of the requests in flight, over MEMORY_S
+    enough_since_s: tuple[float, ...] = ()  # by number of replicas below the most; infinite: not enough now
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +52,34 @@ STAY: Final = Resize()
 
 def resize(rule: SizeRule, memory: SizeMemory, view: FleetView) -> tuple[SizeMemory, Resize]:
     """Return what to remember and what to do."""
-    ongoing = _mean(memory, view)
+    mean = _mean(memory, view)
+    ongoing = round(mean, DIGITS)
+    fewest = replicas_for(ongoing, rule.requests_each * MARGIN, rule.least, rule.most)
+    after = SizeMemory(view.now_s, mean, _enough(memory, fewest, view.now_s, rule.most))
     here = len(view.of("pending", "starting", "serving"))
     wanted = replicas_for(ongoing, rule.requests_each, rule.least, rule.most)
     if not here and view.ongoing:
         wanted = max(wanted, 1)  # nobody serves: the mean need not be waited for
-    high = SizeMemory(view.now_s, ongoing)
     if wanted > here:
-        return high, _more(view, wanted - here)
-    fewer = replicas_for(ongoing, rule.requests_each * MARGIN, rule.least, rule.most)
-    if fewer >= here or view.of("starting"):  # one that starts was wanted a moment ago
-        return high, STAY
-    since_s = view.now_s if memory.low_since_s is None else memory.low_since_s
-    needed = fewer if memory.low_since_s is None else max(fewer, memory.low_most)
-    if view.now_s - since_s < rule.idle_s:
-        return replace(high, low_since_s=since_s, low_most=needed), STAY
-    return high, Resize(drain=_spare(view, max(here - needed, 0)))
+        return after, _more(view, wanted - here)
+    if view.of("starting"):  # it was wanted a moment ago
+        return after, STAY
+    for count in range(rule.least, min(here, rule.most)):
+        if view.now_s - after.enough_since_s[count] >= rule.idle_s:
+            return after, Resize(drain=_spare(view, here - count))
+    return after, STAY
 
 
 def _mean(memory: SizeMemory, view: FleetView) -> float:
     """Return the mean of what is in flight; it begins with what is there."""
     weight = 1.0 - math.exp(-max(view.now_s - memory.at_s, 0.0) / MEMORY_S)
-    return round(memory.ongoing + weight * (view.ongoing - memory.ongoing), DIGITS)
+    return memory.mean + weight * (view.ongoing - memory.mean)
+
+
+def _enough(memory: SizeMemory, fewest: int, now_s: float, most: int) -> tuple[float, ...]:
+    """Return since when each number of replicas has been enough without a break, if `fewest` are now."""
+    known = memory.enough_since_s if len(memory.enough_since_s) == most else (math.inf,) * most
+    return tuple(min(since_s, now_s) if count >= fewest else math.inf for count, since_s in enumerate(known))
 
 
 def _more(view: FleetView, count: int) -> Resize:
