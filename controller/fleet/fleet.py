@@ -49,6 +49,8 @@ class Replica:
     places: set[Place] = field(default_factory=set)
     chosen_s: float = 0.0
     sight: EngineSight = UNSEEN
+    looks: int = 0  # begun so far
+    looking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def view(self) -> ReplicaView:
         """Return what the rules see."""
@@ -105,18 +107,17 @@ class Fleet:
         """Return the replicas there are, in the order in which they were asked for."""
         return list(self._replicas.values())
 
-    async def take(self, body_bytes: int, without: Collection[str] = ()) -> Place:
+    async def take(self, body_bytes: int, failed: Collection[str] = ()) -> Place:
         """Return a place at the least loaded replica, waiting for one if none serves; raise NoReplicaError.
 
-        :param without: replicas that have failed this request
+        :param failed: replicas that have failed this request
         """
         if self._waiting >= MOST_WAITING:
             raise NoReplicaError(f"{self._waiting} requests wait for a replica", f"fewer than {MOST_WAITING}")
         self._waiting += 1
         try:
             async with asyncio.timeout(self._wait_s), self._changed:
-                while (name := choose(self.view().replicas, without)) is None:
-                    self._require_hope(without)
+                while (name := choose(self.view().replicas, failed)) is None:
                     await self._changed.wait()
         except TimeoutError:
             raise NoReplicaError(f"no replica within {self._wait_s:g} s", "one that serves", "see /fleet") from None
@@ -138,11 +139,6 @@ class Fleet:
         if (replica := self._replicas.get(place.name)) is not None:
             await self._look(replica)
         return place.name not in self._replicas
-
-    def _require_hope(self, without: Collection[str]) -> None:
-        """Raise NoReplicaError where every replica has failed this request and no other is under way."""
-        if without and self._replicas and set(without) >= set(self._replicas):
-            raise NoReplicaError("every replica failed this request", remedy="see /fleet and the engines' logs")
 
     # --- for itself ---
 
@@ -211,16 +207,23 @@ class Fleet:
         replica.state, replica.since_s = state, self._clock()
 
     async def _look(self, replica: Replica) -> None:
-        """Ask how an engine is, and believe it."""
-        sight = await self._in_thread(replica.holder.look)
-        if self._replicas.get(replica.name) is not replica:
-            return  # it went while we looked
-        replica.sight = sight
+        """Ask how an engine is, and believe it. Who asks while somebody else does shares the next answer."""
+        asked = replica.looks
+        async with replica.looking:
+            if replica.looks > asked or self._replicas.get(replica.name) is not replica:
+                return  # seen since we asked, or gone
+            replica.looks += 1
+            sight = await self._in_thread(replica.holder.look)
+            if self._replicas.get(replica.name) is replica:
+                replica.sight = sight
+                self._believe(replica)
+        await self._notify()
+
+    def _believe(self, replica: Replica) -> None:
         if replica.state in ("pending", "starting"):
             self._welcome(replica)
-        elif not sight.is_running or sight.health == "dead":
+        elif not replica.sight.is_running or replica.sight.health == "dead":
             self._lose(replica)
-        await self._notify()
 
     def _welcome(self, replica: Replica) -> None:
         """Let a replica serve once its engine does, or say why it never will."""

@@ -25,6 +25,7 @@ from .place import Place
 T = TypeVar("T")
 MOST_TRIES: Final = 2  # a request that ended two engines is not given a third
 EVENTS: Final = "text/event-stream"
+_LAST_EVENT: Final = b"data: [DONE]"
 REPLICA_HEADER: Final = "X-Faser-Replica"
 # RFC 9110, 7.6.1: they speak of one connection. Lengths are counted again on either side.
 _HOP: Final = frozenset(
@@ -94,7 +95,8 @@ class Forwarder:
                 await self._fleet.is_lost(place)  # one that is must not be taken for a replica that refuses
                 if len(tried) == MOST_TRIES:
                     self.counts.failed += 1
-                    return problem(502, f"{' and '.join(tried)} failed: {error}; expected an answer; see /fleet")
+                    names = " and ".join(dict.fromkeys(tried))
+                    return problem(502, f"{names} failed: {error}; expected an answer; see /fleet")
                 self.counts.retried += 1
             else:
                 self.counts.finished += 1
@@ -129,9 +131,12 @@ class Forwarder:
         await _to_client(response.prepare(request))
         while part:
             await _to_client(response.write(part))
+            has_ended = part.rstrip().endswith(_LAST_EVENT)
             try:
                 part = await place.wait(upstream.content.readany())
             except _FAILURES as error:
+                if has_ended:
+                    break
                 text = f"{place.name} was lost while it answered: {_said(error)}; send the request again"
                 # An event may have been cut off: an empty line ends it.
                 await _to_client(response.write(b"\n\ndata: " + problem_bytes(502, text) + b"\n\n"))

@@ -26,6 +26,7 @@ PASSED: Final = frozenset(
 REFUSED: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/responses/", "/v1/realtime")
 MOST_BODY_BYTES: Final = 64 << 20  # kept until the answer has begun, to be sent again if need be
 _SHUTDOWN_S: Final = 5.0
+_AUTO_HEADERS: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # what the client did not say
 
 
 def is_passed(path: str) -> bool:
@@ -39,7 +40,9 @@ class Front:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
-        self._session = aiohttp.ClientSession(connector=connector(), timeout=timeout, auto_decompress=False)
+        self._session = aiohttp.ClientSession(
+            connector=connector(), timeout=timeout, auto_decompress=False, skip_auto_headers=_AUTO_HEADERS
+        )
         self._forwarder = Forwarder(fleet, self._session)
         application = web.Application(client_max_size=MOST_BODY_BYTES)
         application.router.add_get("/health", self._health)

@@ -28,6 +28,7 @@ from .placement import Placement, Room
 STORE_BYTES: Final = 80 << 20  # of a local instance, for objects: near the least Ray takes; nothing is kept there
 _LOOK_S: Final = 10.0
 _PENDING_S: Final = 0.1
+_START_S: Final = 5.0
 _STOP_S: Final = 60.0
 _CONNECT_S: Final = 20.0
 _REASON_LETTERS: Final = 500
@@ -129,10 +130,10 @@ class RayHolder:
         return EngineSight(**seen, **self._place)
 
     def stop(self) -> None:
-        """See EngineHolder."""
+        """See EngineHolder. A start under way is waited for, so that the engine ends in order, by its owner."""
         with contextlib.suppress(Exception):
-            if self._place:
-                self._ray.get(self._actor.stop.remote(), timeout=_STOP_S)
+            self._place = self._place or self._ray.get(self._started, timeout=_START_S)
+            self._ray.get(self._actor.stop.remote(), timeout=_STOP_S)
         with contextlib.suppress(Exception):
             self._ray.kill(self._actor)
 

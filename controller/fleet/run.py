@@ -34,6 +34,7 @@ from .ray_carrier import RayCluster
 from .sizing import SizeRule
 
 _PASSED_ON: Final = ("FASER_", "VLLM_", "HF_", "OMP_", "KMP_", "NUMBA_", "NCCL_")
+_OF_A_NODE: Final = ("FASER_RUNTIME_DIR", "FASER_CACHE", "HF_HOME", "VLLM_CACHE_ROOT")  # places on its disk
 _POLL_S: Final = 0.5
 
 
@@ -95,6 +96,8 @@ def _sidecar(config: Config, cluster: RayCluster, stack: ExitStack, console: Con
 def _order(options: FleetOptions, config: Config, placement: Placement, is_here: bool, is_cpu: bool) -> EngineOrder:
     """Return what every engine is started with; paths are made absolute, since actors run elsewhere."""
     environment = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+    if not is_here:
+        environment = {name: value for name, value in environment.items() if name not in _OF_A_NODE}
     for name in FILES:
         if (path := environment.get(name)) and Path(path).exists():
             environment[name] = str(Path(path).absolute())

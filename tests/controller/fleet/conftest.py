@@ -34,6 +34,8 @@ class FakeEngine:
     may_speak: asyncio.Event = field(default_factory=asyncio.Event)  # the first word
     may_end: asyncio.Event = field(default_factory=asyncio.Event)  # the others
     seen: list[tuple[str, bytes, dict[str, str]]] = field(default_factory=list)
+    drops: int = 0  # so many requests more lose their connection
+    dies_amid: bool = False  # behind the first word of a stream, as vLLM with a killed engine core
     left: int = 0  # requests whose client went away
     url: str = ""
     _runner: web.AppRunner | None = None
@@ -72,6 +74,11 @@ class FakeEngine:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         self.seen.append((request.path_qs, body, dict(request.headers)))
+        if self.drops:
+            self.drops -= 1
+            assert request.transport is not None
+            request.transport.abort()
+            await asyncio.sleep(60.0)
         try:
             return await self._said(request, json.loads(body or b"{}"))
         except asyncio.CancelledError:
@@ -94,6 +101,10 @@ class FakeEngine:
         for _ in range(self.words):
             await response.write(WORD)
             await self.may_end.wait()
+            if self.dies_amid:
+                self.is_dead = True
+                await response.write(DEAD)
+                return response
         await response.write(DONE)
         return response
 

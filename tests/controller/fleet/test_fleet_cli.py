@@ -19,7 +19,7 @@ from faser.controller.errors import EndpointError, EngineError, FaserError, Mode
 from faser.controller.fleet import ray_carrier
 from faser.controller.fleet.engine_actor import EngineActor, EngineOrder, launch_of
 
-REFUSED = "from faser.controller.cli.main import main; main()"
+COMMAND = "from faser.controller.cli.main import main; main()"
 
 
 def fleet(*arguments: str) -> Result:
@@ -84,7 +84,7 @@ def test_whoever_listens_and_is_not_ray_is_given_up_on(listener: int, monkeypatc
 
 def test_the_line_is_on_stderr_with_the_kinds_exit_code(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-c", REFUSED, "fleet", "embedded", "--replicas", "2:1"],
+        [sys.executable, "-P", "-c", COMMAND, "fleet", "embedded", "--replicas", "2:1"],
         capture_output=True, text=True, cwd="/", env=os.environ | {"FASER_RUNTIME_DIR": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == UsageError.exit_code
@@ -143,7 +143,6 @@ def test_an_engine_of_a_fleet_is_started_as_faser_serve_would(own_environment: N
     launch = launch_of(told)
     assert launch.arguments == ("-sc", "{}", "--max-num-seqs", "8")
     assert (launch.host, launch.endpoint, launch.has_faser) == ("127.0.0.1", "ipc:///e", True)
-    assert launch.port != launch_of(told).port or launch.port > 0
 
 
 def test_rays_number_of_threads_is_not_the_engines(own_environment: None) -> None:

@@ -328,3 +328,42 @@ def test_an_idle_fleet_of_none_is_healthy_and_starts_with_the_first_request(runn
         assert fleet.fleet.replicas() == []
 
     run(body, running_fleet, SizeRule(0, 2, idle_s=10.0))
+
+
+def test_a_connection_that_breaks_is_tried_once_more_even_on_the_only_replica(running_fleet: Opener) -> None:
+    """A server closes connections that were idle, at times just as a request is sent on one."""
+
+    async def body(fleet: Any) -> None:
+        await fleet.serve()
+        fleet.carrier.engines[0].drops = 1
+        assert (await fleet.ask())[0] == 200
+        assert (await counts(fleet))["retried"] == 1
+        fleet.carrier.engines[0].drops = 2
+        code, said = await fleet.ask(stream=False)
+        assert code == 502
+        assert json.loads(said)["error"]["message"].startswith("replica-1 failed: ")
+
+    run(body, running_fleet, ONE)
+
+
+def test_what_vllm_itself_says_of_a_dead_engine_stays_the_only_error(running_fleet: Opener) -> None:
+    async def body(fleet: Any) -> None:
+        await fleet.serve()
+        for engine in fleet.carrier.engines:
+            engine.dies_amid = True
+        code, said = await fleet.ask()
+        assert code == 200
+        assert said.count(b'"error"') == 1
+        assert said.endswith(b"data: [DONE]\n\n")
+
+    run(body, running_fleet, TWO)
+
+
+def test_a_browsers_upgrade_is_not_passed_on(running_fleet: Opener) -> None:
+    async def body(fleet: Any) -> None:
+        await fleet.serve()
+        headers = {"Connection": "Upgrade", "Upgrade": "websocket"}
+        async with fleet.session.get(f"{fleet.url}/v1/models", headers=headers) as response:
+            assert (response.status, await response.json()) == (200, {"data": [{"id": "replica-1"}]})
+
+    run(body, running_fleet, ONE)
