@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
-from urllib.request import urlopen
+from urllib.request import ProxyHandler, build_opener
 
 import aiohttp
 
@@ -25,6 +25,14 @@ from faser.models.embedded.pair import TARGET_NAME
 
 COMMAND: Final = (sys.executable, "-P", "-c", "from faser.controller.cli.main import main; main()", "fleet")
 POLL_S: Final = 0.2
+_DIRECTLY: Final = build_opener(ProxyHandler({}))
+
+
+def get(url: str) -> bytes:
+    """Return what an address answers, by no proxy."""
+    with _DIRECTLY.open(url, timeout=10.0) as response:
+        content: bytes = response.read()
+        return content
 
 
 class FleetProcess:
@@ -52,9 +60,8 @@ class FleetProcess:
 
     def status(self) -> dict[str, Any]:
         """Return what /fleet says."""
-        with urlopen(f"{self.url}/fleet", timeout=10.0) as response:
-            found: dict[str, Any] = json.loads(response.read())
-            return found
+        found: dict[str, Any] = json.loads(get(f"{self.url}/fleet"))
+        return found
 
     def replicas(self, state: str = "serving") -> list[dict[str, Any]]:
         """Return the replicas in a state, in the order in which they were asked for; none before the fleet answers."""
@@ -91,8 +98,8 @@ class FleetProcess:
         return found
 
     def signal(self, number: int) -> int:
-        """Send a signal to the command alone; return its exit code."""
-        self._process.send_signal(number)
+        """Send a signal to the command and all that has no group of its own, as a terminal does; return its exit code."""
+        os.killpg(self._process.pid, number)
         return self._process.wait(90.0)
 
     def stop(self) -> int:

@@ -54,7 +54,7 @@ def _changes(fleet: Fleet, _: RequestCounts) -> Samples:
 
 FLEET_METRICS: Final = (
     FleetSeries("faser_fleet_replicas", "Replicas by state.", ("state",), _states),
-    FleetSeries("faser_fleet_requests", "Requests in flight by replica.", ("replica",), _in_flight),
+    FleetSeries("faser_fleet_in_flight", "Requests in flight by replica.", ("replica",), _in_flight),
     FleetSeries(
         "faser_fleet_waiting", "Requests that no replica has yet.", (), _one(lambda fleet, _: fleet.view().waiting)
     ),

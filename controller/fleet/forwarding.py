@@ -92,7 +92,7 @@ class Forwarder:
                 response = await self._try(request, body, place)
             except _NotBegunError as error:
                 tried.append(place.name)
-                await self._fleet.is_lost(place)  # one that is must not be taken for a replica that refuses
+                await self._fleet.is_lost(place)  # then it gets nothing more, and a successor is waited for
                 if len(tried) == MOST_TRIES:
                     self.counts.failed += 1
                     names = " and ".join(dict.fromkeys(tried))

@@ -306,7 +306,7 @@ def test_health_status_and_metrics_say_how_the_fleet_is(running_fleet: Opener) -
         assert told["changes"]["added"] == 2
         figures = (await get(fleet, "/metrics"))[1]
         for line in ('faser_fleet_replicas{state="serving"} 2.0', 'faser_fleet_requests_total{outcome="finished"} 1.0',
-                     'faser_fleet_requests{replica="replica-2"} 0.0', 'faser_fleet_changes_total{change="lost"} 0.0'):  # fmt: skip
+                     'faser_fleet_in_flight{replica="replica-2"} 0.0', 'faser_fleet_changes_total{change="lost"} 0.0'):  # fmt: skip
             assert line in figures.splitlines()
 
     run(body, running_fleet, TWO)
