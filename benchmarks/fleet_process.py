@@ -98,7 +98,7 @@ class FleetProcess:
         return found
 
     def signal(self, number: int) -> int:
-        """Send a signal to the command and all that has no group of its own, as a terminal does; return its exit code."""
+        """Send a signal to the command and its group, as a terminal does; return the exit code."""
         os.killpg(self._process.pid, number)
         return self._process.wait(90.0)
 

@@ -9,6 +9,7 @@ because the connection to it is closed with the client's.
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import Awaitable
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ T = TypeVar("T")
 MOST_TRIES: Final = 2  # a request that ended two engines is not given a third
 EVENTS: Final = "text/event-stream"
 _LAST_EVENT: Final = b"data: [DONE]"
+_LARGE_BYTES: Final = 1 << 20
 REPLICA_HEADER: Final = "X-Faser-Replica"
 # RFC 9110, 7.6.1: they speak of one connection. Lengths are counted again on either side.
 _HOP: Final = frozenset(
@@ -106,7 +108,7 @@ class Forwarder:
 
     async def _try(self, request: web.Request, body: bytes, place: Place) -> web.StreamResponse:
         asking = self._session.request(
-            request.method, URL(place.url + request.path_qs, encoded=True), data=body or None,
+            request.method, URL(place.url + request.path_qs, encoded=True), data=_payload(body),
             headers=_passed(request.headers), allow_redirects=False,
         )  # fmt: skip
         upstream = await _before_begun(place, asking)
@@ -144,6 +146,11 @@ class Forwarder:
                 raise _BrokenStreamError(response) from None
         await _to_client(response.write_eof())
         return response
+
+
+def _payload(body: bytes) -> bytes | io.BytesIO | None:
+    """Return a body as aiohttp wants it: large ones are sent piece by piece, so that nobody else waits."""
+    return (io.BytesIO(body) if len(body) > _LARGE_BYTES else body) or None
 
 
 async def _before_begun(place: Place, reading: Awaitable[T]) -> T:

@@ -23,7 +23,9 @@ def found() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def rows() -> dict[str, str]:
     """Return the table's figures by what they are of."""
-    (section,) = re.findall(r"^## A fleet on two cores\n(.*?)^## ", (ROOT / "docs" / "results.md").read_text(), re.M | re.S)
+    (section,) = re.findall(
+        r"^## A fleet on two cores\n(.*?)^## ", (ROOT / "docs" / "results.md").read_text(), re.M | re.S
+    )
     return dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", section, re.M))
 
 

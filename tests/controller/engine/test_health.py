@@ -1,4 +1,4 @@
-"""How a server is, by its /health: what answers otherwise than 200 or not at all any more is dead, what is late is not."""
+"""How a server is, by its /health: who answers otherwise than 200, or nobody, is dead; who is late may be busy."""
 
 from __future__ import annotations
 

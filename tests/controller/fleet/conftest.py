@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import aiohttp
 import pytest
 from aiohttp import web
+from multidict import CIMultiDict
 
 from faser.controller.engine.launch import free_port
 from faser.controller.fleet.carrier import EngineSight
@@ -33,7 +34,7 @@ class FakeEngine:
     is_dead: bool = False  # vLLM after its engine core has died: alive, and of no use
     may_speak: asyncio.Event = field(default_factory=asyncio.Event)  # the first word
     may_end: asyncio.Event = field(default_factory=asyncio.Event)  # the others
-    seen: list[tuple[str, bytes, dict[str, str]]] = field(default_factory=list)
+    seen: list[tuple[str, bytes, CIMultiDict[str]]] = field(default_factory=list)
     drops: int = 0  # so many requests more lose their connection
     dies_amid: bool = False  # behind the first word of a stream, as vLLM with a killed engine core
     left: int = 0  # requests whose client went away
@@ -73,7 +74,7 @@ class FakeEngine:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
-        self.seen.append((request.path_qs, body, dict(request.headers)))
+        self.seen.append((request.path_qs, body, CIMultiDict(request.headers)))
         if self.drops:
             self.drops -= 1
             assert request.transport is not None

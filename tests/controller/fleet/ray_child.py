@@ -1,6 +1,6 @@
 """Run by test_ray_carrier.py: actors on a real Ray with orders for engines that cannot start; prints what was seen.
 
-    python ray_child.py FOLDER [ADDRESS]
+python ray_child.py FOLDER [ADDRESS]
 """
 
 from __future__ import annotations

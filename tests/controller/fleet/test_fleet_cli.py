@@ -41,8 +41,8 @@ def listener() -> Iterator[int]:
         (["embedded", "--replicas", "3:1"], UsageError, "--replicas 3:1; expected LEAST:MOST"),
         (["embedded", "--scheduler-cls", "x"], UsageError, "--scheduler-cls with faser fleet; expected FASER's own"),
         (["embedded", "--port", "0"], EndpointError, "port 0; expected 1 to 65535"),
-        (["embedded", "--cores-per-replica", "999"], UsageError, "room for 0 replicas of 999 cores each on this machine"),
-        (["embedded", "--replicas", "1:999"], UsageError, "replicas of 1 core each on this machine; expected room for 999"),
+        (["embedded", "--cores-per-replica", "999"], UsageError, "room for 0 replicas of 999 cores each on this"),
+        (["embedded", "--replicas", "1:999"], UsageError, "of 1 core each on this machine; expected room for 999"),
         (["org/name", "--replicas", "1"], EngineError, "no drafter configured for org/name"),
         (["/nowhere", "--replicas", "1", "-sc", "{}"], ModelError, "no model at /nowhere"),
         (["embedded", "--replicas", "1", "--address", "here"], UsageError, "--address 'here'; expected HOST:PORT"),
@@ -139,7 +139,9 @@ def test_an_actor_takes_cores_of_its_own_and_leaves_them_free_again(own_environm
 
 def test_an_engine_of_a_fleet_is_started_as_faser_serve_would(own_environment: None, tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
-    told = EngineOrder("n", str(tmp_path / "m"), ["-sc", "{}", "--max-num-seqs", "8"], "ipc:///e", "127.0.0.1", 0, False, {})
+    told = EngineOrder(
+        "n", str(tmp_path / "m"), ["-sc", "{}", "--max-num-seqs", "8"], "ipc:///e", "127.0.0.1", 0, False, {}
+    )
     launch = launch_of(told)
     assert launch.arguments == ("-sc", "{}", "--max-num-seqs", "8")
     assert (launch.host, launch.endpoint, launch.has_faser) == ("127.0.0.1", "ipc:///e", True)

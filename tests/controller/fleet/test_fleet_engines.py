@@ -157,7 +157,7 @@ def test_ctrl_c_ends_everything_even_while_an_engine_starts(fleet: Any) -> None:
     assert fleet.signal(signal.SIGINT) == 130
     assert "Traceback" not in fleet.log.read_text()
     end_s = time.monotonic() + 20.0
-    while (left := [pid for pid in trees if Path(f"/proc/{pid}").exists()] or fleet.left()):
+    while left := [pid for pid in trees if Path(f"/proc/{pid}").exists()] or fleet.left():
         assert time.monotonic() < end_s, left
         time.sleep(0.1)
 

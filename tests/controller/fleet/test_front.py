@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -35,7 +36,7 @@ def test_a_stream_comes_through_byte_for_byte_and_as_it_is_made(running_fleet: O
         async with fleet.session.post(f"{fleet.url}/v1/completions?x=a%20b", json={"stream": True}) as response:
             assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
             assert response.headers["X-Faser-Replica"] == "replica-1"
-            first = await response.content.readuntil(b"word\"}}]}\n\n")
+            first = await response.content.readuntil(b'word"}}]}\n\n')
             assert first.count(b"data: ") == 2, "the first word came before the second was made"
             engine.may_end.set()
             rest = await response.read()
@@ -115,9 +116,7 @@ async def counts(fleet: Any) -> dict[str, int]:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("death", ["killed", "engine core"])
-def test_what_has_not_begun_is_made_again_on_another_replica(
-    running_fleet: Opener, stream: bool, death: str
-) -> None:
+def test_what_has_not_begun_is_made_again_on_another_replica(running_fleet: Opener, stream: bool, death: str) -> None:
     async def body(fleet: Any) -> None:
         await fleet.serve(at_once=False)
         first, second = fleet.carrier.engines
@@ -276,7 +275,8 @@ def test_bad_requests_get_one_line_and_serving_goes_on(running_fleet: Opener) ->
             assert response.status == 404
             message = (await response.json())["error"]["message"]
             assert message.startswith("/sleep is not for a fleet; expected /v1/...")
-        async with fleet.session.post(f"{fleet.url}/v1/completions", data=b"x" * (MOST_BODY_BYTES + 1)) as response:
+        large = io.BytesIO(b"x" * (MOST_BODY_BYTES + 1))
+        async with fleet.session.post(f"{fleet.url}/v1/completions", data=large) as response:
             assert response.status == 413
             assert "64 MiB" in (await response.json())["error"]["message"]
         host, port = fleet.url.removeprefix("http://").split(":")
@@ -305,8 +305,12 @@ def test_health_status_and_metrics_say_how_the_fleet_is(running_fleet: Opener) -
         ]  # fmt: skip
         assert told["changes"]["added"] == 2
         figures = (await get(fleet, "/metrics"))[1]
-        for line in ('faser_fleet_replicas{state="serving"} 2.0', 'faser_fleet_requests_total{outcome="finished"} 1.0',
-                     'faser_fleet_in_flight{replica="replica-2"} 0.0', 'faser_fleet_changes_total{change="lost"} 0.0'):  # fmt: skip
+        for line in (
+            'faser_fleet_replicas{state="serving"} 2.0',
+            'faser_fleet_requests_total{outcome="finished"} 1.0',
+            'faser_fleet_in_flight{replica="replica-2"} 0.0',
+            'faser_fleet_changes_total{change="lost"} 0.0',
+        ):
             assert line in figures.splitlines()
 
     run(body, running_fleet, TWO)

@@ -56,7 +56,15 @@ def test_a_replica_has_an_even_share_of_the_cores_unless_told_otherwise() -> Non
 
 @pytest.mark.parametrize(
     "argument",
-    ["--scheduler-cls", "--worker_cls=x", "--data-parallel-size=2", "-dp", "--uds", "--ssl-keyfile", "--ssl-certfile=c"],
+    [
+        "--scheduler-cls",
+        "--worker_cls=x",
+        "--data-parallel-size=2",
+        "-dp",
+        "--uds",
+        "--ssl-keyfile",
+        "--ssl-certfile=c",
+    ],
 )
 def test_what_vllm_must_not_be_told_is_refused(argument: str) -> None:
     with pytest.raises(UsageError, match=r" with faser fleet; expected .*; drop it"):

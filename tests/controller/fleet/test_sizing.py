@@ -107,7 +107,7 @@ def test_a_peak_within_the_idle_time_keeps_what_it_needed() -> None:
     assert fleet.count == 3
 
 
-@pytest.mark.parametrize("ongoing", range(0, 40))
+@pytest.mark.parametrize("ongoing", range(40))
 def test_a_steady_load_is_at_rest(ongoing: int) -> None:
     fleet = SimulatedFleet(RULE)
     fleet.run(400.0, ongoing)
