@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from .fleet import Fleet
-from .forwarding import RequestCounts
+from .forwarding import ForwardCounts
 from .views import STATES
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -25,29 +25,29 @@ class FleetSeries:
     name: str
     help: str
     labels: tuple[str, ...]
-    of: Callable[[Fleet, RequestCounts], Samples]
+    of: Callable[[Fleet, ForwardCounts], Samples]
 
 
-def _one(read: Callable[[Fleet, RequestCounts], float]) -> Callable[[Fleet, RequestCounts], Samples]:
+def _one(read: Callable[[Fleet, ForwardCounts], float]) -> Callable[[Fleet, ForwardCounts], Samples]:
     return lambda fleet, counts: iter([((), read(fleet, counts))])
 
 
-def _states(fleet: Fleet, _: RequestCounts) -> Samples:
+def _states(fleet: Fleet, _: ForwardCounts) -> Samples:
     for state in STATES:
         yield (state,), float(len(fleet.view().of(state)))
 
 
-def _in_flight(fleet: Fleet, _: RequestCounts) -> Samples:
+def _in_flight(fleet: Fleet, _: ForwardCounts) -> Samples:
     for replica in fleet.replicas():
         yield (replica.name,), float(len(replica.places))
 
 
-def _outcomes(_: Fleet, counts: RequestCounts) -> Samples:
+def _outcomes(_: Fleet, counts: ForwardCounts) -> Samples:
     for outcome in ("finished", "failed", "cancelled"):
         yield (outcome,), float(getattr(counts, outcome))
 
 
-def _changes(fleet: Fleet, _: RequestCounts) -> Samples:
+def _changes(fleet: Fleet, _: ForwardCounts) -> Samples:
     for change in ("added", "merged", "restored", "lost", "not_started"):
         yield (change,), float(getattr(fleet.counts, change))
 
@@ -77,7 +77,7 @@ FLEET_METRICS: Final = (
 
 
 class _FleetCollector(Collector):
-    def __init__(self, fleet: Fleet, counts: RequestCounts) -> None:
+    def __init__(self, fleet: Fleet, counts: ForwardCounts) -> None:
         self._fleet, self._counts = fleet, counts
 
     def collect(self) -> Iterator[Metric]:
@@ -89,7 +89,7 @@ class _FleetCollector(Collector):
             yield metric
 
 
-def exposition(fleet: Fleet, counts: RequestCounts) -> bytes:
+def exposition(fleet: Fleet, counts: ForwardCounts) -> bytes:
     """Return what Prometheus scrapes."""
     registry = CollectorRegistry()
     registry.register(_FleetCollector(fleet, counts))

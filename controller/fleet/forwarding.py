@@ -54,7 +54,7 @@ class _BrokenStreamError(Exception):
 
 
 @dataclass(slots=True)
-class RequestCounts:
+class ForwardCounts:
     """What became of requests so far."""
 
     finished: int = 0  # with a replica's answer, whatever its status
@@ -67,7 +67,7 @@ class Forwarder:
     """Takes requests to replicas."""
 
     def __init__(self, fleet: Fleet, session: aiohttp.ClientSession) -> None:
-        self.counts = RequestCounts()
+        self.counts = ForwardCounts()
         self._fleet, self._session = fleet, session
 
     async def forward(self, request: web.Request) -> web.StreamResponse:

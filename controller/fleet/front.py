@@ -16,7 +16,7 @@ from aiohttp import web
 from ..engine.load_generator import connector
 from .fleet import Fleet
 from .fleet_metrics import CONTENT_TYPE, exposition
-from .forwarding import ClientGoneError, Forwarder, RequestCounts, problem
+from .forwarding import ClientGoneError, Forwarder, ForwardCounts, problem
 
 OWN: Final = ("/health", "/fleet", "/metrics")
 PASSED: Final = frozenset(
@@ -89,7 +89,7 @@ class Front:
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
 
-def status(fleet: Fleet, requests: RequestCounts) -> bytes:
+def status(fleet: Fleet, requests: ForwardCounts) -> bytes:
     """Return replicas, what is in flight and what has happened, as JSON."""
     view = fleet.view()
     replicas = [
