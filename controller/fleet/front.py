@@ -16,7 +16,7 @@ from aiohttp import web
 from ..engine.load_generator import connector
 from .fleet import Fleet
 from .fleet_metrics import CONTENT_TYPE, exposition
-from .forwarding import ClientGoneError, Forwarder, ForwardCounts, problem
+from .forwarding import ClientGoneError, ForwardCounts, Forwarder, problem
 
 OWN: Final = ("/health", "/fleet", "/metrics")
 PASSED: Final = frozenset(
