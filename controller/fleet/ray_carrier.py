@@ -64,7 +64,7 @@ class RayCluster:
             ray.init(**where, logging_level=logging.ERROR, log_to_driver=False)
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
             self._remove_folder()
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = " ".join(str(error).split())[:_REASON_LETTERS] or type(error).__name__
             raise EndpointError(
                 f"Ray at {address or 'this machine'}: {reason}", "a running Ray of this version"
             ) from None
