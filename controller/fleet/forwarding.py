@@ -26,6 +26,7 @@ from .place import Place
 T = TypeVar("T")
 MOST_TRIES: Final = 2  # a request that ended two engines is not given a third
 EVENTS: Final = "text/event-stream"
+_ERROR_EVENT: Final = b'data: {"error"'
 _LAST_EVENT: Final = b"data: [DONE]"
 _LARGE_BYTES: Final = 1 << 20
 REPLICA_HEADER: Final = "X-Faser-Replica"
@@ -46,7 +47,7 @@ class _NotBegunError(Exception):
 
 
 class _BrokenStreamError(Exception):
-    """A replica failed amid a stream; the response has been sent, with our event at its end."""
+    """A replica failed amid a stream; the response has been sent, an event at its end says so, vLLM's or ours."""
 
     def __init__(self, response: web.StreamResponse) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ class ForwardCounts:
     """What became of requests so far."""
 
     finished: int = 0  # with a replica's answer, whatever its status
-    failed: int = 0  # with an error of ours
+    failed: int = 0  # with an error of ours, or a stream with one of either
     cancelled: int = 0  # the client left
     retried: int = 0  # tries after the first
 
@@ -127,12 +128,14 @@ class Forwarder:
     async def _stream(self, request: web.Request, upstream: aiohttp.ClientResponse, place: Place) -> web.StreamResponse:
         """Pass events on as they come. vLLM sends its headers before it has a token, so the first event decides."""
         part = await _before_begun(place, upstream.content.readany())
-        if (not part or part.startswith(b'data: {"error"')) and await self._fleet.is_lost(place):
+        if (not part or part.startswith(_ERROR_EVENT)) and await self._fleet.is_lost(place):
             raise _NotBegunError("its engine died")
         response = web.StreamResponse(status=upstream.status, headers=_answered(upstream.headers, place))
         await _to_client(response.prepare(request))
+        has_failed = False
         while part:
             await _to_client(response.write(part))
+            has_failed = has_failed or _ERROR_EVENT in part
             has_ended = part.rstrip().endswith(_LAST_EVENT)
             try:
                 part = await place.wait(upstream.content.readany())
@@ -145,6 +148,8 @@ class Forwarder:
                 await _to_client(response.write_eof())
                 raise _BrokenStreamError(response) from None
         await _to_client(response.write_eof())
+        if has_failed:
+            raise _BrokenStreamError(response)
         return response
 
 

@@ -359,6 +359,7 @@ def test_what_vllm_itself_says_of_a_dead_engine_stays_the_only_error(running_fle
         assert code == 200
         assert said.count(b'"error"') == 1
         assert said.endswith(b"data: [DONE]\n\n")
+        assert await counts(fleet) == {"finished": 0, "failed": 1, "cancelled": 0, "retried": 0}
 
     run(body, running_fleet, TWO)
 
