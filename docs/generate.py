@@ -19,6 +19,7 @@ from typer.main import get_command
 from faser.controller import config
 from faser.controller.cli import main as cli
 from faser.controller.daemon.metrics import METRICS
+from faser.controller.fleet.fleet_metrics import FLEET_METRICS
 from faser.engine_adapter import protocol, settings
 from faser.env.layout.action_vector import ACTION
 from faser.env.layout.observation import GLOBAL_FEATURES, OBSERVATION_VERSION, REQUEST_FEATURES, Feature
@@ -172,6 +173,12 @@ def metrics_page() -> str:
         "| metric | labels | meaning |\n|---|---|---|",
     ]
     lines += [f"| {each.name} | {', '.join(each.labels)} | {each.help} |" for each in METRICS]
+    lines += [
+        "\n## The fleet's\n",
+        "At `/metrics` of `faser fleet`'s entry point.\n",
+        "| metric | labels | meaning |\n|---|---|---|",
+    ]
+    lines += [f"| {each.name} | {', '.join(each.labels)} | {each.help} |" for each in FLEET_METRICS]
     return "\n".join(lines) + "\n"
 
 

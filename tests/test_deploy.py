@@ -9,13 +9,18 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.main import get_command
 
 import faser
+from faser.controller.cli.main import app
 from faser.controller.config import settings
 from faser.controller.config_layers import OTHER_VARIABLES, load
 from faser.controller.daemon.metrics import METRICS
 from faser.controller.daemon.web import OPEN_PATHS
 from faser.controller.engine.launch import SCHEDULER_CLASS, WORKER_CLASS
+from faser.controller.fleet.front import OWN
+from faser.controller.fleet.options import FleetOptions, size_rule
+from faser.controller.fleet.placement import place
 from faser.controller.home import config_file
 
 DEPLOY = Path(faser.__file__).parent / "deploy"
@@ -138,3 +143,73 @@ def test_the_ray_file_names_the_two_classes_and_no_other_way_of_switching_on() -
     assert model["engine_kwargs"]["worker_cls"] == WORKER_CLASS
     assert model["engine_kwargs"]["speculative_config"]["num_speculative_tokens"] >= 1
     assert "data_parallel_size" not in model["engine_kwargs"]
+
+
+def options_of(command: str) -> set[str]:
+    """Return the options of one of our commands."""
+    return {name for each in get_command(app).commands[command].params for name in each.opts}  # type: ignore[attr-defined]
+
+
+def test_the_fleets_entry_point_finds_its_cluster_and_is_asked_what_it_answers() -> None:
+    cluster, entry, service, policy = documents("fleet.yaml")
+    (container,) = entry["spec"]["template"]["spec"]["containers"]
+    assert container["command"][:2] == ["faser", "fleet"]
+    given = dict(argument.split("=", 1) for argument in container["args"])
+    assert set(given) - {"--speculative-config"} <= options_of("fleet")
+    name = cluster["metadata"]["name"]
+    ports = {port["name"]: port["containerPort"] for port in _containers(cluster["spec"]["headGroupSpec"])[0]["ports"]}
+    assert given["--address"] == f"ray://{name}-head-svc:{ports['client']}"
+    assert int(given["--port"]) == container["ports"][0]["containerPort"]
+    rule = size_rule(FleetOptions("m", replicas=given["--replicas"]))
+    assert rule.most == cluster["spec"]["workerGroupSpecs"][0]["maxReplicas"]
+    for probe in ("readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["path"] in OWN
+    labels = entry["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
+    admitted = [source["podSelector"]["matchLabels"] for source in policy["spec"]["ingress"][0]["from"]]
+    assert labels in admitted
+    assert policy["spec"]["podSelector"]["matchLabels"] == {"ray.io/cluster": name}
+    environment = {each["name"]: each for each in container["env"]}
+    assert environment["RAY_AUTH_MODE"]["value"] == cluster["spec"]["authOptions"]["mode"] == "token"
+    assert environment["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"]["name"] == name
+
+
+def _containers(group: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = group["template"]["spec"]["containers"]
+    return found
+
+
+def test_a_worker_of_the_fleet_has_room_for_one_engine_and_a_sidecar_of_its_own() -> None:
+    cluster, entry, *_ = documents("fleet.yaml")
+    (group,) = cluster["spec"]["workerGroupSpecs"]
+    pod = group["template"]["spec"]
+    (sidecar,), (engine,) = pod["initContainers"], pod["containers"]
+    arguments = entry["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert place(arguments, is_cpu=False, cores=1).gpus == engine["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert cluster["spec"]["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    assert (cluster["spec"]["enableInTreeAutoscaling"], group["minReplicas"]) == (True, 0)
+    assert sidecar["restartPolicy"] == "Always"
+    folder = {each["name"]: each["value"] for each in engine["env"]}["FASER_RUNTIME_DIR"]
+    assert f"FASER_RUNTIME_DIR={folder}" in (DEPLOY / "Dockerfile").read_text(), "the sidecar's image has the same"
+    for container in (sidecar, engine):
+        assert any(folder.startswith(mount["mountPath"]) for mount in container["volumeMounts"])
+    assert {m["name"] for c in (sidecar, engine) for m in c["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+
+
+def test_the_file_for_rays_launcher_is_one_and_starts_ray_as_the_fleet_wants_it() -> None:
+    ray = pytest.importorskip("ray")
+    jsonschema = pytest.importorskip("jsonschema")
+    text = (DEPLOY / "ray" / "fleet.yaml").read_text()
+    cluster = yaml.safe_load(text)
+    schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
+    jsonschema.validate(cluster, schema)
+    assert len(cluster["provider"]["worker_ips"]) == cluster["max_workers"]
+    unit = dict(re.findall(r"^Environment=(FASER_RUNTIME_DIR)=(.*)$", (DEPLOY / "faser.service").read_text(), re.M))
+    for commands in ("head_start_ray_commands", "worker_start_ray_commands"):
+        start = cluster[commands][-1]
+        for wanted in ("RAY_AUTH_MODE=token", "RAY_USAGE_STATS_ENABLED=0", "RAY_worker_niceness=0"):
+            assert wanted in start
+        assert f"FASER_RUNTIME_DIR={unit['FASER_RUNTIME_DIR']}" in start
+    (command,) = re.findall(r"^# +faser fleet (.*)$", text, re.M)
+    named = set(re.findall(r"--[a-z-]+", command))
+    assert named - {"--speculative-config"} <= options_of("fleet")

@@ -7,7 +7,7 @@ from typing import Any, Final
 from typer.core import TyperGroup
 
 GROUPS: Final = {
-    "Serve": ("demo", "serve", "sidecar", "doctor", "config", "keys"),
+    "Serve": ("demo", "serve", "fleet", "sidecar", "doctor", "config", "keys"),
     "Watch": ("status", "top", "mode", "replay", "store"),
     "Measure": ("bench", "profile", "calibrate", "fidelity", "evaluate", "policy"),
     "Train": ("train", "sweep", "drafter", "exits"),

@@ -10,7 +10,7 @@ import signal
 import time
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
 from ..errors import EngineError
@@ -18,6 +18,7 @@ from ..progress import ShowProgress
 from .launch import EngineLaunch, require_free_port
 from .processes import ProcessTree
 
+Health: TypeAlias = Literal["ready", "dead", "silent"]
 _POLL_S = 0.1
 _LINE_LIMIT = 500
 # Lines of vLLM 0.32's log in their order; a version without them only makes the bar jump.
@@ -113,12 +114,19 @@ class RunningEngine:
 
 def is_healthy(url: str) -> bool:
     """Return whether a server answers /health."""
+    return health(url) == "ready"
+
+
+def health(url: str) -> Health:
+    """Return how a server is: vLLM answers 503 once its engine is dead; a busy one may not answer in time."""
     connection = HTTPConnection(urlsplit(url).netloc, timeout=2.0)  # unlike urllib, never by a proxy
     try:
         connection.request("GET", "/health")
-        return connection.getresponse().status == 200
+        return "ready" if connection.getresponse().status == 200 else "dead"
+    except ConnectionRefusedError:
+        return "dead"
     except (OSError, HTTPException):
-        return False
+        return "silent"
     finally:
         connection.close()
 

@@ -10,6 +10,7 @@ from ...env.pipeline.cluster import STAY, PipelineMove
 from ...env.pipeline.constants import PipelineConstants
 from ...env.pipeline.view import ClusterView
 from .pipeline_policy import LoadHint, toward
+from .replicas import replicas_for
 
 RESERVED: Final = 0.75  # of the peak: what the paper found always on
 READY: Final = 0.3  # of the peak: what it says suffices with scaling
@@ -75,8 +76,7 @@ class ReactiveScaler:
     def decide(self, view: ClusterView) -> PipelineMove:
         """Follow the mean of what is under way."""
         self.ongoing += (view.waiting + view.running - self.ongoing) * self.constants.decision_s / self.memory_s
-        wanted = max(math.ceil(self.ongoing / (self.target * self.stages)), self.least)
-        wanted = min(wanted, self.constants.gpus // self.stages)
+        wanted = replicas_for(self.ongoing, self.target * self.stages, self.least, self.constants.gpus // self.stages)
         settled = sum(view.settled())
         if wanted >= settled:
             self.low_since_s = None
