@@ -15,7 +15,7 @@ from ...engine_adapter.protocol import Hello
 from ..engine.load_summary import LoadSummary
 from ..quantiles import Quantiles
 from ..snapshot import AttainmentStatus
-from ..telemetry.tables import SourceSummary, TelemetrySummary
+from ..telemetry.tables import CutSteps, SourceSummary, TelemetrySummary
 from ..telemetry.telemetry_file import WholeTelemetry
 from .figures import draw_figures
 from .page import write_page
@@ -47,6 +47,8 @@ def write_report(
     sections = [Section("Engine and drafter", engine_rows(telemetry.summary))]
     if telemetry.attainment:
         sections.append(Section("Objectives", objective_rows(telemetry.attainment)))
+    if telemetry.cuts:
+        sections.append(Section("Pipeline stages", stage_rows(telemetry.cuts)))
     if load:
         sections.insert(0, Section("What clients saw", client_rows(load)))
     write_page(
@@ -114,6 +116,19 @@ def objective_rows(attainment: Mapping[str, AttainmentStatus]) -> list[Row]:
             f"{counts.in_time} of {counts.finished} finished requests in time: first token, and mean per further token",
         )
         for name, counts in attainment.items()
+    ]
+
+
+def stage_rows(cuts: Sequence[CutSteps]) -> list[Row]:
+    """Return a line on each way in which a pipeline was cut."""
+    return [
+        Row(
+            f"{'+'.join(map(str, cut.layers))} layers",
+            f"{_number(cut.tokens / cut.seconds if cut.seconds else math.nan, 1)} tokens/s",
+            f"{cut.tokens} tokens in {cut.steps} steps, {cut.moving} of them while layers moved; "
+            f"{cut.moves} moves complete by the last",
+        )
+        for cut in cuts
     ]
 
 

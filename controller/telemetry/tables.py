@@ -17,6 +17,18 @@ from ..quantiles import Quantiles
 
 
 @dataclass(frozen=True, slots=True)
+class CutSteps:
+    """What one engine did while its pipeline was cut in one way."""
+
+    layers: tuple[int, ...]  # of each rank, in order
+    steps: int
+    moving: int  # of these, while layers were under way
+    tokens: int  # emitted
+    seconds: float  # spent in steps
+    moves: int  # of the engine that were complete at the latest of these steps
+
+
+@dataclass(frozen=True, slots=True)
 class StepTable:
     """All steps of a file, by engine and then in the engine's order; arrays (n,). Units as in protocol.StepRecord.
 

@@ -10,6 +10,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ from ..snapshot import AttainmentStatus
 from .attained import attained
 from .packing import StepCopies, step_copies, unpack_rows
 from .schema import hello_of, open_for_reading
-from .tables import DraftedLengths, StepTable, TelemetrySummary, summarise
+from .tables import CutSteps, DraftedLengths, StepTable, TelemetrySummary, summarise
 
 _COLUMNS: Final = {column.name: np.int64 if column.type == "Ints" else np.float64 for column in fields(StepTable)}
 _IN_ORDER: Final = "ORDER BY engine, counter, id"
@@ -38,13 +39,15 @@ class WholeTelemetry:
     lengths: DraftedLengths
     summary: TelemetrySummary
     attainment: dict[str, AttainmentStatus]  # by class
+    cuts: list[CutSteps]  # of engines whose stages can move
 
 
 def read_whole(path: Path) -> WholeTelemetry:
     """Read a file once for all of its figures; raise StoreError if it is damaged, or none of ours."""
     with TelemetryFile(path) as file:
         steps, lengths = file.steps(), file.lengths()
-        return WholeTelemetry(path, file.engines(), steps, lengths, summarise(steps, lengths), file.attained())
+        summary = summarise(steps, lengths)
+        return WholeTelemetry(path, file.engines(), steps, lengths, summary, file.attained(), file.cuts())
 
 
 class TelemetryFile:
@@ -132,6 +135,25 @@ class TelemetryFile:
         with self._damage_told():
             return attained(self._database)
 
+    def cuts(self) -> list[CutSteps]:
+        """Return what each engine whose stages can move did under each cut, in the order in which these came.
+
+        Steps of a pipeline overlap: one counts from the end of the step before, or from its own beginning if later.
+        """
+        query = """
+            SELECT hello, stage_bounds, count(*), sum(is_moving), sum(emitted), sum(min(step_s, since_s)),
+                max(stage_moves)
+            FROM (SELECT *, time_s - lag(time_s, 1, time_s - step_s) OVER
+                (PARTITION BY engine, run ORDER BY counter) AS since_s FROM steps) AS apart
+            JOIN engines ON engines.id = apart.engine WHERE stage_bounds IS NOT NULL
+            GROUP BY apart.engine, stage_bounds ORDER BY apart.engine, min(apart.id)"""
+        with self._damage_told():
+            rows = self._database.execute(query).fetchall()
+        try:
+            return [_cut(hello_of(text, f" in {self.path}"), *figures) for text, *figures in rows]
+        except ValueError as error:
+            raise StoreError(f"{self.path}, stage_bounds: {error}", "numbers with commas") from None
+
     @contextmanager
     def _damage_told(self) -> Iterator[None]:
         try:
@@ -140,3 +162,11 @@ class TelemetryFile:
             raise StoreError(
                 f"{self.path} cannot be read: {error}", "a whole telemetry file", "the file may be cut"
             ) from None
+
+
+def _cut(engine: Hello, bounds: str, steps: int, moving: int, tokens: int, seconds: float, moves: int) -> CutSteps:
+    """Return a row of `cuts`; the last rank's end is told by HELLO alone."""
+    edges = [0, *(int(bound) for bound in bounds.split(",") if bound)]
+    if engine.stages is not None:
+        edges.append(engine.stages.layers)
+    return CutSteps(tuple(high - low for low, high in pairwise(edges)), steps, moving, tokens, seconds, moves)

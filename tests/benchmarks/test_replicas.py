@@ -35,7 +35,7 @@ def test_the_table_says_what_was_measured(found: dict[str, Any], rows: dict[str,
 
     def added(way: str) -> str:
         spent = found["entry_point"][way]
-        return f"{spent['difference_ms']:.2f} ms ({spent['direct_ms']:.2f} to {spent['through_ms']:.2f})"
+        return f"{spent['difference_ms']:.2f} ms (from {spent['direct_ms']:.2f} to {spent['through_ms']:.2f})"
 
     assert rows["first engine, from asking Ray until it serves"] == f"{found['first_start_s']} s"
     assert rows["second engine, while eight clients keep the first busy"] == f"{found['added_start_s']} s"

@@ -16,9 +16,9 @@ from faser.controller.errors import StoreError
 from faser.controller.reports.run_report import write_report
 from faser.controller.telemetry.schema import open_for_reading
 from faser.controller.telemetry.store import EngineEntry, RunEntry, StepEntry, Store
-from faser.controller.telemetry.tables import TelemetrySummary
+from faser.controller.telemetry.tables import CutSteps, TelemetrySummary
 from faser.controller.telemetry.telemetry_file import TelemetryFile, read_whole
-from faser.engine_adapter.protocol import ActionSet, Hello, RequestRow, StepRecord
+from faser.engine_adapter.protocol import ActionSet, Hello, RequestRow, Stages, StepRecord
 
 from ..older_files import BEFORE_COPIES, older
 
@@ -204,6 +204,37 @@ def test_the_report_of_a_telemetry_file_alone_has_tables_and_three_pictures(tele
     assert "vLLM 0.32.0" in page
     assert "What clients saw" not in page
     assert not re.search(r'(src|href)="https?:', page)  # opens without a network
+
+
+def test_the_report_tells_of_each_cut_of_a_pipeline(telemetry: Path, tmp_path: Path) -> None:
+    path, hello = tmp_path / "stages.sqlite", msgspec.structs.replace(HELLO, stages=Stages(30, (15,)))
+    store = Store(path, RunEntry(7, 0, "0", "{}"))
+    store.put(EngineEntry(hello, 0))
+    for counter in range(1, 31):
+        cut, moves = ((15,), 0) if counter <= 10 else ((30,), 1)
+        record = msgspec.structs.replace(
+            # In flight together: each takes 0.15 s and ends 0.1 s after the one before.
+            step(counter, [row(1, 2, 2, emitted=3)]),
+            step_s=0.15,
+            stage_bounds=cut,
+            is_moving=counter in (9, 10),
+            stage_moves=moves,
+        )
+        store.put(StepEntry(record, 0, None, "", 0.0, False))
+    store.close()
+    whole = read_whole(path)
+    assert whole.cuts == [
+        CutSteps((15, 15), 10, 2, 30, pytest.approx(1.05), 0),
+        CutSteps((30, 0), 20, 0, 60, pytest.approx(2.0), 1),
+    ]
+    write_report(whole, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "15+15 layers" in page
+    assert "28.6 tokens/s" in page
+    assert "30 tokens in 10 steps, 2 of them while layers moved; 0 moves complete by the last" in page
+    assert read_whole(telemetry).cuts == []
+    write_report(read_whole(telemetry), tmp_path / "report.html")
+    assert "Pipeline stages" not in (tmp_path / "report.html").read_text()
 
 
 def test_the_report_shows_what_clients_saw_and_escapes_it(telemetry: Path, tmp_path: Path) -> None:
