@@ -53,7 +53,8 @@ def test_a_sidecar_orders_moves_and_what_it_ordered_outlasts_it(
     assert last["switches"][-20:] == [last["switches"][-1]] * 20
     with closing(sqlite3.connect(store)) as file:
         bounds = {cut for (cut,) in file.execute("SELECT DISTINCT stage_bounds FROM steps")}
-        asked = {cut for (cut,) in file.execute("SELECT DISTINCT decision_stage_bounds FROM steps")}
+        decided = "decision_sequence IS NOT NULL"  # a sidecar that lags behind leaves records without a decision
+        asked = {cut for (cut,) in file.execute(f"SELECT DISTINCT decision_stage_bounds FROM steps WHERE {decided}")}
     assert bounds == asked == {"0", "15"}
     again = replay(store)
     assert again.differing == []
