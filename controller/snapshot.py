@@ -5,11 +5,13 @@ Built by the daemon, read by `faser status`, `faser top` and the demo. Fields ma
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Final, Literal
 
 import msgspec
 
-from ..engine_adapter.protocol import Mode
+from ..engine_adapter.protocol import Mode, Stages
 from .errors import EndpointError
 
 SNAPSHOT_VERSION: Final = 1
@@ -79,6 +81,16 @@ class LastStep(msgspec.Struct, frozen=True):
     accepted: list[int]
 
 
+def layers_by_rank(stages: Stages, bounds: Sequence[int]) -> list[int]:
+    """Return how many layers each rank of a pipeline runs under these bounds."""
+    return [high - low for low, high in pairwise((0, *bounds, stages.layers))]
+
+
+def told_layers(layers: Sequence[int]) -> str:
+    """Say how many each rank runs."""
+    return f"{'+'.join(map(str, layers))} layers"
+
+
 class StagesStatus(msgspec.Struct, frozen=True):
     """A pipeline whose stages can move, as its last step showed it."""
 
@@ -88,8 +100,7 @@ class StagesStatus(msgspec.Struct, frozen=True):
 
     def told(self) -> str:
         """Say it: layers by rank, and the moves."""
-        ranks = "+".join(map(str, self.layers))
-        return f"{ranks} layers, {self.moves} moves" + (", moving" if self.is_moving else "")
+        return f"{told_layers(self.layers)}, {self.moves} moves" + (", moving" if self.is_moving else "")
 
 
 class EngineStatus(msgspec.Struct, frozen=True):

@@ -171,7 +171,7 @@ class Bench:
         first = self._next_round(phase, load, mix.name)
         work = closed_stream(load, mix, plan.max_tokens, plan.max_prompt_tokens, plan.seed + first, plan.held)
         if phase == MAIN:
-            await self._learn(load, mix, names)
+            await self._learn(load, mix, names, what)
         arms = {name: self.arms.running[name] for name in names if name in self.arms.running}
         clients = {name: Clients(arm, work, load, TARGET_NAME, plan.temperature) for name, arm in arms.items()}
         try:
@@ -196,11 +196,12 @@ class Bench:
                 await self._dismiss(name, each)
             self._write()
 
-    async def _learn(self, load: int, mix: Mix, names: Sequence[str]) -> None:
+    async def _learn(self, load: int, mix: Mix, names: Sequence[str], what: str) -> None:
         """Let arms that learn serve a load that is new to them: elsewhere they serve for hours, here for seconds."""
         for name in names:
             if self.plan.learn_s and learns(name) and (name, load) not in self._met:
                 self._met.add((name, load))
+                self._step(f"{what}: {name_of(name)} learns", 0.0)
                 await self.arms.attempt(name, partial(self._learn_one, load, mix))
 
     async def _learn_one(self, load: int, mix: Mix, arm: Arm) -> None:

@@ -29,12 +29,12 @@ MATCHERS: Final = (NGRAM, NGRAM_LONG, *SUFFIXES)  # drafts are copied from text,
 PAPERS: Final = ("adaspec", "smartspec", "gplcb")
 # By the objectives of requests, and FASER's rule without a look at them.
 BY_OBJECTIVE: Final = ("price:even", "adaserve", "urgent:3", "urgent:4")
+FIXED_RULES: Final = ("hybrid:4", "arctic:4")  # which mix sources and learn nothing
 # Arms with FASER's plugin and a sidecar of their own under another policy than FASER's.
 POLICIES: Final = (
-    *PAPERS, "goodput", "ema", "bandit", "price:history", "price:drafter", *BY_OBJECTIVE, "hybrid:4", "arctic:4",
+    *PAPERS, "goodput", "ema", "bandit", "price:history", "price:drafter", *BY_OBJECTIVE, *FIXED_RULES,
     "learned",
 )  # fmt: skip
-FIXED_RULES: Final = ("hybrid:4", "arctic:4")
 # FASER with mechanisms that it leaves off by default; no rivals, so the envelope does not know them.
 VARIANTS: Final = ("faser+pruning", "faser+overlap", "faser+both")
 MAX_LENGTH: Final = 8
@@ -44,7 +44,7 @@ QUICK_LOADS: Final = (1, 8, 32)
 QUICK_RIVALS: Final = (NONE, "k1", "k3", TABLE)
 FULL_LOADS: Final = (1, 2, 4, 8, 16, 32, 64)
 FULL_RIVALS: Final = (
-    NONE, "k1", "k2", "k3", "k4", "k6", "k8", TABLE, *MATCHERS, *PAPERS, "hybrid:4", "arctic:4",
+    NONE, "k1", "k2", "k3", "k4", "k6", "k8", TABLE, *MATCHERS, *PAPERS, *FIXED_RULES,
 )  # fmt: skip
 MAX_LOAD: Final = 64
 MAX_TEMPERATURE: Final = 2.0  # as vLLM's clients are held to

@@ -25,10 +25,10 @@ from .drafter import app as drafter_app
 from .evaluate import evaluate
 from .exits import app as exits_app
 from .groups import GroupedCommands
+from .keys import app as keys_app
 from .policy import app as policy_app
 from .simulation import calibrate, fidelity, profile
-from .sweep import sweep
-from .train import train
+from .training import sweep, train
 
 app = typer.Typer(
     name="faser",
@@ -41,11 +41,6 @@ app = typer.Typer(
 )
 store_app = typer.Typer(help="Read telemetry files.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(store_app, name="store")
-keys_app = typer.Typer(
-    help="Keys for a link that leaves the host; a running sidecar reloads them on SIGHUP.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
 app.add_typer(keys_app, name="keys")
 app.add_typer(drafter_app, name="drafter")
 app.add_typer(exits_app, name="exits")
@@ -61,7 +56,6 @@ Endpoint = Annotated[
 ]
 Policy = Annotated[str | None, typer.Option(help="price, price:history, off, fixed:K or table:FIRST-LAST=K,...")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-KeyFolder = Annotated[Path, typer.Argument(help="The folder, as in link.keys.")]
 
 
 def main() -> NoReturn:
@@ -367,41 +361,3 @@ def store_vacuum(file: TelemetryFile) -> None:
     from ..telemetry.maintenance import run_vacuum
 
     raise typer.Exit(run_vacuum(file))
-
-
-@keys_app.command(name="new")
-def keys_new(
-    folder: KeyFolder,
-    engine: Annotated[str | None, typer.Option(help="Make a pair for this engine and let it in.")] = None,
-) -> None:
-    """Make the sidecar's keys, and an engine's."""
-    from ..link.keys import new_keys
-
-    for path in new_keys(folder, engine):
-        typer.echo(path)
-
-
-@keys_app.command(name="list")
-def keys_list(folder: KeyFolder) -> None:
-    """Name the engines that are let in."""
-    from ..link.keys import engines
-
-    for name in engines(folder):
-        typer.echo(name)
-
-
-@keys_app.command(name="revoke")
-def keys_revoke(folder: KeyFolder, engine: Annotated[str, typer.Argument(help="The engine's name.")]) -> None:
-    """Let an engine in no longer."""
-    from ..link.keys import revoke
-
-    typer.echo(revoke(folder, engine))
-
-
-@keys_app.command(name="rotate")
-def keys_rotate(folder: KeyFolder) -> None:
-    """Replace the sidecar's own keys; the old ones stay beside them as .old."""
-    from ..link.keys import rotate_server
-
-    for path in rotate_server(folder):
-        typer.echo(path)

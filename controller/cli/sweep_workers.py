@@ -1,28 +1,24 @@
-"""Where the runs of a sweep are made: on processes of this machine, or as Ray tasks. Called by controller/cli/sweep.py.
+"""Where the runs of a sweep are made: on processes of this machine, or as Ray tasks.
 
-Either way each run has a process of its own with one thread for its arithmetic, outcomes come as runs end, and closing
-the iterator ends what still runs. Ray is imported here and nowhere else, and only when it is asked for.
+Called by controller/cli/training.py. Either way each run has a process of its own with one thread for its arithmetic,
+outcomes come as runs end, and closing the iterator ends what still runs. Ray is imported only when it is asked for
+(controller/ray_cluster.py).
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import secrets
 import signal
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from multiprocessing import active_children, get_context
-from typing import Any, Final
+from typing import Any
 
 from ...models.evaluation.evaluate import Decide
 from ...models.training.sweep import Outcome, TrainingRun, failed, make
-from ..errors import EndpointError, UsageError
+from ..errors import UsageError
+from ..ray_cluster import RayCluster
 from .evaluate import end_with_parent, one_thread
-
-STORE_BYTES: Final = 80 << 20  # of a local instance, for objects: near the least Ray takes; outcomes are small
 
 
 def on_processes(runs: Sequence[TrainingRun], workers: int, decide: Decide, commit: str) -> Iterator[Outcome]:
@@ -61,52 +57,17 @@ def on_ray(
 ) -> Iterator[Outcome]:
     """Make the runs as Ray tasks of one CPU each: on a local instance of so many, or on the cluster at an address."""
     one_thread()
-    if address is None:  # whoever reaches Ray's ports may run code, unless a token is asked for
-        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
-    ray = _ray()
-    where = _where(workers, address)
     try:
-        ray.init(**where, logging_level=logging.ERROR, log_to_driver=False)
-    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise EndpointError(f"Ray at {address or 'this machine'}: {reason}", "a running Ray of this version") from None
-    try:
+        cluster = RayCluster(address, workers)
+    except ImportError:
+        raise UsageError("no ray here", "the extra sweep", "pip install 'faser-vllm[train,sweep]'") from None
+    with cluster:  # its end ends this sweep's tasks
+        ray = cluster.ray
         task = ray.remote(num_cpus=1, max_calls=1, max_retries=0)(make)
         waiting = {task.remote(run, decide, commit): run for run in runs}
         while waiting:
             for done in ray.wait(list(waiting))[0]:
                 yield _outcome(ray, done, waiting.pop(done))
-    finally:
-        ray.shutdown()  # ends this sweep's tasks; a local instance with them
-
-
-def _ray() -> Any:
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    try:
-        import ray
-    except ImportError:
-        raise UsageError("no ray here", "the extra sweep", "pip install 'faser-vllm[train,sweep]'") from None
-    return ray
-
-
-def _where(workers: int, address: str | None) -> dict[str, Any]:
-    if address is not None:
-        _require_listener(address)
-        return {"address": address}
-    return {
-        "address": "local", "num_cpus": workers, "include_dashboard": False, "object_store_memory": STORE_BYTES
-    }  # fmt: skip
-
-
-def _require_listener(address: str) -> None:
-    """Raise EndpointError where nobody listens: Ray itself would try for two minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdecimal():
-        raise UsageError(f"--address {address!r}", "HOST:PORT")
-    try:
-        socket.create_connection((host, int(port)), timeout=5.0).close()
-    except (OSError, OverflowError) as error:
-        raise EndpointError(f"nobody answers at {address} ({error})", "a running Ray") from None
 
 
 def _outcome(ray: Any, reference: Any, run: TrainingRun) -> Outcome:

@@ -11,7 +11,6 @@ import math
 import socket
 import time
 from collections import deque
-from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +22,7 @@ from ...models import registry
 from ...models.policies import policy as policies
 from ...models.stages.staged_policy import SEPARATOR
 from ..config import LeaseConfig
-from ..snapshot import MAX_SHOWN, EngineStatus, LastStep, Presence, Source, SourceStatus, StagesStatus
+from ..snapshot import MAX_SHOWN, EngineStatus, LastStep, Presence, Source, SourceStatus, StagesStatus, layers_by_rank
 from .attainment import Attainment
 from .decide import Decision, LeaseTerms, decide
 from .governor import Governor
@@ -278,8 +277,7 @@ class Session:
         stages, sight = self.hello.stages, self.state.stages
         if stages is None:
             return None
-        edges = (0, *sight.bounds, stages.layers)
-        return StagesStatus([high - low for low, high in pairwise(edges)], sight.moves, sight.is_moving)
+        return StagesStatus(layers_by_rank(stages, sight.bounds), sight.moves, sight.is_moving)
 
     def _sources(self) -> dict[Source, SourceStatus]:
         drafter = self.window.drafter()

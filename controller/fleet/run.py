@@ -24,13 +24,14 @@ from ..engine.serve import BFLOAT16_SLOW, EMBEDDED, is_slow, model_launch
 from ..engine.sidecar_child import start_sidecar
 from ..extras import require_extra
 from ..progress import progress_bar
+from ..ray_cluster import RayCluster
 from .carrier import Carrier
 from .engine_actor import EngineOrder
 from .fleet import Fleet
 from .front import Front
 from .options import FleetOptions, cores_each, require_ours, size_rule
 from .placement import Placement, place, replicas_in, require_room
-from .ray_carrier import RayCluster
+from .ray_carrier import RayCarrier, room
 from .sizing import SizeRule
 
 _PASSED_ON: Final = ("FASER_", "VLLM_", "HF_", "OMP_", "KMP_", "NUMBA_", "NCCL_")
@@ -54,10 +55,11 @@ def run_fleet(options: FleetOptions, config: Config) -> int:
         require_room(available_cores() // cores, rule.most, placement.needs(is_cpu))
     _require_model(options, console)
     with ExitStack() as stack:
+        os.environ.setdefault("RAY_worker_niceness", "0")  # else engines would run at 15, behind everybody
         cluster = stack.enter_context(RayCluster(options.address, available_cores()))
         _require_room(cluster, placement, rule, is_cpu, console)
         sidecar = _sidecar(config, cluster, stack, console)
-        carrier = cluster.carrier(_order(options, config, placement, cluster.is_ours, is_cpu), placement)
+        carrier = RayCarrier(cluster, _order(options, config, placement, cluster.is_ours, is_cpu), placement)
         return asyncio.run(_serve(options, rule, carrier, sidecar, console))
 
 
@@ -71,7 +73,7 @@ def _require_model(options: FleetOptions, console: Console) -> None:
 
 
 def _require_room(cluster: RayCluster, placement: Placement, rule: SizeRule, is_cpu: bool, console: Console) -> None:
-    found = replicas_in(cluster.room(), placement, is_cpu)
+    found = replicas_in(room(cluster), placement, is_cpu)
     if cluster.is_ours:
         require_room(found, rule.most, placement.needs(is_cpu))
     elif found < rule.most:  # a cluster may grow: its autoscaler looks at what waits

@@ -14,7 +14,7 @@ from typing import Final
 from ...engine_adapter.protocol import Hello
 from ..engine.load_summary import LoadSummary
 from ..quantiles import Quantiles
-from ..snapshot import AttainmentStatus
+from ..snapshot import AttainmentStatus, told_layers
 from ..telemetry.tables import CutSteps, SourceSummary, TelemetrySummary
 from ..telemetry.telemetry_file import WholeTelemetry
 from .figures import draw_figures
@@ -123,7 +123,7 @@ def stage_rows(cuts: Sequence[CutSteps]) -> list[Row]:
     """Return a line on each way in which a pipeline was cut."""
     return [
         Row(
-            f"{'+'.join(map(str, cut.layers))} layers",
+            told_layers(cut.layers),
             f"{_number(cut.tokens / cut.seconds if cut.seconds else math.nan, 1)} tokens/s",
             f"{cut.tokens} tokens in {cut.steps} steps, {cut.moving} of them while layers moved; "
             f"{cut.moves} moves complete by the last",

@@ -10,7 +10,6 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +18,7 @@ import numpy.typing as npt
 
 from ...engine_adapter.protocol import Hello, RequestRow
 from ..errors import StoreError
-from ..snapshot import AttainmentStatus
+from ..snapshot import AttainmentStatus, layers_by_rank
 from .attained import attained
 from .packing import StepCopies, step_copies, unpack_rows
 from .schema import hello_of, open_for_reading
@@ -152,7 +151,7 @@ class TelemetryFile:
         try:
             return [_cut(hello_of(text, f" in {self.path}"), *figures) for text, *figures in rows]
         except ValueError as error:
-            raise StoreError(f"{self.path}, stage_bounds: {error}", "numbers with commas") from None
+            raise StoreError(f"{self.path}, stage_bounds: {error}", "where a pipeline that can move is cut") from None
 
     @contextmanager
     def _damage_told(self) -> Iterator[None]:
@@ -166,7 +165,7 @@ class TelemetryFile:
 
 def _cut(engine: Hello, bounds: str, steps: int, moving: int, tokens: int, seconds: float, moves: int) -> CutSteps:
     """Return a row of `cuts`; the last rank's end is told by HELLO alone."""
-    edges = [0, *(int(bound) for bound in bounds.split(",") if bound)]
-    if engine.stages is not None:
-        edges.append(engine.stages.layers)
-    return CutSteps(tuple(high - low for low, high in pairwise(edges)), steps, moving, tokens, seconds, moves)
+    if engine.stages is None:
+        raise ValueError(f"{bounds!r} of an engine whose stages cannot move")
+    layers = layers_by_rank(engine.stages, [int(bound) for bound in bounds.split(",") if bound])
+    return CutSteps(tuple(layers), steps, moving, tokens, seconds, moves)

@@ -1,6 +1,6 @@
 """A sweep of trainings: every combination of seeds and of values of the recipe's fields, each in a folder of its own.
 
-Called by controller/cli/sweep.py and, in the process that makes a run, by controller/cli/sweep_workers.py. Starts no
+Called by controller/cli/training.py and, in the process that makes a run, by controller/cli/sweep_workers.py. Starts no
 processes.
 """
 

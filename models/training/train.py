@@ -1,8 +1,9 @@
 """Training of the learned policy: PPO on many simulated engines at once, judged on unseen ones.
 
-`faser train --config models/weights/policy.recipe.toml`; called by controller/cli/train.py. stable-baselines3 does the
-learning, in the environment of models/training/advised.py; it begins with no advice, which is the price policy itself.
-Checkpoints (models/training/checkpoint.py) are for resuming; what is released is models/policies/network.py's format.
+`faser train --config models/weights/policy.recipe.toml`; called by controller/cli/training.py. stable-baselines3 does
+the learning, in the environment of models/training/advised.py; it begins with no advice, which is the price policy
+itself. Checkpoints (models/training/checkpoint.py) are for resuming; what is released is models/policies/network.py's
+format.
 """
 
 from __future__ import annotations

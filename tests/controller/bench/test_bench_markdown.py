@@ -6,7 +6,7 @@ import json
 import re
 from itertools import takewhile
 from pathlib import Path
-from statistics import mean, median
+from statistics import geometric_mean, mean, median
 from typing import Any
 
 import msgspec
@@ -129,6 +129,28 @@ def test_tables_in_the_documents_hold_figures_of_their_files(names: tuple[str, .
     assert len(told) == rows
     for first, *figures in told:
         assert [figure for figure in figures if figure[:1].isdigit() and figure not in whole[first]] == []
+
+
+def test_what_is_said_of_the_mean_over_kinds_is_that_of_the_table() -> None:
+    means: dict[int, list[float]] = {}
+    for column in (1, 6):  # over no speculation, over the best rival
+        by_load: dict[int, list[float]] = {}
+        for row in table_below("By kind of prompt"):
+            by_load.setdefault(int(row[0].split(",")[0]), []).append(float(row[column].split()[0]))
+        for load, ratios in by_load.items():
+            assert len(ratios) == 5
+            means.setdefault(load, []).append(geometric_mean(ratios))
+    page_said, readme_said = (" ".join((ROOT / path).read_text().split()) for path in ("docs/results.md", "README.md"))
+    place = r"it has (\S+) of no speculation at 16 requests .*? and (\S+) at 32 [^,]*, (\S+) and (\S+) of the best"
+    told = re.search(place, page_said)
+    assert told is not None
+    wanted = [means[16][0], means[32][0], means[16][1], means[32][1]]
+    assert list(map(float, told.groups())) == pytest.approx(wanted, abs=0.000501)
+    short = re.search(r"mean ([\d., and]+) times no speculation from 1 to 32", readme_said)
+    assert short is not None
+    ratios = list(map(float, re.findall(r"[\d.]*\d", short[1])))
+    assert ratios == pytest.approx([means[load][0] for load in (1, 2, 4, 8, 16, 32)], abs=0.0501)
+    assert ratios[4:] == pytest.approx([means[load][0] for load in (16, 32)], abs=0.00501)
 
 
 def found_in(name: str) -> Any:

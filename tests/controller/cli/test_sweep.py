@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 pytest.importorskip("stable_baselines3")
 
 from faser.controller.cli.main import app
-from faser.controller.cli.sweep import drawn
 from faser.controller.cli.sweep_workers import on_processes
+from faser.controller.cli.training import drawn
 from faser.controller.errors import EndpointError, UsageError
 from faser.models.policies.policy import PolicyError
 from faser.models.training.config import TrainConfig

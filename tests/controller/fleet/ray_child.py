@@ -20,7 +20,8 @@ from faser.controller.errors import FaserError
 from faser.controller.fleet.carrier import EngineSight
 from faser.controller.fleet.engine_actor import EngineOrder
 from faser.controller.fleet.placement import Placement
-from faser.controller.fleet.ray_carrier import RayCluster
+from faser.controller.fleet.ray_carrier import RayCarrier, room
+from faser.controller.ray_cluster import RayCluster
 
 CORES = 2
 
@@ -49,11 +50,11 @@ def main(folder: str, address: str | None) -> None:
         {"FASER_RUNTIME_DIR": folder},
     )  # fmt: skip
     with RayCluster(address, CORES) as cluster:
-        found: dict[str, Any] = {"room": [[each.cores, each.gpus] for each in cluster.room()]}
+        found: dict[str, Any] = {"room": [[each.cores, each.gpus] for each in room(cluster)]}
         found["is_ours"] = cluster.is_ours
-        refused = cluster.carrier(order, Placement(1)).hold("replica-1")
+        refused = RayCarrier(cluster, order, Placement(1)).hold("replica-1")
         found["refused"] = until(refused.look, lambda sight: not sight.is_running)
-        huge = cluster.carrier(order, Placement(CORES + 1)).hold("replica-2")
+        huge = RayCarrier(cluster, order, Placement(CORES + 1)).hold("replica-2")
         found["without_room"] = asdict(huge.look())
         huge.stop()
         found["stopped"] = until(huge.look, lambda sight: not sight.is_running)

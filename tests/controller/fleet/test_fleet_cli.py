@@ -13,10 +13,10 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from faser.controller import ray_cluster
 from faser.controller.cli.main import app
 from faser.controller.engine.launch import available_cores, free_port
 from faser.controller.errors import EndpointError, EngineError, FaserError, ModelError, UsageError
-from faser.controller.fleet import ray_carrier
 from faser.controller.fleet.engine_actor import EngineActor, EngineOrder, launch_of
 
 COMMAND = "from faser.controller.cli.main import main; main()"
@@ -76,7 +76,7 @@ def test_without_ray_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -
 def test_whoever_listens_and_is_not_ray_is_given_up_on(listener: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray itself would try for minutes."""
     pytest.importorskip("ray")
-    monkeypatch.setattr(ray_carrier, "_CONNECT_S", 1.0)
+    monkeypatch.setattr(ray_cluster, "_CONNECT_S", 1.0)
     result = fleet("embedded", "--replicas", "1", "--port", str(free_port()), "--address", f"127.0.0.1:{listener}")
     assert isinstance(result.exception, EndpointError)
     assert f"no Ray answers at 127.0.0.1:{listener}" in str(result.exception)

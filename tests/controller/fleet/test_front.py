@@ -139,14 +139,20 @@ def test_what_has_not_begun_is_made_again_on_another_replica(running_fleet: Open
     run(body, running_fleet, TWO)
 
 
+async def begun_at_first(fleet: Any) -> tuple[Any, Any, Any]:
+    """Return both engines of a fleet and an answer that the first one has begun and not ended."""
+    await fleet.serve(at_once=False)
+    first, second = fleet.carrier.engines
+    first.may_speak.set()
+    asked = fleet.ask()
+    await fleet.until(lambda: first.seen)
+    await asyncio.sleep(0.05)
+    return first, second, asked
+
+
 def test_what_has_begun_ends_with_one_error_in_the_form_of_an_event(running_fleet: Opener) -> None:
     async def body(fleet: Any) -> None:
-        await fleet.serve(at_once=False)
-        first, second = fleet.carrier.engines
-        first.may_speak.set()
-        asked = fleet.ask()
-        await fleet.until(lambda: first.seen)
-        await asyncio.sleep(0.05)
+        first, second, asked = await begun_at_first(fleet)
         await first.kill()
         code, said = await asked
         *events, last = [line for line in said.split(b"\n\n") if line.strip()]
@@ -165,12 +171,7 @@ def test_requests_of_a_machine_that_vanished_do_not_hang(running_fleet: Opener) 
     """Its connections stay open and are silent: only the carrier knows."""
 
     async def body(fleet: Any) -> None:
-        await fleet.serve(at_once=False)
-        first, second = fleet.carrier.engines
-        first.may_speak.set()
-        begun = fleet.ask()
-        await fleet.until(lambda: first.seen)
-        await asyncio.sleep(0.05)
+        first, second, begun = await begun_at_first(fleet)
         first.may_speak.clear()
         second_asked = fleet.ask()
         await fleet.until(lambda: second.seen)
