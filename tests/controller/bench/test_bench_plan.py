@@ -142,6 +142,7 @@ def test_a_quick_run_is_what_it_promises() -> None:
     assert (plan.minutes, plan.replays, [mix.name for mix in plan.mixes]) == (0.0, (), ["all"])
     assert (plan.max_prompt_tokens, plan.least_per_client) == (150, 12)
     full = BenchOptions().plan()
+    assert (full.learn_s, plan.learn_s, BenchOptions(turn_s=0.5).plan().learn_s) == (20.0, 8.0, 0.0)
     assert full.loads == (1, 2, 4, 8, 16, 32, 64)
     assert (full.max_prompt_tokens, full.least_per_client) == (300, 16)
     assert BenchOptions(traces=("mooncake",)).plan().loads == ()

@@ -52,6 +52,7 @@ def main(folder: str, address: str | None) -> None:
     with RayCluster(address, CORES) as cluster:
         found: dict[str, Any] = {"room": [[each.cores, each.gpus] for each in room(cluster)]}
         found["is_ours"] = cluster.is_ours
+        found["is_guarded"] = os.environ.get("RAY_AUTH_MODE") == "token" and len(os.environ["RAY_AUTH_TOKEN"]) >= 32
         refused = RayCarrier(cluster, order, Placement(1)).hold("replica-1")
         found["refused"] = until(refused.look, lambda sight: not sight.is_running)
         huge = RayCarrier(cluster, order, Placement(CORES + 1)).hold("replica-2")

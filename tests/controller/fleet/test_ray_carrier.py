@@ -42,6 +42,7 @@ def test_on_an_instance_of_our_own(tmp_path: Path) -> None:
     before = set(Path("/tmp").glob("faser-ray-*"))
     found = seen(tmp_path)
     assert found["is_ours"]
+    assert found["is_guarded"], "whoever reaches Ray's ports may run code"
     assert found["room"] == [[2, 0]] or found["room"][0][1] > 0  # on a machine with GPUs
     assert_refused_and_without_room(found)
     assert "died" in found["killed"]["reason"] or "dead" in found["killed"]["reason"]

@@ -71,6 +71,7 @@ def test_copies_that_together_bring_too_little_are_left_unless_the_drafter_draft
     alone, free = (np.array(_nets(served(model, by), by)) for by in (rule, match_rule(0.2)))
     assert np.mean(alone > 2.95) > 0.95  # requests end between a copy and its verification
     assert np.mean(free > 2.95) < 0.9
+    assert np.mean(np.array(_nets(served(model, rule, length=2), rule)) > 2.95) < 0.9
     beside = served(model, rule, length=2)
     assert any(0 < len(record.copied) <= 2 for record in beside)
 

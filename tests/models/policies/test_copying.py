@@ -125,6 +125,7 @@ def test_price_without_copies_asks_for_none_and_an_engine_that_has_none_is_not_a
         MatchRule([1.0], [0.0], [0.1], K_MAX + 1),
         MatchRule([1.0], [0.0], [0.1], 2, float("inf")),
         MatchRule([1.0], [0.0], [0.1], 2, 0.0, -1),
+        MatchRule([1.0], [0.0], [0.1], 2, least=float("nan")),
         MatchRule([1.0], [0.0], [0.1], 2, handles=(1,)),
         MatchRule([1.0], [0.0], [0.1], 2, handles=(1,), weights=(float("nan"),)),
     ],
@@ -159,3 +160,18 @@ def test_beside_favoured_requests_rounds_are_made_for_however_few_and_copies_go_
     dear, cheap = plan.action.match.keep[0] / weight, plan.action.match.keep[0]
     assert dear < even.action.match.keep[0] < cheap
     assert cheap / dear == pytest.approx(8.0, rel=0.2)
+
+
+def test_beside_favoured_requests_the_first_row_is_priced_in_the_same_measure_as_the_others() -> None:
+    state = seen(8, 1.0, 30.0, first_row_ms=5.0)
+    values = np.ones(state.requests.size)
+    values[2:] = 0.125
+    policy = PricePolicy(CAPABILITIES)
+    even, plan = (
+        policy._by_history(state.view()).action.match,
+        policy._by_value(state.view(), values, None).action.match,
+    )
+    assert even is not None
+    assert plan is not None
+    assert even.least > 1.0
+    assert plan.least / even.least == pytest.approx(plan.keep[0] / even.keep[0])
