@@ -58,7 +58,8 @@ def drawn(result: dict[str, Any]) -> str:
                 f"{urgent:15.1%} {batch:7.1%}"
             )
     for policy, row in result["standing"].items():
-        over = {key: row[key] for key in ("goodput_over_unaware", "goodput_over_best_rule")}
+        keys = ("goodput_over_unaware", "goodput_over_best_rule", "goodput_over_price")
+        over = {key: row[key] for key in keys if row[key] is not None}
         told = ", ".join(f"{key.replace('_', ' ')} {_told(value)}" for key, value in over.items())
         lines.append(f"{policy}: violations {row['violations_over_unaware']:.2f} of the best unaware rival's, {told}")
     names = {"clairvoyant": "who knows what will be accepted", "known": "the best known policy of each world"}

@@ -149,7 +149,7 @@ def _slack_text(spec: str, world: WorldSpec, strokes: list[SlackStroke]) -> str:
 def release(
     manifest: Annotated[Path, typer.Argument(help="Of a trained policy, as `faser train` leaves it.")],
     evaluation: Annotated[
-        Path, typer.Option(help="What `faser evaluate --policies 'price learned:MANIFEST' --output FILE` wrote.")
+        Path, typer.Option(help="What `faser evaluate --objectives --policies 'price learned:MANIFEST' --output FILE` wrote.")
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder of policy.json; default: the installed one.")
@@ -212,6 +212,8 @@ def _in_short(value: Any) -> str:
     """Return a figure of a manifest for people."""
     if isinstance(value, list):
         return " to ".join(map(_in_short, value))
+    if isinstance(value, dict):  # a ratio and its interval
+        return " to ".join(_in_short(part) for part in value.values() if part is not None)
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -59,7 +59,7 @@ def train(
     else:
         gain = result.best - result.first
         typer.echo(
-            f"{result.manifest}: {result.steps} steps in {result.seconds:.0f} s, {gain:+.2%} tokens/s on unseen "
+            f"{result.manifest}: {result.steps} steps in {result.seconds:.0f} s, {gain:+.2%} tokens in time on unseen "
             f"engines over where it began; try --policy learned:{result.manifest}"
         )
 

@@ -6,6 +6,7 @@ Called by controller/bench/arms.py; inside the servers controller/held_answers/e
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from ..errors import EngineError
 
 AT_ONCE: Final = 32  # answers that are recorded together
 ANSWER_S: Final = 600.0  # for one of them, on a crowded machine
+TOLD_EVERY: Final = 100  # answers: minutes pass until all are there
 
 Answer = tuple[list[int], list[int]]  # tokens of the prompt with its template, tokens of the answer
 
@@ -61,14 +63,17 @@ class Answers:
         """Hold a server to the answers; the first one has to give them."""
         if not self.is_recorded:
             self.tell(f"{server.name} answers {len(self.prompts)} prompts, to which all are then held")
-            answers = await record(server, self.prompts, self.max_tokens, self.temperature)
+            answers = await record(server, self.prompts, self.max_tokens, self.temperature, self.tell)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_text(json.dumps(answers))
             self.is_recorded = True
         await server.hold(self.path)
 
 
-async def record(server: HeldServer, prompts: Sequence[str], max_tokens: int, temperature: float = 0.0) -> list[Answer]:
+async def record(
+    server: HeldServer, prompts: Sequence[str], max_tokens: int, temperature: float = 0.0,
+    tell: Callable[[str], None] | None = None,
+) -> list[Answer]:  # fmt: skip
     """Return a server's own answers to prompts, all of the same length; raise EngineError if it gives none."""
     body = {
         "model": TARGET_NAME, "max_tokens": max_tokens, "temperature": temperature, "ignore_eos": True,
@@ -77,7 +82,15 @@ async def record(server: HeldServer, prompts: Sequence[str], max_tokens: int, te
     slots, timeout = asyncio.Semaphore(AT_ONCE), aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(server.url, timeout=timeout) as session:
         bodies = [body | {"messages": [{"role": "user", "content": text}]} for text in prompts]
-        return list(await asyncio.gather(*(_answer(session, slots, server.name, each) for each in bodies)))
+        count = itertools.count(1)
+
+        async def told(body: Mapping[str, object]) -> Answer:
+            answer = await _answer(session, slots, server.name, body)
+            if (done := next(count)) % TOLD_EVERY == 0 and tell is not None:
+                tell(f"{server.name} has answered {done} of {len(prompts)}")
+            return answer
+
+        return list(await asyncio.gather(*map(told, bodies)))
 
 
 async def _answer(

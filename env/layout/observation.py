@@ -18,7 +18,7 @@ from ...engine_adapter.compiled import compiled
 from ..cost.cost_curve import OCTAVES
 from ..estimate.engine_state import EngineState
 
-OBSERVATION_VERSION: Final = 1
+OBSERVATION_VERSION: Final = 2
 LOG_10_MS: Final = math.log(0.01)
 POSITIONS: Final = 4  # draft positions whose acceptance is shown; the last one known stands for those beyond k_max
 
@@ -46,6 +46,8 @@ REQUEST_FEATURES: Final = (
     ),
     Feature("survival", 0.0, 1.0, "chance that all k_max draft tokens are accepted"),
     Feature("evidence", 0.0, 1.0, "x/(x+40), x trials of its first draft position, with forgetting"),
+    Feature("slack", -1.0, 1.0, "x/(|x|+8), x tokens ahead of its schedule; 0 without one, and before its first token"),
+    Feature("pace", 0.0, 1.0, "x/(x+1), x tokens per step that its objective asks for, at the mean step"),
 )
 GLOBAL_FEATURES: Final = (
     Feature("running", 0.0, 1.0, "running requests / most requests"),
@@ -83,10 +85,11 @@ def observe_vector(state: EngineState, slots: int) -> Observation:
     is_running, is_decoding = state.requests.running(state.link.records), state.decoding()
     requests, places = np.zeros((slots, len(REQUEST_FEATURES)), np.float32), np.empty(slots, np.int64)
     acceptance, table = state.acceptance(), state.requests
+    slack, tpot_s = table.slack(float(state.time_s)).tokens, table.column("tpot_s")
     shown = _show_requests(
         requests, places, is_running, is_decoding, table.column("context"), table.column("emitted"),
-        table.column("arrival_s"), table.column("priority"), table.column("limit"), acceptance, table.trials,
-        float(state.time_s),
+        table.column("arrival_s"), table.column("priority"), table.column("limit"), acceptance, table.trials, slack,
+        tpot_s, float(state.time_s), max(state.load.step_s, 1e-6),
     )  # fmt: skip
     handles = table.column("handle")[places[:shown]]
     return Observation(requests, _globals(state, int(np.count_nonzero(is_decoding))), handles, acceptance)
@@ -124,7 +127,8 @@ def _globals(state: EngineState, decoding: int) -> Singles:
 @compiled
 def _show_requests(
     shown: Singles, places: Ints, is_running: Bools, is_decoding: Bools, context: Ints, emitted: Ints,
-    arrival_s: Floats, priority: Ints, limit: Ints, acceptance: Floats, trials: Floats, now_s: float,
+    arrival_s: Floats, priority: Ints, limit: Ints, acceptance: Floats, trials: Floats, slack: Floats, tpot_s: Floats,
+    now_s: float, step_s: float,
 ) -> int:  # fmt: skip
     """Fill in the features and the table's places of the first running requests; return how many there was room for."""
     n, k_max = 0, acceptance.shape[1]
@@ -146,6 +150,10 @@ def _show_requests(
                 row[7 + j] = acceptance[i, min(j, k_max - 1)]
             row[7 + POSITIONS] = survival
             row[8 + POSITIONS] = _squeezed(trials[i, 0], 40.0)
+        if slack[i] < np.inf:
+            row[9 + POSITIONS] = slack[i] / (abs(slack[i]) + 8.0)
+        if tpot_s[i] < np.inf:
+            row[10 + POSITIONS] = _squeezed(step_s / tpot_s[i], 1.0)
         n += 1
     return n
 

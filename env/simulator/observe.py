@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...engine_adapter.arrays import Floats, Singles
+from ...engine_adapter.protocol import TPOT_MS
 from ..cost.cost_curve import LEAST_GAIN, OCTAVES, STEPS
 from ..cost.cost_table import MAX_STEP_S, MIN_STEP_S
 from ..estimate.acceptance import (
@@ -31,6 +32,7 @@ from .state import (
     ACCEPTANCE,
     ACCEPTED,
     ARRIVED,
+    BEGAN,
     CONTEXT,
     DRAFT_LIMIT,
     EMITTED,
@@ -60,14 +62,15 @@ _ZERO, _ONE, _LOW, _HIGH = np.float32(0.0), np.float32(1.0), np.float32(0.005), 
 _TINY, _WEIGHT, _FORTY = np.float32(1e-9), np.float32(POSITION_TRIALS), np.float32(40.0)
 # Rows of the scratch that only this file uses, (SCRATCH, slots).
 EXPECTED, VARIANCE, HAD, SCALE, TRIES, HITS, KEEPS, LIVE, SCRATCH = range(9)
+_SHORTEST_S, _LONGEST_MS = TPOT_MS[0] * 1e-3, TPOT_MS[1]  # what a client may ask for
 _CONTEXT, _ANSWER, _AGE, _EIGHT = np.float32(1024.0), np.float32(128.0), np.float32(10.0), np.float32(8.0)
 
 
 @apart
 def observe(
     engine: Any, profile: Any, settings: Any, ints: Shorts, times: Floats, evidence: Singles, population: Floats,
-    octaves: Floats, priority: Floats, shown: Singles, overall: Singles, scratch: Singles, counts: Floats,
-    emitted: float,
+    octaves: Floats, priority: Floats, objectives: Floats, shown: Singles, overall: Singles, scratch: Singles,
+    counts: Floats, emitted: float,
 ) -> None:  # fmt: skip
     """See, show, learn: the order in which the decision core does it."""
     is_fair = engine.was_ruled == 0
@@ -75,6 +78,8 @@ def observe(
     _see_load(engine, emitted)
     _shrink(engine, evidence, population, scratch)
     _show_requests(engine, ints, times, evidence, priority, shown, scratch[LIVE])
+    if settings.tells_objectives != 0:
+        _show_objectives(engine, ints, times, objectives, shown[9 + POSITIONS], shown[10 + POSITIONS], scratch[LIVE])
     _show_engine(engine, profile, settings, ints, population, octaves, overall)
     if is_fair:
         _learn_population(population, counts)
@@ -214,6 +219,24 @@ def _show_requests(
         _show_acceptance(j < positions, live, evidence[ACCEPTANCE, min(j, positions - 1)], shown[7 + j], survival)
     for j in range(POSITIONS, positions):
         survival *= evidence[ACCEPTANCE, j]
+
+
+@apart
+def _show_objectives(
+    engine: Any, ints: Shorts, times: Floats, objectives: Floats, slack: Singles, pace: Singles, live: Singles
+) -> None:
+    """Fill in how far ahead of its schedule each request is, and how fast that goes; 0 where nobody told."""
+    now_s, step_s = engine.clock_s, max(engine.mean_step_s, 1e-6)
+    for i in range(len(live)):
+        slack[i], pace[i] = _ZERO, _ZERO
+        tpot_s = objectives[np.uint64(ints[SERVICE, i]), 1]
+        if live[i] == _ZERO or tpot_s * 1e3 > _LONGEST_MS:
+            continue
+        wanted_s = max(tpot_s, _SHORTEST_S)
+        pace[i] = step_s / (step_s + wanted_s)
+        if ints[EMITTED, i] > 0:
+            ahead = ints[EMITTED, i] - 1 - (now_s - times[BEGAN, i]) / wanted_s
+            slack[i] = ahead / (abs(ahead) + 8.0)
 
 
 @apart

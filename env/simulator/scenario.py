@@ -111,7 +111,7 @@ class Scenario:
         """Return the numbers that the kernel takes, (1,) of SETTINGS."""
         weights = self.weights
         values = (
-            self.positions, self.staleness, mode, own_rules, self.randomises, copies, self.noise,
+            self.positions, self.staleness, mode, own_rules, self.randomises, copies, self.tells_objectives, self.noise,
             weights.discount_per_s, weights.good, weights.token, weights.request, weights.waste,
         )  # fmt: skip
         return np.array([values], SETTINGS)

@@ -319,7 +319,8 @@ def _entry(sources: str) -> Any:
             engine.steps += 1
             observe(
                 engine, profile, settings, ints, times, evidence, population, row(state.octaves, e), priority,
-                row(state.shown, e), row(state.globals, e), scratch, counts, work[ALL_FRESH],
+                row(world.objectives, engine.profile), row(state.shown, e), row(state.globals, e), scratch, counts,
+                work[ALL_FRESH],
             )  # fmt: skip
             if profile.match_longest > 0:
                 show_copies(ints, row(state.copies, e))

@@ -156,12 +156,14 @@ def _standing(plan: ObjectivePlan, runs: Runs, policy: str) -> dict[str, Any]:
     """Return a policy's violations and goodput over those of the best rivals, over all worlds, by seed."""
     unaware = [_over(plan, runs, policy, world, UNAWARE) for world in plan.worlds]
     rules = [_over(plan, runs, policy, world, plan.rules) for world in plan.worlds]
+    price = [_over(plan, runs, policy, world, ("price",)) for world in plan.worlds] if "price" in plan.policies else []
     halves = [ratio for ratio, world in zip(unaware, plan.worlds, strict=True) if world.urgent_share >= 0.5]
     return {
         "violations_over_unaware": _late_ratio(plan, runs, policy),
         "goodput_over_unaware": _told(unaware),
         "goodput_over_unaware_half_urgent": _told(halves) if halves else None,
         "goodput_over_best_rule": _told(rules),
+        "goodput_over_price": _told(price) if price and policy != "price" else None,
     }
 
 

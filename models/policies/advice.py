@@ -1,51 +1,43 @@
-"""What a learned policy may tell the price policy: how far to lean, and which way. Neutral advice changes nothing.
+"""What a learned policy may tell the price policy: what tokens are worth by objectives. Neutral advice changes nothing.
 
-Called by models/policies/price.py, which follows it, models/policies/learned.py, which gives it, and
-models/training/advised.py, where it is learnt. price knows what an engine has shown; advice is what engines like it
-turned out to be worth.
+Given by models/policies/learned.py, learnt in models/training/advised.py. Which token is worth how much follows from a
+request's slack (models/policies/token_values.py); how steeply is what no one setting has right for every engine.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from ...engine_adapter.arrays import Singles
+from .token_values import VALUES, TokenValues
 
-SPAN_DECISIONS: Final = 16  # advice is renewed this often: a search for a plan follows within as many
-# At a leaning of 1; the released policy was trained with these.
-LESS_TIME: Final = 0.2  # of the exponent of a step's time
-PROBE_FACTOR: Final = 8.0  # times as much of the time is probed with
-STOP_LEAD: Final = 0.05  # gain by which stop rules may be behind
+SPAN_DECISIONS: Final = 16  # advice is renewed this often
+FACTORS: Final = (8.0, 4.0, 4.0, 8.0)  # of what leanings of 1 stand for; the released policy was trained with these
 
 
 class Advice(NamedTuple):
-    """Three leanings, each -1..1, and an output of the advice head."""
+    """Four leanings, each -1..1, and an output of the head: settings of TokenValues over the released ones."""
 
-    eagerness: float = 0.0  # above 0 longer drafts: a step's time counts for less beside its tokens
-    probing: float = 0.0  # above 0 more of the time for lengths that are not known
-    stopping: float = 0.0  # above 0 drafts end by confidence where by history promises a little more
+    urgency: float = 0.0  # above 0 who lacks tokens is worth more
+    horizon: float = 0.0  # ... what is lacking is looked for further ahead
+    reserve: float = 0.0  # ... requests shall be further ahead of their schedules
+    patience: float = 0.0  # ... who is far behind is given up later
 
     @classmethod
     def of(cls, outputs: Singles) -> Advice:
-        """Return what the outputs of the advice head, (3,), mean; beyond -1..1 they are clipped."""
+        """Return what the outputs of the head, (4,), mean; beyond -1..1 they are clipped."""
         return cls(*np.minimum(np.maximum(outputs, np.float32(-1.0)), np.float32(1.0)).tolist())
 
-    @property
-    def time_weight(self) -> float:
-        """The exponent of a step's time where its tokens have 1."""
-        return 1.0 - LESS_TIME * self.eagerness
-
-    @property
-    def probe_factor(self) -> float:
-        """What the account for probes earns, as a multiple of what it earns without advice."""
-        return float(PROBE_FACTOR**self.probing)
-
-    @property
-    def stop_lead(self) -> float:
-        """The gain by which stop rules may be behind and be followed all the same."""
-        return STOP_LEAD * self.stopping
+    def values(self) -> TokenValues:
+        """Return the settings that are advised; without a leaning the released ones to the bit."""
+        urgency, horizon, reserve, patience = (factor**leaning for factor, leaning in zip(FACTORS, self, strict=True))
+        return replace(
+            VALUES, urgency=VALUES.urgency * urgency, horizon=VALUES.horizon * horizon,
+            reserve=VALUES.reserve * reserve, patience=VALUES.patience * patience,
+        )  # fmt: skip
 
 
 NEUTRAL: Final = Advice()

@@ -1,7 +1,8 @@
-"""The learned policy: the price policy under the advice of a network, which is renewed every 16 records. No torch.
+"""The learned policy: the price policy under the advice of a network on what tokens are worth. No torch.
 
-Called once per record. Where the observation is not a number or unlike everything it was trained in, price decides
-alone, and the reason says so; both are counted.
+Called once per record; advice is renewed every 16. Without objectives nobody is asked, and it is price to the bit.
+Where the observation is not a number or unlike everything it was trained in, price decides alone, and the reason says
+so; both are counted.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from ...engine_adapter.arrays import Singles
+from ...engine_adapter.arrays import Floats, Singles
 from ...engine_adapter.compiled import compiled
 from ...env.estimate.engine_state import EngineState
 from ...env.layout.observation import observe_vector
@@ -56,7 +57,8 @@ class LearnedPolicy:
 
     def act(self, state: EngineState) -> Action:
         """Return price's action under the advice in force; ask for new advice when its span is over."""
-        if state.capabilities.k_max == 0 or not state.requests.size:
+        if state.capabilities.k_max == 0 or not _have_objectives(state.requests.column("tpot_s")):
+            self._until_advice = 0
             return self._price.act(state)
         if self._until_advice == 0:
             self._until_advice = SPAN_DECISIONS
@@ -76,7 +78,7 @@ class LearnedPolicy:
         advice = NEUTRAL if self._why else Advice.of(self._network.forward(requests, seen.globals))
         told = ", ".join(f"{name} {value:+.2f}" for name, value in advice._asdict().items())
         self._preface = f"{self._why}: price decides; " if self._why else f"learned: {told}; "
-        self._price.follow(advice)
+        self._price.follow(advice.values())
 
     def _judged(self, requests: Singles, overall: Singles) -> str:
         """Return why price has to decide on this observation, and count it; nothing where the network can advise."""
@@ -98,6 +100,15 @@ def manifest_path(text: str) -> Path:
         raise PolicyError(
             f"policy 'learned:{text}': no such home; expected the path of a trained policy's manifest"
         ) from None
+
+
+@compiled
+def _have_objectives(tpot_s: Floats) -> bool:
+    """Return whether anybody's tokens are wanted at a pace."""
+    found = False
+    for i in range(len(tpot_s)):
+        found |= tpot_s[i] < np.inf
+    return found
 
 
 @compiled

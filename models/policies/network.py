@@ -24,7 +24,7 @@ from .advice import Advice
 from .policy import PolicyError
 
 MANIFEST_VERSION: Final = 1
-HEAD: Final = "advice"  # what the outputs are; others there were lost to the price policy
+HEAD: Final = "values"  # what the outputs are; others there were lost to the price policy
 OUTPUTS: Final = Advice._fields
 REQUEST_INPUTS, GLOBAL_INPUTS = len(REQUEST_FEATURES), len(GLOBAL_FEATURES)
 LAYERS: Final = ("encode_1", "encode_2", "trunk_1", "trunk_2", "head")

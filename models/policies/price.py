@@ -23,22 +23,20 @@ from ...env.estimate.engine_state import EngineState
 from ...env.estimate.planning_view import PlanningView
 from ...env.spaces import Action, Capabilities
 from .admission import admission
-from .advice import NEUTRAL, Advice
 from .baselines import uniform
 from .copying import beside_favoured, match_rule, with_copies
 from .favouring import FavouredGroups, choose_favouring, told_favoured
-from .probe import BUDGET_SHARE, Chances, ProbeAccount
+from .probe import Chances, ProbeAccount
 from .split_choice import RateEstimates, SplitChoice
 from .step_grid import BINS, PLANES, Choice, choose, least_survival, place, tabulate
 from .stop_rules import EDGE_LIST, NO_RULE, all_drafts, predict_stops, predict_trims, rule_of
-from .token_values import TokenValues
+from .token_values import VALUES, TokenValues
 
 SETTLE_DECISIONS = 3  # the whole grid is searched this often, 30 us at 64 requests; between, lengths are placed, 5 us
 SETTLED_DECISIONS = 12  # ... while search after search finds the same point
 PAY_BACK_STEPS = 64.0  # what a drafter must make up for is paid once, and has to come in again within so many steps
 LEAST_SHARE: Final = 0.01  # of the drafts that are copies: fewer are not worth reckoning with
 COMPARE_SEARCHES = 3  # confidence is weighed against history in one of so many
-VALUES: Final = TokenValues()  # as released
 SIMILAR_BATCH = 8  # ... while the batch has changed by less than one in so many requests
 
 
@@ -93,17 +91,15 @@ class PricePolicy:
         self._probes = ProbeAccount()
         self._can_split = len(capabilities.splits) > 1
         self._splits = SplitChoice(len(capabilities.splits))
-        self._advice = NEUTRAL
         self._values = values
 
     def values_of(self, view: PlanningView) -> Floats | None:
         """Return (size,) what a token of each live request is worth, 0..1 of the most; None where all count alike."""
         return None if self._values is None else self._values.of(view)
 
-    def follow(self, advice: Advice) -> None:
-        """Lean as advised from the next search on, until advised otherwise."""
-        self._advice = advice
-        self._probes.budget_share = BUDGET_SHARE * advice.probe_factor
+    def follow(self, values: TokenValues) -> None:
+        """Let tokens be worth this from now on."""
+        self._values = values
 
     def act(self, state: EngineState) -> Action:
         """Return the lengths of the cell with the most tokens per second, now and then of a probe."""
@@ -220,7 +216,7 @@ class PricePolicy:
             is_stopping = before is not None and before.is_stopping
             return self._by_confidence(view, forecast, before) if is_stopping else self._by_history(view)
         history, stops = self._by_history(view), self._by_confidence(view, forecast, before)
-        return stops if _lead(stops, history) + self._advice.stop_lead > 0.0 else history
+        return stops if _lead(stops, history) > 0.0 else history
 
     def _by_confidence(self, view: PlanningView, forecast: Forecast, before: Plan | None) -> Plan:
         is_adaptive, rate = view.capabilities.is_adaptive, before.rate if before else 0.0
@@ -287,14 +283,13 @@ class PricePolicy:
         self, table: Floats, view: PlanningView, verify_s: Floats | None = None
     ) -> tuple[Choice, MatchRule | None]:
         """Return the best cell, and when to copy beside it."""
-        time_weight = self._advice.time_weight
         matches = view.matches if self._can_copy else None
         if matches is None:
-            return choose(table, view, _reading_s(view), verify_s, time_weight), None
+            return choose(table, view, _reading_s(view), verify_s), None
         mixed = table
         if matches.share > LEAST_SHARE:  # the time of the mean rows, then: copies are of any length
             mixed, verify_s = with_copies(table, view.requests, matches), None
-        choice = choose(mixed, view, _reading_s(view), verify_s, time_weight)
+        choice = choose(mixed, view, _reading_s(view), verify_s)
         return choice, match_rule(view, matches, table, choice)
 
 

@@ -61,7 +61,6 @@ class ProbeAccount:
         self._next_look_back = 0
         self._met: set[int] = set()  # octaves of running requests
         self._tries: dict[int, Tries] = {}  # by octave
-        self.budget_share = BUDGET_SHARE
         self.probes = 0
 
     def choose(
@@ -82,7 +81,7 @@ class ProbeAccount:
         octave = view.requests.bit_length()
         tries = self._tries.get(octave, Tries(depth, 0))
         fruitless = tries.fruitless if tries.depth == depth else 0
-        self._earn(view, octave, self.budget_share * max(0.5 ** (fruitless / HALVING_PROBES), LEAST_ZEAL))
+        self._earn(view, octave, BUDGET_SHARE * max(0.5 ** (fruitless / HALVING_PROBES), LEAST_ZEAL))
         if not is_due:
             return None
         population = view.population
@@ -108,8 +107,7 @@ class ProbeAccount:
         """
         if not 0.0 < lead < NEARLY_AS_GOOD or view.records < self._next_look_back:
             return False
-        share = LOOK_BACK_SHARE * self.budget_share / BUDGET_SHARE
-        apart = max(LOOK_BACK_RECORDS, lead / share)
+        apart = max(LOOK_BACK_RECORDS, lead / LOOK_BACK_SHARE)
         self._next_look_back = view.records + int(apart)
         self.probes += 1
         return True

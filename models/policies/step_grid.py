@@ -43,15 +43,12 @@ class Choice(NamedTuple):
         return (self.rate / self.even_rates.item(0) - 1.0) * 100.0
 
 
-def choose(
-    table: Floats, view: PlanningView, reading_s: float, verify_s: Floats | None = None, time_weight: float = 1.0
-) -> Choice:  # fmt: skip
+def choose(table: Floats, view: PlanningView, reading_s: float, verify_s: Floats | None = None) -> Choice:
     """Return the best cell.
 
     :param table: whose last threshold lets everything pass
     :param reading_s: what a step in which all draft is charged for what the drafter missed, and for new prompts
     :param verify_s: seconds of everything but drafting and prompts per cell, where they are not those of its rows
-    :param time_weight: tokens / seconds^time_weight is what decides; 1: tokens per second
     """
     drafted, _, rows, rounds = table
     if verify_s is None:
@@ -60,26 +57,24 @@ def choose(
     drawn = drafted if view.capabilities.is_ragged else rounds * view.requests
     draft_s = view.cost.draft_time_s(rows, rounds, drawn)
     even_rates = np.empty(table.shape[2])
-    chosen = _best(table, verify_s, draft_s, reading_s, view.requests, time_weight, even_rates)
+    chosen = _best(table, verify_s, draft_s, reading_s, view.requests, even_rates)
     return Choice(*chosen, even_rates)
 
 
 @compiled
 def _best(
-    table: Floats, verify_s: Floats, draft_s: Floats, reading_s: float, requests: int, time_weight: float,
-    even_rates: Floats,
-) -> tuple[int, int, float, float]:  # fmt: skip
-    most, best, threshold, depth = -np.inf, 0.0, 0, 0
+    table: Floats, verify_s: Floats, draft_s: Floats, reading_s: float, requests: int, even_rates: Floats
+) -> tuple[int, int, float, float]:
+    best, threshold, depth = -np.inf, 0, 0
     for i in range(table.shape[1]):
         for j in range(table.shape[2]):
             step_s = verify_s[i, j] + draft_s[i, j]
             if j > 0:
                 step_s += reading_s * min(table[DRAFTED, i, 1] / requests, 1.0)
             rate = table[TOKENS, i, j] / step_s
-            worth = rate if time_weight == 1.0 else table[TOKENS, i, j] / step_s**time_weight
             even_rates[j] = rate  # at last that of the last threshold
-            if worth > most:
-                most, best, threshold, depth = worth, rate, i, j
+            if rate > best:
+                best, threshold, depth = rate, i, j
     return threshold, depth, best, table[DRAFTED, threshold, depth]
 
 

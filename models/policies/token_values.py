@@ -66,6 +66,9 @@ class TokenValues:
         return values if spread > LEAST_SPREAD else None
 
 
+VALUES: Final = TokenValues()  # as released
+
+
 @compiled
 def _count(tpot_s: Floats, decoding: Bools) -> int:
     """Return how many of those who decode have an objective per token."""

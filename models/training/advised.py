@@ -1,4 +1,4 @@
-"""Advising the price policy, as a gymnasium environment: `faser/AdvisedServing-v0`.
+"""Advising the price policy on what tokens are worth, as a gymnasium environment: `faser/AdvisedServing-v0`.
 
 Importing this module registers it. models/training/train.py has many of them, each in a process of its own. Every
 episode has a baseline run (baseline_run.py) under price without advice, so that nothing is learnt from an easy engine
@@ -40,17 +40,17 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
 
     ## Description
     Engines of a list of tasks (baseline_run.py), one after the other, served through the decision core as in
-    a daemon.
+    a daemon. Some of their requests want tokens at a pace that only drafts can keep.
 
     ## Action Space
-    `Box(-1, 1, (3,), float32)`: eagerness, probing, stopping, see models/policies/advice.py. 0 is no advice.
+    `Box(-1, 1, (4,), float32)`: urgency, horizon, reserve, patience, see models/policies/advice.py. 0 is no advice.
 
     ## Observation Space
     That of `faser/SpeculativeServing-v0`, with `config.slots` rows of requests.
 
     ## Rewards
-    Tokens emitted in the span less the baseline run's in the same time, in spans' worth of the latter, within -2..2.
-    Where the load drifts only tokens of requests within their objectives count.
+    Tokens of requests within their objectives, less those of others, less what the baseline run had of both in the
+    same time; as a share of its tokens, within -2..2.
 
     ## Starting State
     A full batch, filled by price without advice. The task is drawn from the list.
@@ -63,13 +63,13 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
     `faser.controller.cli.evaluate.decided`. `number`: environments of other numbers have other tasks.
 
     ## Version History
-    v0: first.
+    v0: first. Since observation version 2 the advice is on what tokens are worth.
     """
 
     metadata = {"render_modes": []}  # noqa: RUF012
 
     def __init__(self, config: TrainConfig, decide: Decide, number: int = 0) -> None:
-        self._config, self._slots, self._decide = config, config.slots, decide
+        self._config, self._decide = config, decide
         seed = config.seed + 1000 * number
         self._tasks = tasks(config, seed, math.ceil(TRAINED_SHARE * config.worlds))
         self._judged = tasks(config, seed + UNSEEN, math.ceil(JUDGED_SHARE * config.worlds))
@@ -94,49 +94,43 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
             self._random = np.random.default_rng([seed, 6])
         task = self._tasks[int(self._random.integers(len(self._tasks)))]
         self._yardstick = self._baseline(task)
-        self._course = Course(task, self._slots, self._decide)
+        self._course = Course(task, self._decide)
         self._policy = PricePolicy(self._course.engine.capabilities)
         self._course.begin(self._policy)
         self._spans = 0
         return self._seen(), {}
 
     def step(self, action: Singles) -> tuple[Observations, float, bool, bool, dict[str, Any]]:
-        """Serve for a span under this advice; the reward is in spans' worth of the baseline run's tokens.
+        """Serve for a span under this advice; the reward is a share of the baseline run's tokens.
 
         Raises ValueError for advice that holds NaN or infinity.
         """
         advice = Advice.of(require_numbers(action, Advice._fields).astype(np.float32, copy=False))
         course = self._course
-        before_s, before = course.engine.clock_s, course.amount
-        self._policy.follow(advice)
+        before = course.engine.clock_s, course.worth
+        self._policy.follow(advice.values())
         for _ in range(SPAN_DECISIONS):
             course.step(self._policy)
-        after_s = course.engine.clock_s
-        emitted = course.amount - before
-        baseline_tokens = self._yardstick.by(after_s) - self._yardstick.by(before_s)
-        worth = max(self._yardstick.rate * (after_s - before_s), 1e-9)
         self._spans += 1
         is_over = self._spans >= self._config.spans
-        return self._seen(), float(np.clip((emitted - baseline_tokens) / worth, -2.0, 2.0)), False, is_over, {}
+        return self._seen(), float(np.clip(self._yardstick.gain(course, before), -2.0, 2.0)), False, is_over, {}
 
     def _seen(self) -> Observations:
-        view = observe_vector(self._course.state, self._slots)
+        view = observe_vector(self._course.state, self._config.slots)
         return {"requests": view.requests, "globals": view.globals}
 
     def judged(self, network: Network) -> list[float]:
-        """Return, for each task that is judged, the log of the tokens under the network over the baseline run's."""
+        """Return, for each task that is judged, the worth over the baseline run's as a share of its tokens."""
         return [self._gain(task, network) for task in self._judged]
 
     def _gain(self, task: BaselineTask, network: Network) -> float:
-        baseline, course = self._baseline(task), Course(task, self._slots, self._decide)
+        baseline, course = self._baseline(task), Course(task, self._decide)
         policy = LearnedPolicy(network, course.engine.capabilities)
         course.begin(policy)
-        before_s, before = course.engine.clock_s, course.amount
+        before = course.engine.clock_s, course.worth
         for _ in range(self._config.spans * SPAN_DECISIONS):
             course.step(policy)
-        after_s = course.engine.clock_s
-        baseline_tokens = baseline.by(after_s) - baseline.by(before_s)
-        return math.log(max(course.amount - before, 1.0) / max(baseline_tokens, 1.0))
+        return baseline.gain(course, before)
 
     def looks(self) -> tuple[Singles, Singles]:
         """Return the least and greatest of each global feature under price, (features,) each, over the tasks."""
@@ -144,12 +138,12 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
         return seen.min(axis=0), seen.max(axis=0)
 
     def _looks_at(self, task: BaselineTask) -> Iterator[Observation]:
-        course = Course(task, self._slots, self._decide)
+        course = Course(task, self._decide)
         policy = PricePolicy(course.engine.capabilities)
         for _ in range(math.ceil(self._config.spans / 4) * SPAN_DECISIONS):
             course.step(policy)
             if course.steps % SPAN_DECISIONS == 0:
-                yield observe_vector(course.state, self._slots)
+                yield observe_vector(course.state, self._config.slots)
 
 
 def advised_batch(config: TrainConfig, decide: Decide) -> SubprocVecEnv:
@@ -161,7 +155,7 @@ def advised_batch(config: TrainConfig, decide: Decide) -> SubprocVecEnv:
 
 
 def judged_advice(batch: VecEnv, network: Network) -> float:
-    """Return the mean log of tokens over those of price without advice, on engines not trained in, greedily."""
+    """Return the mean worth over that of price without advice, in its tokens, on engines not trained in, greedily."""
     gains: Sequence[list[float]] = batch.env_method("judged", network)
     return float(np.mean([gain for own in gains for gain in own]))
 

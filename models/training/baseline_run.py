@@ -1,6 +1,7 @@
 """Pairs of simulated engines with the same requests and the same luck: one is served under advice, one without.
 
-Called by models/training/advised.py. Engines run through the decision core, as in a daemon.
+Called by models/training/advised.py. Engines run through the decision core, as in a daemon. Their worlds are drawn
+around the knee: full batches, some of whose requests want tokens at a pace that only drafts can keep.
 """
 
 from __future__ import annotations
@@ -14,70 +15,80 @@ import numpy as np
 from ...engine_adapter.arrays import Floats
 from ...engine_adapter.protocol import ActionSet
 from ...env.estimate.engine_state import EngineState
+from ...env.simulator.scenario import Scenario
 from ...env.simulator.simulated_engine import SimulatedEngine
-from ..evaluation.evaluate import DRIFT, FULL, Decide
+from ..evaluation.evaluate import FULL, Decide
+from ..evaluation.objective_worlds import with_paces
 from ..evaluation.worlds import WorldSpec, training
 from ..policies.advice import SPAN_DECISIONS
 from ..policies.policy import Policy
 from ..policies.price import PricePolicy
 from .config import TrainConfig
 
-DRIFTING: Final = 0.2  # of the tasks, have a load that drifts
 BLIND: Final = 0.2  # of the tasks, have a drafter without confidence
+LEAST_LOAD: Final = 4  # requests: among fewer there is no choice whom to favour
+URGENT_SHARES: Final = (0.05, 0.6)
+URGENT_PACES: Final = (0.6, 0.95)  # of what a token takes without speculation
+BATCH_PACES: Final = (1.2, 3.0)
 FILL_STEPS: Final = 600  # a batch that is not full by then never will be
-SETTLE_STEPS: Final = 40  # of a drifting load, instead of filling
 BASELINE_SHARE: Final = 1.5  # of an episode's decisions: a baseline run in no hurry makes fewer in the same time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BaselineTask:
-    """One engine under one load."""
+    """One engine and the requests that it always has."""
 
-    world: WorldSpec
-    load: int  # running requests, or DRIFT
+    scenario: Scenario
+    load: int  # running requests
     seed: int
+    has_confidence: bool = True
 
-    def engine(self, slots: int) -> SimulatedEngine:
+    def engine(self) -> SimulatedEngine:
         """Return the engine at its beginning."""
-        scenario = self.world.drifting(slots) if self.load == DRIFT else self.world.closed(self.load)
-        return SimulatedEngine(scenario, self.seed, has_confidence=self.world.has_confidence)
+        return SimulatedEngine(self.scenario, self.seed, has_confidence=self.has_confidence)
 
 
 def tasks(config: TrainConfig, seed: int, count: int) -> list[BaselineTask]:
-    """Return random engines of the training worlds under random loads."""
+    """Return random engines of the training worlds under random loads and objectives."""
     random = np.random.default_rng([seed, 5])
     profiles = training(config.worlds, seed, config.exits_share, config.copies_share)
     found = []
     for _ in range(count):
         profile = profiles[int(random.integers(len(profiles)))]
-        world = WorldSpec(profile.name, "training", profile, has_confidence=bool(random.random() >= BLIND))
-        load = min(int(2.0 ** random.uniform(0.0, math.log2(config.slots) + 0.5)), config.slots)
-        found.append(BaselineTask(world, DRIFT if random.random() < DRIFTING else load, int(random.integers(1 << 31))))
+        octaves = math.log2(max(config.slots / LEAST_LOAD, 1.0))
+        load = min(int(LEAST_LOAD * 2.0 ** random.uniform(0.0, octaves + 0.5)), config.slots)
+        share, pace, batch_pace = (
+            float(random.uniform(*bounds)) for bounds in (URGENT_SHARES, URGENT_PACES, BATCH_PACES)
+        )
+        scenario = with_paces(WorldSpec(profile.name, "training", profile).closed(load), share, pace, batch_pace)
+        found.append(
+            BaselineTask(scenario, load, int(random.integers(1 << 31)), has_confidence=bool(random.random() >= BLIND))
+        )
     return found
 
 
 class Course:
-    """An engine that is served under a policy, and what it has emitted by when."""
+    """An engine that is served under a policy, and what that is worth so far."""
 
-    def __init__(self, task: BaselineTask, slots: int, decide: Decide) -> None:
-        self.engine = task.engine(slots)
+    def __init__(self, task: BaselineTask, decide: Decide) -> None:
+        self.engine = task.engine()
         self.state = EngineState(self.engine.capabilities)
-        self._decide, self._is_drifting = decide, task.load == DRIFT
-        self._full = int(FULL * task.load)
+        self._decide, self._full = decide, int(FULL * task.load)
         self._actions: ActionSet | None = None
         self.steps = 0
-        self.good = 0.0
+        self.worth = 0.0  # tokens of requests that are in time so far, less those of others
 
     @property
-    def amount(self) -> float:
-        """Tokens so far; where the load drifts those of requests within their objectives."""
-        return self.good if self._is_drifting else float(self.engine.simulator.state.engines["emitted"][0])
+    def tokens(self) -> float:
+        """Emitted so far."""
+        return float(self.engine.simulator.state.engines["emitted"][0])
 
     def step(self, policy: Policy) -> None:
         """Make one engine step, and the decision for the next."""
         record = self.engine.step(self._actions)
         self.steps += 1
-        self.good += float(self.engine.simulator.state.terms[0, 0])
+        good, tokens = self.engine.simulator.state.terms[0, :2].tolist()
+        self.worth += 2.0 * good - tokens
         self._actions = self._decide(self.state, record, policy, self.steps)
 
     def begin(self, policy: Policy) -> None:
@@ -87,36 +98,43 @@ class Course:
 
     def is_begun(self) -> bool:
         """Return whether the batch is full."""
-        if self._is_drifting:
-            return self.steps >= SETTLE_STEPS
         running = int(self.engine.simulator.state.engines["running"][0])
         return running >= self._full or self.steps >= FILL_STEPS
 
 
 @dataclass(frozen=True, slots=True)
 class BaselineRun:
-    """What price without advice emits of a task by when: (steps,) each."""
+    """What price without advice has earned of a task by when: (steps,) each."""
 
     seconds: Floats
-    amounts: Floats
-    rate: float  # per second, from where the batch is full
+    worths: Floats  # tokens in time less late ones
+    worth_rate: float  # ... per second, from where the batch is full
+    token_rate: float  # tokens/s from there
 
     @classmethod
     def of(cls, task: BaselineTask, config: TrainConfig, decide: Decide) -> BaselineRun:
         """Serve the task."""
-        course, spans = Course(task, config.slots, decide), config.spans
+        course, spans = Course(task, decide), config.spans
         policy = PricePolicy(course.engine.capabilities)
-        found, begun, left = [(0.0, 0.0)], 0, int(BASELINE_SHARE * spans * SPAN_DECISIONS)
+        found, begun, left = [(0.0, 0.0, 0.0)], 0, int(BASELINE_SHARE * spans * SPAN_DECISIONS)
         while left:
             course.step(policy)
-            found.append((course.engine.clock_s, course.amount))
+            found.append((course.engine.clock_s, course.worth, course.tokens))
             begun = begun or (course.is_begun() and course.steps)
             left -= begun > 0
-        seconds, amounts = np.array(found).T
+        seconds, worths, tokens = np.array(found).T
         span_s = max(float(seconds[-1] - seconds[begun]), 1e-9)
-        return cls(seconds, amounts, float(amounts[-1] - amounts[begun]) / span_s)
+        worth_rate, token_rate = (float(each[-1] - each[begun]) / span_s for each in (worths, tokens))
+        return cls(seconds, worths, worth_rate, token_rate)
 
     def by(self, seconds: float) -> float:
-        """Return the amount by a time; behind its end it goes on at its rate."""
+        """Return the worth by a time; behind its end it goes on at its rate."""
         beyond = max(seconds - float(self.seconds[-1]), 0.0)
-        return float(np.interp(seconds, self.seconds, self.amounts)) + beyond * self.rate
+        return float(np.interp(seconds, self.seconds, self.worths)) + beyond * self.worth_rate
+
+    def gain(self, course: Course, since: tuple[float, float]) -> float:
+        """Return by how much a course earned more since (seconds, worth) than this run did, in its tokens."""
+        before_s, before = since
+        after_s = course.engine.clock_s
+        own, baseline = course.worth - before, self.by(after_s) - self.by(before_s)
+        return (own - baseline) / max(self.token_rate * (after_s - before_s), 1e-9)

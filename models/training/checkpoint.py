@@ -35,7 +35,7 @@ class TrainingProgress:
     steps: int = 0
     rollouts: int = 0
     since: int = 0  # judgements without a better one
-    best: float = -math.inf  # mean log of the tokens on unseen engines over those of price
+    best: float = -math.inf  # mean worth on unseen engines over that of price, in its tokens
     history: list[float] = field(default_factory=list)  # of all judgements
     best_weights: dict[str, torch.Tensor] = field(default_factory=dict)
 

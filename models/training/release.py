@@ -14,13 +14,12 @@ from ..policies.network import Network, load_network, save_network
 from ..policies.policy import PolicyError
 
 NAME: Final = "policy"
-FIGURES: Final = ("goodput", "ci", "envelope_ratio_min", "envelope_ratio_mean", "gap_closed")
 
 
 def release(manifest: Path, evaluation: dict[str, Any], folder: Path) -> Path:
     """Write the policy and its figures into `folder`; return the new manifest.
 
-    :param evaluation: the object that `faser evaluate --json` ends with, of policies with `learned:MANIFEST` among them
+    :param evaluation: what `faser evaluate --objectives --output FILE` writes, of policies with `learned:MANIFEST` among them
     :raises PolicyError: for a policy that the daemon would refuse, or an evaluation without it
     """
     network = load_network(manifest)
@@ -31,11 +30,10 @@ def release(manifest: Path, evaluation: dict[str, Any], folder: Path) -> Path:
 
 def _results(evaluation: dict[str, Any], manifest: str) -> dict[str, object]:
     name = f"learned:{manifest}"
-    policies = evaluation.get("policies", {})
-    if name not in policies:
-        seen = ", ".join(policies) or "no policy"
-        raise PolicyError(f"the evaluation has {seen}; expected {name} among them: faser evaluate --policies '{name}'")
-    found = policies[name]
-    return {key: evaluation.get(key) for key in ("worlds", "seeds")} | {
-        key: value for key, value in found.items() if key in FIGURES or key.startswith("over_price")
-    }
+    standing = evaluation.get("standing", {})
+    if name not in standing:
+        seen = ", ".join(standing) or "no policy with objectives"
+        raise PolicyError(
+            f"the evaluation has {seen}; expected {name} among them: faser evaluate --objectives --policies 'price {name}'"
+        )
+    return {"worlds": len(evaluation["worlds"]), "seeds": evaluation["seeds"], **standing[name]}

@@ -68,7 +68,7 @@ class _Judge(BaseCallback):
         score = judged_advice(self.batch, to_network(policy.actor, _manifest(self.config)))
         standing.steps = self.model.num_timesteps
         standing.history.append(score)
-        self.logger.record("judge/log_tokens_over_price", score)
+        self.logger.record("judge/worth_over_price", score)
         standing.since = 0 if score > standing.best + 1e-4 else standing.since + 1
         if score > standing.best:
             standing.best = score
@@ -82,7 +82,7 @@ class Trained:
 
     manifest: Path
     first: float  # judgement before it learnt anything: 0, as no advice is
-    best: float  # mean log of the tokens on unseen engines over those of price
+    best: float  # mean worth on unseen engines over that of price, in its tokens
     steps: int
     seconds: float
 

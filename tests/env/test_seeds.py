@@ -144,7 +144,7 @@ def test_a_batch_refuses_it_too(make: Callable[[], Any]) -> None:
 def test_advice_that_is_no_number_is_refused() -> None:
     unmade = AdvisedServing.__new__(AdvisedServing)  # refused before anything of it is looked at
     with pytest.raises(ValueError, match=f"{Advice._fields[1]} is nan"):
-        unmade.step(np.array([0.0, np.nan, 0.0], np.float32))
+        unmade.step(np.array([0.0, np.nan, 0.0, 0.0], np.float32))
 
 
 def test_numbers_beyond_the_bounds_are_clipped_as_before() -> None:

@@ -80,18 +80,19 @@ def test_a_trained_policy_is_released_with_its_figures(tmp_path: Path) -> None:
     trained.parent.mkdir()
     for name in ("policy.json", "policy.safetensors"):
         shutil.copy(RELEASED.with_name(name), trained.parent / name)
-    figures = {"goodput": 700.0, "ci": [690.0, 710.0], "over_price": 1.01, "unknown": 1}
-    evaluation.write_text(json.dumps({"policies": {f"learned:{trained}": figures}, "worlds": 5, "seeds": 3}, indent=1))
+    figures = {"violations_over_unaware": 0.4, "goodput_over_price": {"ratio": 1.02, "low": 1.0, "high": 1.04}}
+    judged = {"standing": {f"learned:{trained}": figures}, "worlds": ["one", "another"], "seeds": 3}
+    evaluation.write_text(json.dumps(judged, indent=1))
     asked = ("release", str(trained), "--evaluation", str(evaluation), "--output", str(folder))
     run(*asked)
     manifest = load_network(folder / "policy.json").manifest
-    assert manifest.results == {"worlds": 5, "seeds": 3, "goodput": 700.0, "ci": [690.0, 710.0], "over_price": 1.01}
+    assert manifest.results == {"worlds": 2, "seeds": 3, **figures}
     make_policy(f"learned:{folder / 'policy.json'}", Capabilities(k_max=5))
     before = (folder / "policy.json").read_bytes()
     trained.with_suffix(".safetensors").write_bytes(b"no weights")
     with pytest.raises(FaserError, match="sha256"):
         run(*asked)
-    evaluation.write_text(json.dumps({"policies": {"price": {}}}))
+    evaluation.write_text(json.dumps({"standing": {"price": {}}}))
     with pytest.raises(FaserError, match="the evaluation has price; expected learned:"):
         run("release", str(RELEASED), "--evaluation", str(evaluation), "--output", str(folder))
     assert (folder / "policy.json").read_bytes() == before

@@ -79,7 +79,7 @@ def test_every_combination_is_a_run_with_a_folder_that_the_order_of_flags_does_n
         (["--set", "hidden=16,wide"], "expected int"),
         (["--set", "hidden=16,2"], "hidden 2; expected 4..256"),
         (["--set", "learning_rate=nan"], "learning_rate nan"),
-        (["--set", "head=magic"], "head 'magic'; expected 'advice'"),
+        (["--set", "head=magic"], "head 'magic'; expected 'values'"),
         (["--set", "hidden=16,16"], "different values"),
         (["--set", "hidden=16", "--set", "hidden=32"], "twice"),
         (["--set", "hidden"], "FIELD=VALUE"),

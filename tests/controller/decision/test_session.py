@@ -80,18 +80,20 @@ def test_what_a_learned_policy_left_to_price_is_counted_also_when_another_policy
     start: Callable[..., Callable[..., Session]],
 ) -> None:
     hear = start("learned")
+    wanted = RequestEvent("arrival", 1, 0.0, 40, "r1", tpot_ms=25.0)  # without objectives nothing is left to anybody
+    broken: dict[str, Any] = {"kv_usage": math.nan, "events": [wanted]}
     for _ in range(3):
-        session = hear(kv_usage=math.nan)
+        session = hear(**broken)
     line, metrics = shown(session)
     assert ", 0 clamped, 3 handed to price;" in line
     assert b'faser_engine_handed_over_total{engine="boot-1"} 3.0' in metrics
     session.follow(session.policy)
     assert session.status(1.0).handed_over == 3
     session.follow(make_policy("learned", session.state.capabilities))
-    hear(kv_usage=math.nan)
+    hear(**broken)
     assert session.status(1.0).handed_over == 4
     session.follow(make_policy("off", session.state.capabilities))
-    hear(kv_usage=math.nan)
+    hear(**broken)
     assert session.status(1.0).handed_over == 4
 
 

@@ -9,19 +9,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from faser.engine_adapter.protocol import Prune, RequestRow, StepRecord, StopRule
+from faser.engine_adapter.protocol import Prune, RequestEvent, RequestRow, StepRecord, StopRule
 from faser.env.estimate.engine_state import EngineState, observe
 from faser.env.layout.observation import GLOBAL_FEATURES, REQUEST_FEATURES
 from faser.env.spaces import Action, Capabilities
 from faser.models.embedded.tensorfile import PendingTensor, Tensor, write
 from faser.models.policies import learned
-from faser.models.policies.advice import NEUTRAL, SPAN_DECISIONS, Advice
+from faser.models.policies.advice import SPAN_DECISIONS
 from faser.models.policies.learned import RELEASED, LearnedPolicy
 from faser.models.policies.network import Manifest, Network, load_network, save_network, shapes
 from faser.models.policies.policy import PolicyError
+from faser.models.policies.price import PricePolicy
+from faser.models.policies.token_values import VALUES, TokenValues
 from faser.models.registry import make_policy
 
 K_MAX, HIDDEN = 6, 32
@@ -38,17 +41,22 @@ def make_network(seed: int = 0, scale: float = 0.5) -> Network:
     return Network(Manifest(HIDDEN, K_MAX, "", {}, {}, (-1.0,) * size, (1.0,) * size), tensors)
 
 
-def make_state(requests: int, steps: int = 30, handles: list[int] | None = None) -> EngineState:
-    """Return a state in which request i has i % (K_MAX + 1) drafts accepted."""
+def make_state(
+    requests: int, steps: int = 30, handles: list[int] | None = None, *, tpot_ms: float | None = 25.0
+) -> EngineState:
+    """Return a state in which request i has i % (K_MAX + 1) drafts accepted, and tokens are wanted at a pace."""
     state = EngineState(CAPABILITIES)
     for counter in range(steps):
+        arrivals = [] if counter else [
+            RequestEvent("arrival", h, 0.0, 40, f"r{h}", tpot_ms=tpot_ms) for h in handles or range(1, requests + 1)
+        ]  # fmt: skip
         rows = [
             RequestRow(h, 1 + K_MAX, K_MAX, K_MAX, K_MAX, 0, h % (K_MAX + 1), 1 + h % (K_MAX + 1), 50 + h, False)
             for h in handles or range(1, requests + 1)
         ]
         record = StepRecord(
             "b", counter, counter, 0.02 * counter, 0.02, 0.0, 0.0, 0.0, 0.005, 0.0, 0.0, requests, 0, 0, requests,
-            K_MAX * requests, 0.1, None, None, 0, 0, 0, 0, [], rows,
+            K_MAX * requests, 0.1, None, None, 0, 0, 0, 0, arrivals, rows,
         )  # fmt: skip
         observe(state, record)
     return state
@@ -92,6 +100,19 @@ def test_each_handle_keeps_its_length_whatever_the_order_of_appearance() -> None
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("tpot_ms", [None, 25.0])
+def test_without_objectives_nobody_is_asked(tpot_ms: float | None) -> None:
+    """Of any network, then: the answer is price's to the bit, its reason included."""
+    loud, price = LearnedPolicy(make_network(scale=3.0), CAPABILITIES), PricePolicy(CAPABILITIES)
+    states = [make_state(6, tpot_ms=tpot_ms) for _ in range(2)]
+    for _ in range(2 * SPAN_DECISIONS):
+        own, plain = loud.act(states[0]), price.act(states[1])
+        assert (own.reason == plain.reason) is (tpot_ms is None)
+        if tpot_ms is None:
+            assert own.lengths.tobytes() == plain.lengths.tobytes()
+            assert msgspec.structs.replace(own, lengths=None) == msgspec.structs.replace(plain, lengths=None)
+
+
 @pytest.mark.parametrize("requests", [0, 1, 1000])
 def test_an_empty_and_a_crowded_engine_get_lengths_that_can_be_had(requests: int) -> None:
     state = make_state(requests, steps=3)
@@ -105,7 +126,7 @@ def test_an_empty_and_a_crowded_engine_get_lengths_that_can_be_had(requests: int
 def test_an_observation_that_is_no_number_goes_to_price_and_is_counted() -> None:
     policy, state = LearnedPolicy(make_network(), CAPABILITIES), make_state(4)
     for _ in range(SPAN_DECISIONS):
-        assert "learned: eagerness" in policy.act(state).reason
+        assert "learned: urgency" in policy.act(state).reason
     state.load.kv_usage = float("nan")
     action = policy.act(state)
     assert "NaN: price decides" in action.reason
@@ -130,8 +151,8 @@ def test_all_that_price_chose_survives_the_handing_over() -> None:
         def act(self, state: EngineState) -> Action:
             return whole
 
-        def follow(self, advice: Advice) -> None:
-            assert advice == NEUTRAL
+        def follow(self, values: TokenValues) -> None:
+            assert values == VALUES
 
     policy = LearnedPolicy(make_network(), CAPABILITIES)
     policy._price = Price()  # type: ignore[assignment]
@@ -190,7 +211,7 @@ def shorten(folder: Path) -> None:
         (lambda folder: rewrite(folder, "global_features", ["load"]), "global_features"),
         (lambda folder: rewrite(folder, "hidden", 16), "expected"),
         (lambda folder: rewrite(folder, "hidden", True), "hidden True"),
-        (lambda folder: rewrite(folder, "head", "price"), "head is price, this version has advice; train again"),
+        (lambda folder: rewrite(folder, "head", "price"), "head is price, this version has values; train again"),
         (lambda folder: rewrite(folder, "low", [0.0]), "low and high"),
         (lambda folder: rewrite(folder, "sha256", "0" * 64), "sha256"),
         (lambda folder: (folder / "policy.json").write_text("[]"), "JSON object"),

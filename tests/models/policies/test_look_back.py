@@ -16,10 +16,9 @@ def following(records: int) -> PlanningView:
     return cast(PlanningView, SimpleNamespace(records=records))
 
 
-def looks(lead: float, share: float = 1.0) -> int:
+def looks(lead: float) -> int:
     """Return how often 10,000 records look back at steps without drafts."""
     account = ProbeAccount()
-    account.budget_share *= share
     return sum(account.looks_back(following(record), lead) for record in range(10000))
 
 
@@ -28,7 +27,3 @@ def test_steps_without_drafts_are_looked_at_as_often_as_a_five_hundredth_of_the_
     assert looks(0.05) == pytest.approx(10000 / 25, abs=1)
     assert looks(0.01) == looks(0.001) == 10000 / LOOK_BACK_RECORDS
     assert looks(NEARLY_AS_GOOD) == looks(0.5) == looks(0.0) == looks(-0.1) == looks(float("nan")) == 0
-
-
-def test_advice_to_probe_less_holds_for_looks_back() -> None:
-    assert looks(0.08, share=0.5) == pytest.approx(10000 / 80, abs=1)

@@ -1,8 +1,7 @@
-"""Advice to the price policy: neutral advice changes nothing, leanings lean, earnings are over a baseline run."""
+"""Advice on what tokens are worth: neutral advice changes nothing, leanings lean, earnings are over a baseline run."""
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,13 +22,14 @@ from faser.env.estimate.engine_state import EngineState
 from faser.env.layout.observation import GLOBAL_FEATURES
 from faser.env.simulator.simulated_engine import SimulatedEngine
 from faser.env.spaces import Capabilities
-from faser.models.evaluation.evaluate import DRIFT
-from faser.models.evaluation.worlds import WorldSpec, held_out, side_by_side
-from faser.models.policies.advice import NEUTRAL, SPAN_DECISIONS, Advice
+from faser.models.evaluation.objective_worlds import ObjectiveWorld
+from faser.models.evaluation.worlds import held_out
+from faser.models.policies.advice import FACTORS, NEUTRAL, SPAN_DECISIONS, Advice
 from faser.models.policies.learned import LearnedPolicy
 from faser.models.policies.network import Manifest, Network, load_network, shapes
 from faser.models.policies.policy import Policy
 from faser.models.policies.price import PricePolicy
+from faser.models.policies.token_values import VALUES
 from faser.models.registry import make_policy
 from faser.models.training.advised import ENV_ID, AdvisedServing
 from faser.models.training.baseline_run import BaselineRun, BaselineTask, Course
@@ -40,9 +40,11 @@ TINY = TrainConfig(
     worlds=3, slots=8, engines=2, rollout_steps=4, total_steps=16, minibatch=8, judge_every=1, hidden=8, spans=4,
 )  # fmt: skip
 EAGLE = held_out()[0]
+KNEE = ObjectiveWorld(held_out()[1], 32, 0.25, 0.7)
+LOUD = (1.0, 1.0, 1.0, 1.0)
 
 
-def make_network(bias: Sequence[float] = (0.0, 0.0, 0.0)) -> Network:
+def make_network(bias: Sequence[float] = (0.0,) * 4) -> Network:
     """Return a network that gives the same advice whatever it sees."""
     tensors = {}
     for name, (inputs, outputs) in shapes(8).items():
@@ -53,67 +55,52 @@ def make_network(bias: Sequence[float] = (0.0, 0.0, 0.0)) -> Network:
     return Network(Manifest(8, 6, "", {}, {}, (-9.0,) * size, (9.0,) * size), tensors)
 
 
-def served(policy: Policy, world: WorldSpec = EAGLE, requests: int = 8, steps: int = 300) -> list[ActionSet]:
-    engine = SimulatedEngine(world.closed(requests), 5, has_confidence=world.has_confidence)
+def served(policy: Policy, world: ObjectiveWorld = KNEE, steps: int = 300, *, tells: bool = True) -> list[ActionSet]:
+    scenario = replace(world.scenario(), tells_objectives=tells)
+    engine = SimulatedEngine(scenario, 5, has_confidence=world.world.has_confidence)
     state, found = EngineState(engine.capabilities), list[ActionSet]()
     for sequence in range(1, steps):
         found.append(decided(state, engine.step(found[-1] if found else None), policy, sequence))
     return found
 
 
-def drafted(actions: Sequence[ActionSet]) -> float:
-    return float(np.mean([np.mean([each.default_length, *each.lengths]) for each in actions]))
+CAPABILITIES = SimulatedEngine(KNEE.scenario(), 5).capabilities
 
 
 def test_a_silent_network_does_what_price_does_and_a_loud_one_does_not() -> None:
-    capabilities = SimulatedEngine(EAGLE.closed(8), 5).capabilities
-    price = served(PricePolicy(capabilities))
-    assert served(LearnedPolicy(make_network(), capabilities)) == price
-    assert served(LearnedPolicy(make_network((1.0, 0.0, 0.0)), capabilities)) != price
+    price = served(PricePolicy(CAPABILITIES))
+    assert served(LearnedPolicy(make_network(), CAPABILITIES)) == price
+    assert served(LearnedPolicy(make_network((1.0, 0.0, 0.0, 0.0)), CAPABILITIES)) != price
 
 
-def test_splits_are_chosen_as_price_chooses_them() -> None:
-    world = side_by_side()[0]
-    capabilities = SimulatedEngine(world.closed(32), 5).capabilities
-    found = served(LearnedPolicy(make_network(), capabilities), world, 32, 400)
-    assert {each.split for each in found[-100:]} == {1}
+def test_without_objectives_the_loudest_network_does_what_price_does() -> None:
+    price = served(PricePolicy(CAPABILITIES), tells=False)
+    assert served(LearnedPolicy(make_network(LOUD), CAPABILITIES), tells=False) == price
 
 
-def test_eagerness_lengthens_drafts() -> None:
-    world = dataclasses.replace(EAGLE, has_confidence=False)  # under stop rules a length is only what is allowed
-    capabilities = SimulatedEngine(world.closed(32), 5).capabilities
-    lengths = [
-        drafted(served(LearnedPolicy(make_network((eagerness, 0.0, 0.0)), capabilities), world, 32)[150:])
-        for eagerness in (-1.0, 0.0, 1.0)
-    ]
-    assert lengths[0] < lengths[1] < lengths[2]
+def test_leanings_lean_as_told() -> None:
+    assert NEUTRAL.values() == VALUES
+    most, least = Advice(*LOUD).values(), Advice(*(-each for each in LOUD)).values()
+    for factor, name in zip(FACTORS, Advice._fields, strict=True):
+        settled = getattr(VALUES, name)
+        assert getattr(most, name) == pytest.approx(factor * settled)
+        assert getattr(least, name) == pytest.approx(settled / factor)
+    assert Advice.of(np.array([5.0, -5.0, 0.25, 0.0], np.float32)) == Advice(1.0, -1.0, 0.25, 0.0)
 
 
-def test_stopping_has_more_drafts_end_by_confidence() -> None:
-    world = held_out()[1]
-    capabilities = SimulatedEngine(world.closed(8), 5).capabilities
-    ruled = [
-        sum(
-            each.stop is not None for each in served(LearnedPolicy(make_network((0.0, 0.0, lead)), capabilities), world)
-        )
-        for lead in (-1.0, 1.0)
-    ]
-    assert ruled[0] < ruled[1]
-
-
-def test_probing_and_stopping_lean_as_told() -> None:
-    policy = PricePolicy(Capabilities(k_max=6))
-    policy.follow(Advice(probing=1.0))
-    plenty = policy._probes.budget_share
-    policy.follow(NEUTRAL)
-    assert plenty == pytest.approx(8.0 * policy._probes.budget_share)
-    assert Advice(stopping=1.0).stop_lead > 0.0 > Advice(stopping=-1.0).stop_lead
-    assert Advice.of(np.array([5.0, -5.0, 0.25], np.float32)) == Advice(1.0, -1.0, 0.25)
+@pytest.mark.parametrize("place", range(4), ids=Advice._fields)
+def test_each_leaning_changes_what_is_drafted(place: int) -> None:
+    found = []
+    for lean in (-1.0, 1.0):
+        bias = [0.0] * 4
+        bias[place] = lean
+        found.append(served(LearnedPolicy(make_network(bias), CAPABILITIES)))
+    assert found[0] != found[1]
 
 
 def test_an_engine_unlike_training_is_left_to_price_and_every_decision_counted() -> None:
-    engine = SimulatedEngine(EAGLE.closed(8), 5)
-    network = make_network((1.0, 1.0, 1.0))
+    engine = SimulatedEngine(KNEE.scenario(), 5)
+    network = make_network(LOUD)
     network.manifest = replace(network.manifest, low=(0.98,) * len(GLOBAL_FEATURES))
     policy, state = LearnedPolicy(network, engine.capabilities), EngineState(engine.capabilities)
     decided(state, engine.step(None), policy, 1)
@@ -121,32 +108,40 @@ def test_an_engine_unlike_training_is_left_to_price_and_every_decision_counted()
     for _ in range(2 * SPAN_DECISIONS):
         assert "unlike training: price decides; " in policy.act(state).reason
     assert policy.handed_over == before + 2 * SPAN_DECISIONS
-    assert policy._price._advice == NEUTRAL
+    assert policy._price._values == VALUES
 
 
 def test_the_reason_names_the_advice() -> None:
-    engine = SimulatedEngine(EAGLE.closed(2), 5)
+    engine = SimulatedEngine(KNEE.scenario(), 5)
     state = EngineState(engine.capabilities)
-    policy = LearnedPolicy(make_network((0.5, -0.25, 0.0)), engine.capabilities)
+    policy = LearnedPolicy(make_network((0.5, -0.25, 0.0, 0.0)), engine.capabilities)
     decided(state, engine.step(None), policy, 1)
-    assert policy.act(state).reason.startswith("learned: eagerness +0.50, probing -0.25, stopping +0.00; ")
+    assert policy.act(state).reason.startswith("learned: urgency +0.50, horizon -0.25, reserve +0.00, patience +0.00; ")
 
 
 # --- what is earned ---
 
 
-@pytest.mark.parametrize("load", [4, DRIFT])
-def test_a_baseline_run_knows_what_was_emitted_by_when(load: int) -> None:
-    task = BaselineTask(EAGLE, load, 7)
-    baseline = BaselineRun.of(task, TINY, decided)
-    course = Course(task, TINY.slots, decided)
+def test_a_baseline_run_knows_what_was_earned_by_when() -> None:
+    task = BaselineTask(KNEE.scenario(), KNEE.requests, 7)
+    baseline, course = BaselineRun.of(task, TINY, decided), Course(task, decided)
     policy = PricePolicy(course.engine.capabilities)
     course.begin(policy)
+    before = course.engine.clock_s, course.worth
     for _ in range(TINY.spans * SPAN_DECISIONS):
         course.step(policy)
-        assert baseline.by(course.engine.clock_s) == pytest.approx(course.amount)
+        assert baseline.by(course.engine.clock_s) == pytest.approx(course.worth)
+    assert baseline.gain(course, before) == pytest.approx(0.0)
     last_s = float(baseline.seconds[-1])
-    assert baseline.by(last_s + 2.0) == pytest.approx(float(baseline.amounts[-1]) + 2.0 * baseline.rate)
+    assert baseline.by(last_s + 2.0) == pytest.approx(float(baseline.worths[-1]) + 2.0 * baseline.worth_rate)
+
+
+def test_late_tokens_cost_what_those_in_time_bring() -> None:
+    course = Course(BaselineTask(ObjectiveWorld(EAGLE, 8, 0.5, 0.1).scenario(), 8, 7), decided)
+    policy = make_policy("off", course.engine.capabilities)
+    for _ in range(400):
+        course.step(policy)
+    assert -0.5 < course.worth / course.tokens < 0.5, "half of the requests want a tenth of a step, and never get it"
 
 
 def test_gymnasium_and_sb3_accept_the_environment() -> None:
@@ -169,14 +164,14 @@ def test_no_advice_earns_nothing_and_bad_advice_costs() -> None:
             rewards.append(reward)
         return rewards
 
-    assert earned((0.0, 0.0, 0.0)) == pytest.approx([0.0] * 12)
-    assert sum(map(abs, earned((1.0, 1.0, 1.0)))) > 0.01
+    assert earned((0.0,) * 4) == pytest.approx([0.0] * 12)
+    assert sum(map(abs, earned(LOUD))) > 0.01
 
 
 def test_a_silent_network_is_judged_as_level_with_price() -> None:
     course = AdvisedServing(TINY, decided)
     assert course.judged(make_network()) == pytest.approx([0.0])
-    loud = [course.judged(make_network(advice)) for advice in ((1.0, 1.0, -1.0), (-1.0, 1.0, -1.0))]
+    loud = [course.judged(make_network(advice)) for advice in (LOUD, (-1.0, 1.0, -1.0, -1.0))]
     assert any(found != pytest.approx([0.0], abs=1e-6) for found in loud)  # one of them at least asks for other lengths
 
 

@@ -48,14 +48,14 @@ RECIPE = Path(__file__).parents[3] / "models" / "weights" / "policy.recipe.toml"
 
 
 def test_the_released_recipe_can_be_read() -> None:
-    assert load_config(RECIPE).head == "advice"
+    assert load_config(RECIPE).head == "values"
 
 
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
-        ("heads = 'advice'", "unknown key heads"),
-        ("head = 'price'", "head 'price'; expected 'advice'"),
+        ("heads = 'values'", "unknown key heads"),
+        ("head = 'price'", "head 'price'; expected 'values'"),
         ("imitation_steps = 12000", "unknown key imitation_steps"),
         ("engines = 0", "engines 0"),
         ("engines = 'four'", "engines is str"),
