@@ -109,7 +109,7 @@ def test_how_it_was_measured_is_said() -> None:
     ("names", "rows"),
     [
         (("bench_full",), 7), (("bench_sources",), 6), (("bench_sources_many",), 2), (("bench_t07",), 3),
-        (("bench_trace",), 5), (("bench_kinds", "bench_kinds_many"), 30),
+        (("bench_trace",), 5), (("bench_kinds", "bench_kinds_many"), 30), (("bench_kinds_rivals",), 30),
     ],
 )  # fmt: skip
 def test_tables_in_the_documents_hold_figures_of_their_files(names: tuple[str, ...], rows: int) -> None:
@@ -129,6 +129,22 @@ def test_tables_in_the_documents_hold_figures_of_their_files(names: tuple[str, .
     assert len(told) == rows
     for first, *figures in told:
         assert [figure for figure in figures if figure[:1].isdigit() and figure not in whole[first]] == []
+
+
+def test_what_is_said_of_the_means_over_the_other_rivals_is_that_of_their_table() -> None:
+    heading = "By kind of prompt, the other rivals"
+    ratios: dict[tuple[int, int], list[float]] = {}
+    for row in table_below(heading):
+        for column in (1, 3, 4):  # the best table, Arctic's rule, the best of the three
+            ratios.setdefault((column, int(row[0].split(",")[0])), []).append(float(row[column].split()[0]))
+    below = " ".join((ROOT / "docs/results.md").read_text().partition(f"# {heading}\n")[2].split())
+    told = re.search(
+        r"FASER has (.*) of the best table .* requests, (.*) of Arctic's rule, and (.*) of the best of these", below
+    )
+    assert told is not None
+    for column, figures in zip((1, 3, 4), told.groups(), strict=True):
+        wanted = [geometric_mean(ratios[column, load]) for load in (1, 2, 4, 8, 16, 32)]
+        assert list(map(float, figures.split(" / "))) == pytest.approx(wanted, abs=0.000501)
 
 
 def test_what_is_said_of_the_mean_over_kinds_is_that_of_the_table() -> None:
