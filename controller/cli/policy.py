@@ -149,7 +149,7 @@ def _slack_text(spec: str, world: WorldSpec, strokes: list[SlackStroke]) -> str:
 def release(
     manifest: Annotated[Path, typer.Argument(help="Of a trained policy, as `faser train` leaves it.")],
     evaluation: Annotated[
-        Path, typer.Option(help="What `faser evaluate --objectives --policies 'price learned:MANIFEST' --output FILE` wrote.")
+        Path, typer.Option(help="What `faser evaluate --objectives --policies 'price learned:MANIFEST' -o FILE` wrote.")
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder of policy.json; default: the installed one.")

@@ -46,7 +46,7 @@ REQUEST_FEATURES: Final = (
     ),
     Feature("survival", 0.0, 1.0, "chance that all k_max draft tokens are accepted"),
     Feature("evidence", 0.0, 1.0, "x/(x+40), x trials of its first draft position, with forgetting"),
-    Feature("slack", -1.0, 1.0, "x/(|x|+8), x tokens ahead of its schedule; 0 without one, and before its first token"),
+    Feature("slack", -1.0, 1.0, "x/(8 + size of x), x tokens ahead of its schedule; 0 without one or a token"),
     Feature("pace", 0.0, 1.0, "x/(x+1), x tokens per step that its objective asks for, at the mean step"),
 )
 GLOBAL_FEATURES: Final = (

@@ -77,7 +77,7 @@ _REAL = (
     "noise", "discount_per_s", "good_weight", "token_weight", "request_weight", "waste_weight",
 )  # fmt: skip
 # Numbers that are the same for all engines; see env/simulator/scenario.py. own_rules: stop rules are set from outside.
-# copies: where nobody says when, drafts are copied at the action's price. tells_objectives: requests say what they want.
+# copies: where nobody says when, drafts are copied at the action's price. tells_objectives: requests say theirs.
 SETTINGS: Final = np.dtype([*((name, np.int64) for name in _WHOLE), *((name, np.float64) for name in _REAL)])
 
 

@@ -19,7 +19,7 @@ NAME: Final = "policy"
 def release(manifest: Path, evaluation: dict[str, Any], folder: Path) -> Path:
     """Write the policy and its figures into `folder`; return the new manifest.
 
-    :param evaluation: what `faser evaluate --objectives --output FILE` writes, of policies with `learned:MANIFEST` among them
+    :param evaluation: what `faser evaluate --objectives -o FILE` writes, with `learned:MANIFEST` among the policies
     :raises PolicyError: for a policy that the daemon would refuse, or an evaluation without it
     """
     network = load_network(manifest)
@@ -34,6 +34,7 @@ def _results(evaluation: dict[str, Any], manifest: str) -> dict[str, object]:
     if name not in standing:
         seen = ", ".join(standing) or "no policy with objectives"
         raise PolicyError(
-            f"the evaluation has {seen}; expected {name} among them: faser evaluate --objectives --policies 'price {name}'"
+            f"the evaluation has {seen}; expected {name} among them: "
+            f"faser evaluate --objectives --policies 'price {name}'"
         )
     return {"worlds": len(evaluation["worlds"]), "seeds": evaluation["seeds"], **standing[name]}
