@@ -23,6 +23,8 @@ from faser.models.evaluation.objective_table import (
 )
 from faser.models.evaluation.objective_worlds import ObjectiveWorld, knee_worlds, plain_pace_s
 from faser.models.evaluation.worlds import WorldSpec, held_out
+from faser.models.policies.learned import RELEASED
+from faser.models.policies.network import load_network
 from faser.models.registry import make_policy
 
 EMBEDDED = next(world for world in held_out() if world.name == "cpu-embedded")
@@ -94,6 +96,25 @@ def test_worlds_are_held_out_ones() -> None:
     assert len(set(names)) == len(names)
     assert {world.world.name for world in knee_worlds()} <= {world.name for world in held_out()}
     assert all(isinstance(world.world, WorldSpec) for world in knee_worlds())
+
+
+def test_what_is_said_of_the_trained_choice_is_its_file_and_the_released_manifest() -> None:
+    root = Path(faser.__file__).parent
+    standing = json.loads((root / "benchmarks" / "results" / "attainment_learned.json").read_text())["standing"]
+    section = (root / "docs" / "results.md").read_text().partition("#### A trained choice")[2].partition("**On the")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith(("| price", "| learned"))]
+    assert [name for name, *_ in rows] == ["price", "learned"]
+    keys = ("goodput_over_unaware", "goodput_over_best_rule", "goodput_over_price")
+    for name, violations, *figures in rows:
+        own = standing[name]
+        assert violations == f"{own['violations_over_unaware']:.2f}"
+        assert [each.strip(" |") for each in figures if each.strip(" |")] == [
+            f"{own[key]['ratio']:.3f}" for key in keys if own[key] is not None
+        ]
+    told = {
+        name: value for name, value in load_network(RELEASED).manifest.results.items() if name in standing["learned"]
+    }
+    assert told == standing["learned"]
 
 
 def test_the_documents_table_is_the_committed_runs() -> None:
