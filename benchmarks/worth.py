@@ -1,7 +1,7 @@
 """What a choice is worth in simulation: `python benchmarks/worth.py CHOICE [--json FILE]`.
 
-splits, frontiers: `price` and `learned` in the worlds that offer splits or can draft ahead
-(models/evaluation/worlds.py), each against itself where the same engine offers none or cannot. Whether to draft ahead
+splits, frontiers: `price` in the worlds that offer splits or can draft ahead
+(models/evaluation/worlds.py), against itself where the same engine offers none or cannot. Whether to draft ahead
 the gate of a real engine measures; the simulated engine goes ahead of all requests at full length. objectives:
 `price:pace=...`, with the objectives by which the simulator counts a token as in time, against `price:even` on the
 held-out worlds, which serve two classes of requests: goodput, and tokens per second beside it. adaptive: `price` in
@@ -40,7 +40,7 @@ from faser.models.evaluation.worlds import K_MAX, LOADS, WorldSpec, going_ahead,
 Compare = Callable[[WorldSpec, int, range], dict[str, Any]]  # a world at a load, over seeds
 
 RESULTS: Final = Path(__file__).resolve().parent / "results"
-POLICIES: Final = ("price", "learned")
+POLICIES: Final = ("price",)
 STEPS: Final = 2400  # without speculation, of a full batch
 DRIFT_STEPS: Final = 4800
 AHEAD_KINDS: Final = ("in turn", "asked for", "ahead")

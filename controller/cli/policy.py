@@ -163,7 +163,7 @@ def release(
         found = json_module.loads(evaluation.read_text())
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"--evaluation {evaluation}: {error}", "the file that `faser evaluate --output` wrote"
+            f"--evaluation {evaluation}: {error}", "the file that `faser evaluate --objectives -o` wrote"
         ) from None
     if not isinstance(found, dict):
         raise UsageError(f"--evaluation {evaluation}: {type(found).__name__}", "a JSON object")
@@ -212,8 +212,8 @@ def _in_short(value: Any) -> str:
     """Return a figure of a manifest for people."""
     if isinstance(value, list):
         return " to ".join(map(_in_short, value))
-    if isinstance(value, dict):  # a ratio and its interval
-        return " to ".join(_in_short(part) for part in value.values() if part is not None)
+    if isinstance(value, dict):
+        return f"{_in_short(value['ratio'])} ({_in_short(value['low'])} to {_in_short(value['high'])})"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -222,7 +222,7 @@ def _text(spec: str, world: WorldSpec, told: dict[str, Any], strokes: list[Strok
     if told:
         training, results = told["manifest"]["training"], told["manifest"]["results"]
         lines.append(f"trained at commit {training.get('commit', '?')}, {training.get('steps', '?')} steps")
-        lines += [f"  {name}: {_in_short(value)}" for name, value in results.items()]
+        lines += [f"  {name}: {_in_short(value)}" for name, value in results.items() if value is not None]
     lines.append("")
     k_max = len(strokes[0].shares) - 1
     lines.append(

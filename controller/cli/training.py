@@ -59,8 +59,8 @@ def train(
     else:
         gain = result.best - result.first
         typer.echo(
-            f"{result.manifest}: {result.steps} steps in {result.seconds:.0f} s, {gain:+.2%} tokens in time on unseen "
-            f"engines over where it began; try --policy learned:{result.manifest}"
+            f"{result.manifest}: {result.steps} steps in {result.seconds:.0f} s, on unseen engines {gain:+.2%} worth, "
+            f"in tokens in time, over where it began; try --policy learned:{result.manifest}"
         )
 
 

@@ -26,6 +26,7 @@ STEPS: Final = 100  # until every estimate has been asked once, stop rules last
 REQUESTS: Final = 4
 DRAFTED: Final = 4  # tokens at most
 PROMPT: Final = 64  # tokens, in one of the steps
+WANTED_MS: Final = 10.0  # per token, from half of the steps on: less than a step takes
 ROWS: Final = 8192  # that the engine can verify
 WORTH_TELLING_S: Final = 2.0
 NOTICE: Final = "compiling the estimates, half a minute once after an installation; engines run on their defaults"
@@ -68,7 +69,13 @@ def _record(number: int) -> StepRecord:
     drafted = [(number + handle) % (DRAFTED + 1) for handle in range(REQUESTS)]
     rows = [_row(handle + number // 20, number, count) for handle, count in enumerate(drafted)]
     drafts, time_s = sum(drafted), 0.02 * number
-    events = [RequestEvent("arrival", row.handle, time_s, 80, f"r{row.handle}") for row in rows if not number % 20]
+    wanted_ms = WANTED_MS if number >= STEPS // 2 else None
+    events = [
+        RequestEvent("arrival", row.handle, time_s, 80, f"r{row.handle}", ttft_ms=wanted_ms, tpot_ms=wanted_ms)
+        for row in rows
+        if not number % 20
+    ]
+    events += [RequestEvent("first_token", row.handle, time_s, 1) for row in rows if not number % 20]
     if number == STEPS - 1:
         events += [RequestEvent(kind, rows[0].handle, time_s, 99) for kind in ("preempt", "finish")]
     return StepRecord(

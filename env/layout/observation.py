@@ -50,8 +50,8 @@ REQUEST_FEATURES: Final = (
     Feature("pace", 0.0, 1.0, "x/(x+1), x tokens per step that its objective asks for, at the mean step"),
 )
 GLOBAL_FEATURES: Final = (
-    Feature("running", 0.0, 1.0, "running requests / most requests"),
-    Feature("decoding", 0.0, 1.0, "requests past their prompt / most requests"),
+    Feature("running", 0.0, 1.0, "log2(1 + x) / 10, x running requests, at most 1"),
+    Feature("decoding", 0.0, 1.0, "log2(1 + x) / 10, x requests past their prompt, at most 1"),
     Feature("waiting", 0.0, 1.0, "x/(x+16), x waiting requests"),
     Feature("kv_usage", 0.0, 1.0, "share of the KV blocks in use"),
     Feature("arrival_rate", 0.0, 1.0, "x/(x+10), x arrivals per second over about 10 s"),
@@ -96,14 +96,14 @@ def observe_vector(state: EngineState, slots: int) -> Observation:
 
 
 def _globals(state: EngineState, decoding: int) -> Singles:
-    load, octaves, most = state.load, state.octaves, max(state.capabilities.max_requests, 1)
+    load, octaves = state.load, state.octaves
     k_max = state.capabilities.k_max
     mean = state.population.mean.tolist() or [0.0]
     step_s = max(load.step_s, 1e-6)
     log_step = math.log(step_s)
     values = [
-        min(load.running / most, 1.0),
-        min(decoding / most, 1.0),
+        min(math.log2(1.0 + load.running) / 10.0, 1.0),
+        min(math.log2(1.0 + decoding) / 10.0, 1.0),
         load.waiting / (load.waiting + 16.0),
         load.kv_usage,
         load.arrival_rate_per_s / (load.arrival_rate_per_s + 10.0),

@@ -285,13 +285,13 @@ def _show_acceptance(is_drafted: bool, live: Singles, acceptance: Singles, row: 
 def _show_engine(
     engine: Any, profile: Any, settings: Any, ints: Shorts, population: Floats, octaves: Floats, overall: Singles
 ) -> None:
-    most, decoding = float(profile.most_requests), 0
+    decoding = 0
     for i in range(ints.shape[1]):
         decoding += 1 if ints[PHASE, i] == RUNNING and ints[IS_PREFILL, i] == 0 else 0
     step_s = max(engine.mean_step_s, 1e-6)
     log_step = math.log(step_s)
-    overall[0] = min(engine.running / most, 1.0)
-    overall[1] = min(decoding / most, 1.0)
+    overall[0] = min(math.log2(1.0 + engine.running) / 10.0, 1.0)
+    overall[1] = min(math.log2(1.0 + decoding) / 10.0, 1.0)
     overall[2] = engine.waiting / (engine.waiting + 16.0)
     overall[3] = 1.0 - engine.free_blocks / profile.kv_blocks
     overall[4] = engine.arrival_rate / (engine.arrival_rate + 10.0)

@@ -49,8 +49,8 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
     That of `faser/SpeculativeServing-v0`, with `config.slots` rows of requests.
 
     ## Rewards
-    Tokens of requests within their objectives, less those of others, less what the baseline run had of both in the
-    same time; as a share of its tokens, within -2..2.
+    Tokens of requests within their objectives less `config.late_cost` times those of others, less what the baseline
+    run had of both in the same time; as a share of its tokens, within -2..2.
 
     ## Starting State
     A full batch, filled by price without advice. The task is drawn from the list.
@@ -94,7 +94,7 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
             self._random = np.random.default_rng([seed, 6])
         task = self._tasks[int(self._random.integers(len(self._tasks)))]
         self._yardstick = self._baseline(task)
-        self._course = Course(task, self._decide)
+        self._course = Course(task, self._config, self._decide)
         self._policy = PricePolicy(self._course.engine.capabilities)
         self._course.begin(self._policy)
         self._spans = 0
@@ -113,7 +113,7 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
             course.step(self._policy)
         self._spans += 1
         is_over = self._spans >= self._config.spans
-        return self._seen(), float(np.clip(self._yardstick.gain(course, before), -2.0, 2.0)), False, is_over, {}
+        return self._seen(), self._yardstick.gain(course, before), False, is_over, {}
 
     def _seen(self) -> Observations:
         view = observe_vector(self._course.state, self._config.slots)
@@ -124,7 +124,7 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
         return [self._gain(task, network) for task in self._judged]
 
     def _gain(self, task: BaselineTask, network: Network) -> float:
-        baseline, course = self._baseline(task), Course(task, self._decide)
+        baseline, course = self._baseline(task), Course(task, self._config, self._decide)
         policy = LearnedPolicy(network, course.engine.capabilities)
         course.begin(policy)
         before = course.engine.clock_s, course.worth
@@ -138,7 +138,7 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
         return seen.min(axis=0), seen.max(axis=0)
 
     def _looks_at(self, task: BaselineTask) -> Iterator[Observation]:
-        course = Course(task, self._decide)
+        course = Course(task, self._config, self._decide)
         policy = PricePolicy(course.engine.capabilities)
         for _ in range(math.ceil(self._config.spans / 4) * SPAN_DECISIONS):
             course.step(policy)

@@ -1,15 +1,16 @@
 """Pairs of simulated engines with the same requests and the same luck: one is served under advice, one without.
 
-Called by models/training/advised.py. Engines run through the decision core, as in a daemon. Their worlds are drawn
-around the knee: full batches, some of whose requests want tokens at a pace that only drafts can keep.
+Called by models/training/advised.py. Engines run through the decision core, as in a daemon. Some of their requests
+want tokens at a pace that only drafts can keep; half of the engines are always full, the others come and go.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from ...engine_adapter.arrays import Floats
@@ -26,20 +27,24 @@ from ..policies.price import PricePolicy
 from .config import TrainConfig
 
 BLIND: Final = 0.2  # of the tasks, have a drafter without confidence
-LEAST_LOAD: Final = 4  # requests: among fewer there is no choice whom to favour
+FULL_SHARE: Final = 0.5  # of the tasks, have always a full batch
+RATES: Final = (0.5, 1.1)  # of the others: arrivals, as a share of what a full batch without speculation serves
+KV_ROOM: Final = (1.2, 20.0)  # KV blocks, in those of a full batch
+KV_BLOCKS, LEAST_KV_BLOCKS = 20, 256  # of a request; of an engine
 URGENT_SHARES: Final = (0.05, 0.6)
 URGENT_PACES: Final = (0.6, 0.95)  # of what a token takes without speculation
 BATCH_PACES: Final = (1.2, 3.0)
-FILL_STEPS: Final = 600  # a batch that is not full by then never will be
+FILL_STEPS: Final = 200  # a batch that is not full by then will not be
+MOST_GAIN: Final = 2.0  # and loss, that counts of a span: in some a baseline run emits next to nothing
 BASELINE_SHARE: Final = 1.5  # of an episode's decisions: a baseline run in no hurry makes fewer in the same time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BaselineTask:
-    """One engine and the requests that it always has."""
+    """One engine and the requests that it gets."""
 
     scenario: Scenario
-    load: int  # running requests
+    load: int  # running requests at most
     seed: int
     has_confidence: bool = True
 
@@ -55,12 +60,16 @@ def tasks(config: TrainConfig, seed: int, count: int) -> list[BaselineTask]:
     found = []
     for _ in range(count):
         profile = profiles[int(random.integers(len(profiles)))]
-        octaves = math.log2(max(config.slots / LEAST_LOAD, 1.0))
-        load = min(int(LEAST_LOAD * 2.0 ** random.uniform(0.0, octaves + 0.5)), config.slots)
-        share, pace, batch_pace = (
-            float(random.uniform(*bounds)) for bounds in (URGENT_SHARES, URGENT_PACES, BATCH_PACES)
+        load = min(int(2.0 ** random.uniform(0.0, math.log2(config.slots) + 0.5)), config.slots)
+        share, pace, batch_pace, rate, room = (
+            float(random.uniform(*bounds))
+            for bounds in (URGENT_SHARES, URGENT_PACES, BATCH_PACES, RATES, np.log(KV_ROOM))
         )
-        scenario = with_paces(WorldSpec(profile.name, "training", profile).closed(load), share, pace, batch_pace)
+        blocks = max(int(math.exp(room) * KV_BLOCKS * load), LEAST_KV_BLOCKS)
+        closed = WorldSpec(profile.name, "training", msgspec.structs.replace(profile, kv_blocks=blocks)).closed(load)
+        if random.random() >= FULL_SHARE:
+            closed = replace(closed, load=(rate, rate))
+        scenario = with_paces(closed, share, pace, batch_pace)
         found.append(
             BaselineTask(scenario, load, int(random.integers(1 << 31)), has_confidence=bool(random.random() >= BLIND))
         )
@@ -70,13 +79,13 @@ def tasks(config: TrainConfig, seed: int, count: int) -> list[BaselineTask]:
 class Course:
     """An engine that is served under a policy, and what that is worth so far."""
 
-    def __init__(self, task: BaselineTask, decide: Decide) -> None:
-        self.engine = task.engine()
+    def __init__(self, task: BaselineTask, config: TrainConfig, decide: Decide) -> None:
+        self.engine, self._late_cost = task.engine(), config.late_cost
         self.state = EngineState(self.engine.capabilities)
         self._decide, self._full = decide, int(FULL * task.load)
         self._actions: ActionSet | None = None
         self.steps = 0
-        self.worth = 0.0  # tokens of requests that are in time so far, less those of others
+        self.worth = 0.0  # tokens of requests that are in time so far, less what those of others cost
 
     @property
     def tokens(self) -> float:
@@ -88,7 +97,7 @@ class Course:
         record = self.engine.step(self._actions)
         self.steps += 1
         good, tokens = self.engine.simulator.state.terms[0, :2].tolist()
-        self.worth += 2.0 * good - tokens
+        self.worth += good - self._late_cost * (tokens - good)
         self._actions = self._decide(self.state, record, policy, self.steps)
 
     def begin(self, policy: Policy) -> None:
@@ -107,14 +116,14 @@ class BaselineRun:
     """What price without advice has earned of a task by when: (steps,) each."""
 
     seconds: Floats
-    worths: Floats  # tokens in time less late ones
+    worths: Floats  # tokens in time less what late ones cost
     worth_rate: float  # ... per second, from where the batch is full
     token_rate: float  # tokens/s from there
 
     @classmethod
     def of(cls, task: BaselineTask, config: TrainConfig, decide: Decide) -> BaselineRun:
         """Serve the task."""
-        course, spans = Course(task, decide), config.spans
+        course, spans = Course(task, config, decide), config.spans
         policy = PricePolicy(course.engine.capabilities)
         found, begun, left = [(0.0, 0.0, 0.0)], 0, int(BASELINE_SHARE * spans * SPAN_DECISIONS)
         while left:
@@ -133,8 +142,9 @@ class BaselineRun:
         return float(np.interp(seconds, self.seconds, self.worths)) + beyond * self.worth_rate
 
     def gain(self, course: Course, since: tuple[float, float]) -> float:
-        """Return by how much a course earned more since (seconds, worth) than this run did, in its tokens."""
+        """Return by how much a course earned more since (seconds, worth) than this run did, in its tokens, -2..2."""
         before_s, before = since
         after_s = course.engine.clock_s
         own, baseline = course.worth - before, self.by(after_s) - self.by(before_s)
-        return (own - baseline) / max(self.token_rate * (after_s - before_s), 1e-9)
+        gain = (own - baseline) / max(self.token_rate * (after_s - before_s), 1e-9)
+        return min(max(gain, -MOST_GAIN), MOST_GAIN)

@@ -33,6 +33,7 @@ class TrainConfig:
     epochs: int = 4
     minibatch: int = 512
     discount: float = 0.1  # per piece of advice
+    late_cost: float = 4.0  # of a late token, in tokens in time
     trace_decay: float = 0.9
     entropy: float = 0.0
     clip: float = 0.15
@@ -46,6 +47,7 @@ class TrainConfig:
             "judge_every": (1, 10**6), "patience": (1, 10**6),
             "exits_share": (0.0, 1.0), "copies_share": (0.0, 1.0), "learning_rate": (1e-7, 1.0),
             "total_steps": (0, 10**10), "discount": (0.0, 10.0), "trace_decay": (0.0, 1.0), "clip": (0.01, 1.0),
+            "late_cost": (0.0, 100.0),
         }  # fmt: skip
         for name, (low, high) in bounds.items():
             value = getattr(self, name)

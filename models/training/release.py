@@ -30,11 +30,11 @@ def release(manifest: Path, evaluation: dict[str, Any], folder: Path) -> Path:
 
 def _results(evaluation: dict[str, Any], manifest: str) -> dict[str, object]:
     name = f"learned:{manifest}"
-    standing = evaluation.get("standing", {})
-    if name not in standing:
-        seen = ", ".join(standing) or "no policy with objectives"
+    standing, worlds = evaluation.get("standing"), evaluation.get("worlds")
+    if not isinstance(standing, dict) or not isinstance(worlds, list) or not isinstance(standing.get(name), dict):
+        seen = ", ".join(map(str, standing)) if isinstance(standing, dict) else "no policy with objectives"
         raise PolicyError(
             f"the evaluation has {seen}; expected {name} among them: "
             f"faser evaluate --objectives --policies 'price {name}'"
         )
-    return {"worlds": len(evaluation["worlds"]), "seeds": evaluation["seeds"], **standing[name]}
+    return {"worlds": len(worlds), "seeds": evaluation.get("seeds"), **standing[name]}

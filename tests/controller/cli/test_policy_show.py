@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -92,9 +93,15 @@ def test_a_trained_policy_is_released_with_its_figures(tmp_path: Path) -> None:
     trained.with_suffix(".safetensors").write_bytes(b"no weights")
     with pytest.raises(FaserError, match="sha256"):
         run(*asked)
-    evaluation.write_text(json.dumps({"standing": {"price": {}}}))
-    with pytest.raises(FaserError, match="the evaluation has price; expected learned:"):
-        run("release", str(RELEASED), "--evaluation", str(evaluation), "--output", str(folder))
+    for odd, seen in (
+        ({"standing": {"price": {}}, "worlds": []}, "price"),
+        ({"policies": {f"learned:{RELEASED}": {}}, "worlds": 5}, "no policy with objectives"),  # as it was before
+        ({"standing": None, "worlds": []}, "no policy with objectives"),
+        ({"standing": {f"learned:{RELEASED}": 3}, "worlds": 3}, "learned:"),
+    ):
+        evaluation.write_text(json.dumps(odd))
+        with pytest.raises(FaserError, match=f"the evaluation has {seen}.*; expected learned:"):
+            run("release", str(RELEASED), "--evaluation", str(evaluation), "--output", str(folder))
     assert (folder / "policy.json").read_bytes() == before
 
 
@@ -119,7 +126,10 @@ def test_figures_of_a_trained_policy_are_told_in_short() -> None:
     text = run("show", "learned", "--loads", "8", "--steps", "40")
     assert "{" not in text
     assert not re.search(r"\.\d{6}|\[", text)
-    assert all(f"  {name}: " in text for name in load_network(RELEASED).manifest.results)
+    results = load_network(RELEASED).manifest.results
+    assert all(f"  {name}: " in text for name, value in results.items() if value is not None)
+    over: Any = results["goodput_over_price"]
+    assert f"  goodput_over_price: {over['ratio']:.4g} ({over['low']:.4g} to {over['high']:.4g})\n" in text
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ from faser.controller.decision.session import Session
 from faser.controller.daemon.warm_up import warm_up
 from faser.env.simulator.simulated_record import hello
 from faser.env.simulator.simulated_engine import SimulatedEngine
+from faser.models.evaluation.objective_worlds import ObjectiveWorld
 from faser.models.evaluation.worlds import held_out
 
 def signatures():
@@ -71,7 +72,8 @@ def signatures():
     return {(kernel.py_func.__qualname__, signature) for kernel in kernels for signature in kernel.signatures}
 
 warm_up(sys.argv[1])
-engine, action_set = SimulatedEngine(held_out()[0].closed(8), 1), None
+world = ObjectiveWorld(held_out()[0], 8, 0.5, 0.7)
+engine, action_set = SimulatedEngine(world.scenario(), 1), None
 engine.step(None)  # has kernels of its own
 before = signatures()
 session = Session(hello(engine.simulator), sys.argv[1], LeaseConfig(), 1, 0.0)

@@ -113,7 +113,7 @@ def test_a_policy_sees_the_requests_that_decode_in_each_pass_and_no_other(monkey
     assert seen[4][3] == 0.0093, "each rank has a clock of its own"
 
 
-@pytest.mark.parametrize("policy", ["price", "price:history", "goodput", "ema", "learned"])
+@pytest.mark.parametrize("policy", ["price", "price:history", "goodput", "ema"])
 def test_a_policy_that_learns_is_asked_and_stays_within_the_drafter(policy: str) -> None:
     found = replay_passes(read_forward_passes(SAMPLE), policy)
     assert len(found.asked) == 10
@@ -247,7 +247,7 @@ def test_hostile_rows_are_refused_in_our_own_words_or_summed_up(
     assert all(0 <= asked <= 8 for asked in found.asked)
 
 
-@pytest.mark.parametrize("policy", ["price", "goodput", "learned"])
+@pytest.mark.parametrize("policy", ["price", "goodput"])
 def test_the_largest_numbers_of_the_schema_are_no_trouble(policy: str, tmp_path: Path) -> None:
     path = tmp_path / "large.jsonl"
     counts = {name: 1 << 48 if name.startswith("sum") else 1e18 for name in SCHEDULED}

@@ -24,7 +24,7 @@ from faser.env.layout.action_vector import (
 from faser.env.layout.observation import GLOBAL_FEATURES, REQUEST_FEATURES, observe_vector
 from faser.env.profile.engine_profile import synthetic_profile
 from faser.env.profile.match_model import MatchModel
-from faser.env.simulator.scenario import Scenario, with_mechanisms
+from faser.env.simulator.scenario import Scenario, ServiceClass, with_mechanisms
 from faser.env.simulator.simulated_record import Recorder, hello
 from faser.env.simulator.simulator import Simulator
 from faser.env.simulator.state import HANDLE, PHASE, RUNNING
@@ -33,6 +33,7 @@ from faser.env.spaces import Action, Capabilities, Lengths, clamp
 from ..copying import match_model
 
 SLOTS = 24
+SLACK = [feature.name for feature in REQUEST_FEATURES].index("slack")
 STEPS = 500
 
 
@@ -80,21 +81,38 @@ def _prune(sign: float, capabilities: Capabilities) -> Prune | None:
     return capabilities.released_prune if sign > 0.0 else None
 
 
-def scenario(matches: MatchModel | None = None) -> Scenario:
+CLASSES = (
+    ServiceClass("urgent", 0.3, 50.0, 0.8), ServiceClass("batch", 0.3, 50.0, 8.0, 1),
+    ServiceClass("longer than anybody may ask", 0.2, 1e9, 1e9, 2),
+    ServiceClass("sooner than anybody may ask", 0.2, 1e-9, 1e-9, 3),
+)  # fmt: skip
+
+
+def scenario(matches: MatchModel | None = None, *, tells: bool = True) -> Scenario:
     blocks = 520 if matches else 650  # with copies requests end sooner
     profile = synthetic_profile(max_requests=SLOTS, kv_blocks=blocks, k_max=5, token_budget=1024)
     profile = msgspec.structs.replace(with_mechanisms(profile), matches=matches)
-    return Scenario(profiles=(profile,), slots=SLOTS, load=(1.3, 1.3), max_output_tokens=400)
+    return Scenario(
+        profiles=(profile,), slots=SLOTS, load=(1.3, 1.3), max_output_tokens=400, classes=CLASSES,
+        tells_objectives=tells,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("matches", [None, match_model()], ids=["without copies", "with copies"])
-@pytest.mark.parametrize("rule", [-1.0, None], ids=["without stop rules", "with random stop rules"])
-def test_state_vectors_from_records_and_from_the_kernel_agree(rule: float | None, matches: MatchModel | None) -> None:
-    simulator = Simulator(scenario(matches), 1, seed=3, copies=True)
+@pytest.mark.parametrize(
+    ("rule", "tells"),
+    [(-1.0, True), (None, True), (None, False)],
+    ids=["without stop rules", "with random stop rules", "without objectives"],
+)
+def test_state_vectors_from_records_and_from_the_kernel_agree(
+    rule: float | None, tells: bool, matches: MatchModel | None
+) -> None:
+    simulator = Simulator(scenario(matches, tells=tells), 1, seed=3, copies=True)
     simulator.reset()
     state = EngineState(Capabilities.from_hello(hello(simulator)))
     recorder, random = Recorder(simulator), np.random.default_rng(0)
     preempted = prefilling = copies = 0
+    slacks: set[float] = set()
     for step in range(STEPS):
         vector = random.uniform(-1.0, 1.0, len(ACTION)).astype(np.float32)
         if rule is not None:
@@ -114,6 +132,8 @@ def test_state_vectors_from_records_and_from_the_kernel_agree(rule: float | None
         prefilling += record.prefill_tokens > 0
         copies += len(record.verified_copies)
         assert_same_vector(simulator, state)
+        slacks |= set(np.sign(observe_vector(state, SLOTS).requests[:, SLACK]).tolist())
+    assert slacks == ({-1.0, 0.0, 1.0} if tells else {0.0})
     assert preempted > 1  # or the test says little
     assert prefilling > 25
     assert copies > 150 if matches else copies == 0

@@ -32,7 +32,7 @@ from faser.models.policies.price import PricePolicy
 from faser.models.policies.token_values import VALUES
 from faser.models.registry import make_policy
 from faser.models.training.advised import ENV_ID, AdvisedServing
-from faser.models.training.baseline_run import BaselineRun, BaselineTask, Course
+from faser.models.training.baseline_run import BaselineRun, BaselineTask, Course, tasks
 from faser.models.training.config import TrainConfig
 from faser.models.training.train import train
 
@@ -71,6 +71,21 @@ def test_a_silent_network_does_what_price_does_and_a_loud_one_does_not() -> None
     price = served(PricePolicy(CAPABILITIES))
     assert served(LearnedPolicy(make_network(), CAPABILITIES)) == price
     assert served(LearnedPolicy(make_network((1.0, 0.0, 0.0, 0.0)), CAPABILITIES)) != price
+
+
+def test_advice_is_renewed_when_objectives_come_back() -> None:
+    """Requests with objectives, none at all, and requests with objectives again: nobody waits for a span to end."""
+    engine = SimulatedEngine(KNEE.scenario(), 5)
+    policy, state = LearnedPolicy(make_network((0.5, 0.0, 0.0, 0.0)), CAPABILITIES), EngineState(CAPABILITIES)
+    decided(state, engine.step(None), policy, 1)
+    assert policy.act(state).reason.startswith("learned: urgency +0.50")
+    wanted = state.requests.column("tpot_s")
+    kept = wanted.copy()
+    wanted[:] = np.inf
+    assert "learned" not in policy.act(state).reason
+    wanted[:] = kept
+    policy._network = make_network((-0.5, 0.0, 0.0, 0.0))
+    assert policy.act(state).reason.startswith("learned: urgency -0.50")
 
 
 def test_without_objectives_the_loudest_network_does_what_price_does() -> None:
@@ -124,7 +139,7 @@ def test_the_reason_names_the_advice() -> None:
 
 def test_a_baseline_run_knows_what_was_earned_by_when() -> None:
     task = BaselineTask(KNEE.scenario(), KNEE.requests, 7)
-    baseline, course = BaselineRun.of(task, TINY, decided), Course(task, decided)
+    baseline, course = BaselineRun.of(task, TINY, decided), Course(task, TINY, decided)
     policy = PricePolicy(course.engine.capabilities)
     course.begin(policy)
     before = course.engine.clock_s, course.worth
@@ -136,12 +151,26 @@ def test_a_baseline_run_knows_what_was_earned_by_when() -> None:
     assert baseline.by(last_s + 2.0) == pytest.approx(float(baseline.worths[-1]) + 2.0 * baseline.worth_rate)
 
 
-def test_late_tokens_cost_what_those_in_time_bring() -> None:
-    course = Course(BaselineTask(ObjectiveWorld(EAGLE, 8, 0.5, 0.1).scenario(), 8, 7), decided)
-    policy = make_policy("off", course.engine.capabilities)
+@pytest.mark.parametrize("late_cost", [0.0, 1.0, 4.0])
+def test_late_tokens_cost_as_the_recipe_says(late_cost: float) -> None:
+    """Half of the requests want a tenth of a step, and never get it."""
+    task = BaselineTask(ObjectiveWorld(EAGLE, 8, 0.5, 0.1).scenario(), 8, 7)
+    course = Course(task, replace(TINY, late_cost=late_cost), decided)
+    policy, good = make_policy("off", course.engine.capabilities), 0.0
     for _ in range(400):
         course.step(policy)
-    assert -0.5 < course.worth / course.tokens < 0.5, "half of the requests want a tenth of a step, and never get it"
+        good += float(course.engine.simulator.state.terms[0, 0])
+    assert 0.2 < good / course.tokens < 0.8
+    assert course.worth == pytest.approx(good - late_cost * (course.tokens - good))
+
+
+def test_engines_are_full_or_not_and_their_caches_large_or_not() -> None:
+    found = tasks(replace(TINY, worlds=8, slots=64), 1, 40)
+    arrivals = [task.scenario.load[0] for task in found]
+    assert 10 < sum(rate > 2.0 for rate in arrivals) < 30
+    assert min(arrivals) < 0.8
+    rooms = [task.scenario.profiles[0].kv_blocks / task.load for task in found]
+    assert max(rooms) > 4.0 * min(rooms)
 
 
 def test_gymnasium_and_sb3_accept_the_environment() -> None:
@@ -153,9 +182,9 @@ def test_gymnasium_and_sb3_accept_the_environment() -> None:
         check_env_for_sb3(environment)
 
 
-def test_no_advice_earns_nothing_and_bad_advice_costs() -> None:
+def test_no_advice_earns_nothing_and_advice_something_else() -> None:
     def earned(action: Sequence[float]) -> list[float]:
-        course = AdvisedServing(replace(TINY, spans=12), decided)
+        course = AdvisedServing(replace(TINY, spans=12, slots=32), decided)
         seen, _ = course.reset()
         rewards, is_over = [], False
         while not is_over:

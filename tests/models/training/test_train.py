@@ -267,7 +267,7 @@ def test_a_share_of_the_training_engines_copies() -> None:
     assert not any(map(fault_of, having))
     assert not any(profile.matches for profile in training(60, 0))
     (task,) = tasks(replace(TINY, copies_share=1.0, worlds=1), TINY.seed, 1)
-    assert task.engine(4).capabilities.copy_max == LONGEST_COPY
+    assert task.engine().capabilities.copy_max == LONGEST_COPY
 
 
 def test_a_share_of_the_training_engines_prunes() -> None:
@@ -276,7 +276,7 @@ def test_a_share_of_the_training_engines_prunes() -> None:
     assert not any(profile.exits for profile in training(60, 0))
     plain, pruned = (replace(TINY, exits_share=share, worlds=2) for share in (0.0, 1.0))
     rates = [
-        [BaselineRun.of(task, config, decided).rate for task in tasks(config, config.seed, 2)]
+        [BaselineRun.of(task, config, decided).token_rate for task in tasks(config, config.seed, 2)]
         for config in (plain, pruned)
     ]
     assert rates[0] != rates[1], "engines that prune serve as those without heads"
