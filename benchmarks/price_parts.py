@@ -23,9 +23,7 @@ from faser.models.policies.split_choice import SplitChoice
 from faser.models.policies.step_grid import Choice, choose
 
 
-def choose_one_length(
-    table: Floats, view: PlanningView, reading_s: float, verify_s: Floats | None = None
-) -> Choice:  # fmt: skip
+def choose_one_length(table: Floats, view: PlanningView, reading_s: float, verify_s: Floats | None = None) -> Choice:
     """Return the best length for all, by the same costs: a table's last threshold lets everything pass."""
     last = len(table[0]) - 1
     few_s = None if verify_s is None else np.ascontiguousarray(verify_s[last:])
@@ -33,9 +31,7 @@ def choose_one_length(
     return choose(row, view, reading_s, few_s)._replace(threshold=last)
 
 
-def choose_by_rule(
-    table: Floats, view: PlanningView, reading_s: float, verify_s: Floats | None = None
-) -> Choice:  # fmt: skip
+def choose_by_rule(table: Floats, view: PlanningView, reading_s: float, verify_s: Floats | None = None) -> Choice:
     """Return the best cell of stop rules, or the best length for all of history."""
     is_history = len(table[0]) == price.BINS + 1
     return (choose_one_length if is_history else choose)(table, view, reading_s, verify_s)

@@ -213,7 +213,8 @@ def _in_short(value: Any) -> str:
     if isinstance(value, list):
         return " to ".join(map(_in_short, value))
     if isinstance(value, dict):
-        return f"{_in_short(value['ratio'])} ({_in_short(value['low'])} to {_in_short(value['high'])})"
+        ratio, low, high = (value[name] for name in ("ratio", "low", "high"))
+        return _in_short(ratio) if low is None else f"{_in_short(ratio)} ({_in_short(low)} to {_in_short(high)})"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from ...engine_adapter.arrays import Floats, Singles
+from ...engine_adapter.arrays import Singles
 from ...engine_adapter.compiled import compiled
 from ...env.estimate.engine_state import EngineState
 from ...env.layout.observation import observe_vector
@@ -57,7 +57,8 @@ class LearnedPolicy:
 
     def act(self, state: EngineState) -> Action:
         """Return price's action under the advice in force; ask for new advice when its span is over."""
-        if state.capabilities.k_max == 0 or not _have_objectives(state.requests.column("tpot_s")):
+        has_objectives = state.requests.column("tpot_s").min(initial=np.inf) < np.inf
+        if state.capabilities.k_max == 0 or not has_objectives:
             self._until_advice = 0
             return self._price.act(state)
         if self._until_advice == 0:
@@ -100,15 +101,6 @@ def manifest_path(text: str) -> Path:
         raise PolicyError(
             f"policy 'learned:{text}': no such home; expected the path of a trained policy's manifest"
         ) from None
-
-
-@compiled
-def _have_objectives(tpot_s: Floats) -> bool:
-    """Return whether anybody's tokens are wanted at a pace."""
-    found = False
-    for i in range(len(tpot_s)):
-        found |= tpot_s[i] < np.inf
-    return found
 
 
 @compiled

@@ -153,6 +153,18 @@ def test_the_first_server_gives_the_answers_and_all_are_held_to_them(tmp_path: P
     assert told == ["none answers 2 prompts, to which all are then held"]
 
 
+def test_minutes_of_recording_are_told_while_they_last(tmp_path: Path) -> None:
+    server, told = Server("none"), list[str]()
+
+    async def run() -> None:
+        async with server.serving() as running:
+            server.url = str(running.make_url("/"))
+            await Answers(tuple(map(str, range(250))), 2, tmp_path / "answers.json", told.append).hold(server)
+
+    asyncio.run(run())
+    assert told[1:] == ["none has answered 100 of 250", "none has answered 200 of 250"]
+
+
 @pytest.mark.parametrize(
     ("server", "seen"),
     [

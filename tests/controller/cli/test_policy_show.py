@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from faser.controller.cli.evaluate import drawn, explained
 from faser.controller.cli.main import app
+from faser.controller.cli.policy import _in_short
 from faser.controller.errors import FaserError, UsageError
 from faser.env.spaces import Capabilities
 from faser.models.evaluation.portrait import portray
@@ -130,6 +131,11 @@ def test_figures_of_a_trained_policy_are_told_in_short() -> None:
     assert all(f"  {name}: " in text for name, value in results.items() if value is not None)
     over: Any = results["goodput_over_price"]
     assert f"  goodput_over_price: {over['ratio']:.4g} ({over['low']:.4g} to {over['high']:.4g})\n" in text
+
+
+def test_a_ratio_of_one_seed_has_no_interval() -> None:
+    assert _in_short({"ratio": 1.02345, "low": None, "high": None}) == "1.023"
+    assert _in_short({"ratio": 1.02345, "low": 0.9, "high": 1.1}) == "1.023 (0.9 to 1.1)"
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,17 @@ def test_late_tokens_cost_as_the_recipe_says(late_cost: float) -> None:
     assert course.worth == pytest.approx(good - late_cost * (course.tokens - good))
 
 
+def test_what_one_span_may_gain_or_lose_is_bounded() -> None:
+    """A baseline run that emits next to nothing would decide the mean of all."""
+    course = Course(BaselineTask(KNEE.scenario(), KNEE.requests, 7), TINY, decided)
+    policy = make_policy("off", course.engine.capabilities)
+    for _ in range(50):
+        course.step(policy)
+    idle = BaselineRun(np.array([0.0, 1.0]), np.zeros(2), 0.0, 1e-6)
+    assert idle.gain(course, (0.0, course.worth - 10.0)) == 2.0
+    assert idle.gain(course, (0.0, course.worth + 10.0)) == -2.0
+
+
 def test_engines_are_full_or_not_and_their_caches_large_or_not() -> None:
     found = tasks(replace(TINY, worlds=8, slots=64), 1, 40)
     arrivals = [task.scenario.load[0] for task in found]
