@@ -98,6 +98,7 @@ def test_a_trained_policy_is_released_with_its_figures(tmp_path: Path) -> None:
         ({"standing": {"price": {}}, "worlds": []}, "price"),
         ({"policies": {f"learned:{RELEASED}": {}}, "worlds": 5}, "no policy with objectives"),  # as it was before
         ({"standing": None, "worlds": []}, "no policy with objectives"),
+        ({"standing": {f"learned:{RELEASED}": {}}, "worlds": 5}, "learned:"),
         ({"standing": {f"learned:{RELEASED}": 3}, "worlds": 3}, "learned:"),
     ):
         evaluation.write_text(json.dumps(odd))

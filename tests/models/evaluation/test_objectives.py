@@ -91,6 +91,20 @@ def test_a_frontier_chooses_for_each_world_by_what_violations_cost() -> None:
     assert [goodput for _, goodput in points] == pytest.approx([latest, between, fastest], abs=1e-3)
 
 
+def test_a_policy_stands_beside_price_where_price_was_judged_too() -> None:
+    """Everybody has 100 tokens/s in time but price, which has 120, and another, which has 150."""
+    world = ObjectiveWorld(EMBEDDED, 8, 0.25, 0.7)
+    for policies, expected in ((("price", "fixed:4"), 1.25), (("fixed:4",), None)):
+        plan = ObjectivePlan(policies, (world,), (101, 102), 100)
+        runs: Runs = {(name, world.name): [Attained(1.0, 100, 100, [10, 10], [5, 10])] * 2 for name in plan.everybody}
+        for name, goodput in (("price", 120), ("fixed:4", 150)):
+            runs[name, world.name] = [Attained(1.0, goodput, goodput, [10, 10], [5, 10])] * 2
+        standing = summary(plan, runs)["standing"]
+        beside = standing["fixed:4"]["goodput_over_price"]
+        assert (None if beside is None else beside["ratio"]) == expected
+        assert "price" not in standing or standing["price"]["goodput_over_price"] is None
+
+
 def test_worlds_are_held_out_ones() -> None:
     """Each once."""
     names = [world.name for world in knee_worlds()]

@@ -32,7 +32,7 @@ from faser.models.policies.price import PricePolicy
 from faser.models.policies.token_values import VALUES
 from faser.models.registry import make_policy
 from faser.models.training.advised import ENV_ID, AdvisedServing
-from faser.models.training.baseline_run import BaselineRun, BaselineTask, Course, tasks
+from faser.models.training.baseline_run import KV_BLOCKS, KV_ROOM, BaselineRun, BaselineTask, Course, tasks
 from faser.models.training.config import TrainConfig
 from faser.models.training.train import train
 
@@ -180,7 +180,9 @@ def test_engines_are_full_or_not_and_their_caches_large_or_not() -> None:
     arrivals = [task.scenario.load[0] for task in found]
     assert 10 < sum(rate > 2.0 for rate in arrivals) < 30
     assert min(arrivals) < 0.8
-    rooms = [task.scenario.profiles[0].kv_blocks / task.load for task in found]
+    rooms = [task.scenario.profiles[0].kv_blocks / (KV_BLOCKS * task.load) for task in found if task.load >= 16]
+    assert len(rooms) > 8
+    assert all(KV_ROOM[0] - 0.1 < room < KV_ROOM[1] for room in rooms)
     assert max(rooms) > 4.0 * min(rooms)
 
 
