@@ -110,6 +110,8 @@ class Lease:
 
 def fitted_match(rule: MatchRule, longest: int) -> MatchRule:
     """Return the rule for drafts of at most so many tokens, with one entry per position."""
+    if rule.most <= longest == len(rule.slopes) == len(rule.intercepts) == len(rule.keep):
+        return rule  # a controller knows the buffers' length: as a rule nothing is to be done
     slopes, intercepts, keep = (fitted_to(values, longest) for values in (rule.slopes, rule.intercepts, rule.keep))
     return msgspec.structs.replace(rule, slopes=slopes, intercepts=intercepts, keep=keep, most=min(rule.most, longest))
 

@@ -48,6 +48,7 @@ class Entry:
     ttft_ms: float | None = None  # what its client wants; None: it did not say
     tpot_ms: float | None = None
     was_preempted: bool = False  # what it had is read again
+    roomy_until: int = 0  # before this step no draft is too long for it
     emitted: int = 0  # tokens handed out so far; only ever grows, where vLLM's own list is emptied between two turns
     has_emitted: bool = False  # a record said so
     is_copy: bool = False  # the draft tokens that wait for verification are a match's

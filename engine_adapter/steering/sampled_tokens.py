@@ -30,10 +30,10 @@ def delivered_tokens(result: Mapping[int, Any]) -> dict[str, int]:
     :param result: what `update_from_output` returned: EngineCoreOutputs by client (0.32 v1/engine/__init__.py)
     """
     return {
-        output.request_id: len(output.new_token_ids)
+        output.request_id: len(tokens)
         for client in result.values()
         for output in client.outputs
-        if output.new_token_ids
+        if (tokens := output.new_token_ids)
     }
 
 

@@ -27,10 +27,12 @@ from ..protocol import (
     Goodbye,
     Hello,
     HelloRequest,
+    MatchRule,
     Prune,
     RequestEvent,
     StepRecord,
 )
+from .draft_room import latched
 from .extra_args import wishes_of
 from .lease import Lease
 from .orders import StepOrder, StepReport
@@ -156,6 +158,7 @@ class Steering:
         """Note that a request lost its KV cache."""
         if (entry := self.entries.get(request_id)) is not None:
             entry.was_preempted = True
+            entry.roomy_until = 0
             self._preempted.append(entry)
             self._note("preempt", entry)
 
@@ -187,7 +190,11 @@ class Steering:
             named = dict(zip(action.handles, action.lengths, strict=True))
             # With async scheduling the next step is scheduled, at full lengths, before this one has drafted.
             stop = None if self.hello.is_async else action.stop
-        lengths, sat_out = self._lengths(scheduled, named, default), 0
+        match = None if action is None or action.match is None or not self.hello.copy_max else action.match
+        copied = 0 if match is None else match.most
+        longest = max(self.lease.k_max, self.lease.copy_max)
+        lengths, copies = latched(scheduled, self.entries, self.step, longest, (named, default), copied)
+        sat_out = 0
         if self.context is not None and self._longest(scheduled) + self.lease.k_max > self.context:
             sat_out = sum(map(bool, lengths.values()))
             lengths = dict.fromkeys(scheduled, 0)
@@ -204,14 +211,15 @@ class Steering:
             self._admit(order, action, action.admission)
         if self._salts:
             order.salts, self._salts = self._salts, {}
-        if action is not None and action.match is not None and self.hello.copy_max:
-            order.match = action.match
-            order.match_lengths = self._lengths(scheduled, {}, action.match.most)
-            if action.match.handles:
-                weights = dict(zip(action.match.handles, action.match.weights, strict=True))
-                known = self.entries
-                order.match_weights = {n: weights.get(known[n].handle, 1.0) for n in order.match_lengths if n in known}
+        if match is not None:
+            self._copy(order, match, copies)
         return order
+
+    def _copy(self, order: StepOrder, match: MatchRule, copies: dict[str, int]) -> None:
+        order.match, order.match_lengths = match, copies
+        if match.handles:
+            weights, known = dict(zip(match.handles, match.weights, strict=True)), self.entries
+            order.match_weights = {name: weights.get(known[name].handle, 1.0) for name in copies if name in known}
 
     def _admit(self, order: StepOrder, action: ActionSet, admission: Admission) -> None:
         order.costs = admission.rows, admission.seconds
@@ -242,31 +250,6 @@ class Steering:
             return None
         asked = None if action is None else action.split
         return asked if asked is not None and asked < offered else 0
-
-    def _lengths(self, scheduled: dict[str, int], named: dict[int, int], default: int) -> dict[str, int]:
-        lengths = dict.fromkeys(scheduled, default)
-        if not default and not named:
-            return lengths
-        entries = self.entries
-        for request_id, rows in scheduled.items():
-            entry = entries.get(request_id)
-            if entry is None:
-                continue
-            length = named.get(entry.handle, default) if named else default
-            if length > entry.most:
-                length = entry.most
-            if length:
-                request = entry.request
-                emitted = request.num_output_tokens
-                if (not emitted or entry.was_preempted) and _reads_on(request, rows):
-                    length = 0  # nothing is sampled, so nothing is drafted; it must not deepen the others' rounds
-                # This step emits one token at least, and the next one ends with a token of its own: a draft longer
-                # than what then remains could never be emitted.
-                elif length >= (room := request.max_tokens - emitted - 2):
-                    room -= request.num_output_placeholders > 0  # a step in flight emits one, too
-                    length = min(length, max(room, 0))
-            lengths[request_id] = length
-        return lengths
 
     def record(self, order: StepOrder, outcome: BatchOutcome) -> None:
         """Gather what the step did; the link's thread makes a record of it."""
@@ -356,11 +339,6 @@ class Steering:
         """Say goodbye without waiting for anything, after a failure on the engine thread."""
         self.link.send(Goodbye(self.hello.boot_id))
         self.link.close(wait_s=0.0)
-
-
-def _reads_on(request: LiveRequest, rows: int) -> bool:
-    """Tell whether so many rows end before the last known token: in a prompt, or in what is read again."""
-    return request.num_computed_tokens + rows < request.num_tokens + request.num_output_placeholders
 
 
 def rest_s(step_s: float) -> float:
