@@ -17,7 +17,7 @@ def latched(
     step: int,
     longest: int,
     wanted: tuple[dict[int, int], int],
-    copied: int = 0,
+    copied: int | None = None,
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return each request's length, and the tokens that it may copy at most, in the order of `scheduled`.
 
@@ -25,11 +25,11 @@ def latched(
     :param step: number of this step; it only ever grows.
     :param longest: longest draft of any request, tokens, copies included; the same in every step.
     :param wanted: lengths by handle, and of the others.
-    :param copied: longest copy; 0: nothing is copied, and the second answer is empty.
+    :param copied: longest copy; None: no rule says when to copy, and the second answer is empty.
     """
     named, default = wanted
     lengths = dict.fromkeys(scheduled, default)
-    copies = dict.fromkeys(scheduled, copied) if copied else {}
+    copies = {} if copied is None else dict.fromkeys(scheduled, copied)
     if not (default or named or copied):
         return lengths, copies
     for request_id, rows in scheduled.items():
@@ -40,7 +40,7 @@ def latched(
         if step >= entry.roomy_until or rows > longest + 1:
             limit = _limit(entry, rows, step, longest)
             length = min(length, limit)
-            if copied > limit:
+            if copied is not None and copied > limit:
                 copies[request_id] = limit
         lengths[request_id] = length
     return lengths, copies

@@ -191,7 +191,7 @@ class Steering:
             # With async scheduling the next step is scheduled, at full lengths, before this one has drafted.
             stop = None if self.hello.is_async else action.stop
         match = None if action is None or action.match is None or not self.hello.copy_max else action.match
-        copied = 0 if match is None else match.most
+        copied = None if match is None else match.most
         longest = max(self.lease.k_max, self.lease.copy_max)
         lengths, copies = latched(scheduled, self.entries, self.step, longest, (named, default), copied)
         sat_out = 0

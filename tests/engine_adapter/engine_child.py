@@ -22,8 +22,10 @@ from faser.engine_adapter.drafting import ragged
 from faser.engine_adapter.drafting.catch_up import CatchUp
 from faser.engine_adapter.protocol import ActionSet, MatchRule, Prune, StopRule
 from faser.engine_adapter.sampling import seeded_step
+from faser.engine_adapter.steering import steering
 from faser.engine_adapter.steering.lease import fitted_match
 from faser.engine_adapter.steering.orders import StepOrder
+from faser.engine_adapter.steering.record import Entry
 from faser.engine_adapter.steering.steering import BatchOutcome, Steering
 
 Log = list[dict[str, Any]]
@@ -51,12 +53,12 @@ class Driver:
         driver = self
 
         def lengths(
-            steering: Steering, scheduled: dict[str, int], named: dict[int, int], default: int
-        ) -> dict[str, int]:
-            rule = driver.rule
-            if rule is None:
-                return leased(steering, scheduled, named, default)
-            return {name: rule(steering.entries[name].handle) for name in scheduled}
+            scheduled: dict[str, int], entries: dict[str, Entry], *limits: Any
+        ) -> tuple[dict[str, int], dict[str, int]]:
+            rule, (lengths, copies) = driver.rule, leased(scheduled, entries, *limits)
+            if rule is not None:
+                lengths = {name: rule(entries[name].handle) for name in scheduled}
+            return lengths, copies
 
         def record(steering: Steering, order: StepOrder, outcome: BatchOutcome) -> None:
             driver.note(order, outcome)
@@ -75,9 +77,9 @@ class Driver:
                     ordered.match_lengths = dict.fromkeys(scheduled, ordered.match.most)
             return ordered
 
-        inherited, leased, inherited_order = Steering.record, Steering._lengths, Steering.order
+        inherited, leased, inherited_order = Steering.record, steering.latched, Steering.order
         Steering.order = order  # type: ignore[method-assign]
-        Steering._lengths = lengths  # type: ignore[method-assign]
+        steering.latched = lengths  # type: ignore[assignment]
         Steering.record = record  # type: ignore[method-assign]
 
     def note(self, order: StepOrder, outcome: BatchOutcome) -> None:

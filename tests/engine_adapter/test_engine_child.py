@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from faser.engine_adapter.steering import steering
 from faser.engine_adapter.steering.lease import Lease
 from faser.engine_adapter.steering.orders import StepReport
 from faser.engine_adapter.steering.sampled_tokens import SampledTokens
@@ -27,8 +28,9 @@ class Request:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
-    for name in ("order", "record", "_lengths"):  # which a driver replaces for good
+    for name in ("order", "record"):  # which a driver replaces for good
         monkeypatch.setattr(Steering, name, getattr(Steering, name))
+    monkeypatch.setattr(steering, "latched", steering.latched)
     monkeypatch.syspath_prepend(Path(__file__).parent)
     return import_module("engine_child").Driver()
 
@@ -36,16 +38,16 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_step_reported_after_its_request_left_is_logged(driver: Any) -> None:
     hello: Any = type("Hello", (), {"boot_id": "b", "is_async": True, "frontier": 0, "splits": ["unsplit"]})
     link: Any = Nobody()
-    steering = Steering(hello, link, Lease("b", 4, 32, 1.0, []), Default(0))
+    adapter = Steering(hello, link, Lease("b", 4, 32, 1.0, []), Default(0))
     for name in ("a", "b"):
         request: Any = Request()
-        steering.arrive(name, request)
+        adapter.arrive(name, request)
     driver.runner, scheduled = type("Runner", (), {"drafter": None}), {"a": 1, "b": 1}
-    in_flight = [steering.order(scheduled, 0.0) for _ in range(2)]
+    in_flight = [adapter.order(scheduled, 0.0) for _ in range(2)]
     for order in in_flight:
-        steering.leave("a", is_abort=False)
+        adapter.leave("a", is_abort=False)
         rows, report = {"a": 0, "b": 1}, StepReport(drafted=[0, 0])
         outcome = BatchOutcome(scheduled, {}, rows, SampledTokens([1, 1], []), {"b": 1}, 2, 0, 0.0, report)
-        steering.record(order, outcome)
-    assert "a" not in steering.entries
+        adapter.record(order, outcome)
+    assert "a" not in adapter.entries
     assert [step["handles"] for step in driver.log] == [[1, 2], [1, 2]]

@@ -67,12 +67,12 @@ def differing(seed: int, is_async: bool, steps: int = 120) -> int:
             left = known_tokens(request) - request.num_computed_tokens
             scheduled[name] = min(left, rng.randint(1, 16)) if left > 1 else 1 + rng.randint(0, LONGEST)
         named = {entry.handle: rng.randint(0, LONGEST) for entry in entries.values() if rng.random() < 0.7}
-        default, copied = rng.randint(0, 2), rng.choice([0, 3, LONGEST])
+        default, copied = rng.randint(0, 2), rng.choice([None, 0, 3, LONGEST])
         lengths, copies = latched(scheduled, entries, step, LONGEST, (named, default), copied)
         for name, entry in entries.items():
             rows = scheduled[name]
             different += lengths[name] != useful(entry, rows, named.get(entry.handle, default))
-            different += copies.get(name, 0) != useful(entry, rows, copied)
+            different += copies.get(name) != (None if copied is None else useful(entry, rows, copied))
         for name, entry in list(entries.items()):
             serve(entry, scheduled[name], is_async, rng)
             if entry.request.num_output_tokens >= entry.request.max_tokens or rng.random() < 0.01:
