@@ -154,6 +154,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     handed_over: int = 0  # observations that a learned policy left to price
     unverified_tokens: int = 0  # drawn, and by a stop rule not handed over for verification
     sat_out: int = 0  # requests of the last step whose drafter sits out: a sequence is longer than its context
+    rested: int = 0  # requests left out of the last step for those who are behind their objectives
     sources: dict[Source, SourceStatus] = {}  # copies: only of an engine that can copy
     attainment: dict[str, AttainmentStatus] = {}  # by class, "own" for requests that spoke for themselves
     miscounted: int = 0  # tokens since its boot by which the engine's records differ from vLLM's own counters

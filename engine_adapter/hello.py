@@ -88,6 +88,7 @@ def describe_engine(config: VllmConfig, settings: Settings) -> Hello:
         is_adaptive=bool(getattr(drafting, "enable_adaptive_verification", False)),
         copy_max=buffers if match_refusal(config, settings) is None else 0,
         rounds=told_rounds(config),
+        rest_steps=settings.rest_steps if can_rest(config, settings) else 0,
     )
 
 
@@ -110,6 +111,16 @@ def _splits(config: VllmConfig, settings: Settings) -> list[str]:
     for line in splits.refused:
         logger.warning("FASER offers no other split: %s", line)
     return splits.names
+
+
+def can_rest(config: VllmConfig, settings: Settings) -> bool:
+    """Tell whether requests can be left out of steps.
+
+    Under asynchronous scheduling a request's draft is only known to the runner that ran its last step, which takes the
+    next step's batch to be the same; two groups and pipelines deal their own turns.
+    """
+    is_alone = config.parallel_config.pipeline_parallel_size == 1 and not can_deal_groups(settings, config)
+    return is_alone and not config.scheduler_config.async_scheduling
 
 
 def drafter_context(config: VllmConfig) -> int | None:

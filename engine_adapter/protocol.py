@@ -22,6 +22,7 @@ HEADER: Final = bytes((MAGIC, VERSION))
 MAX_FRAME_BYTES: Final = 1 << 20
 MAX_REQUESTS: Final = 4096
 MAX_DRAFT_LENGTH: Final = 64
+MOST_REST_STEPS: Final = 3
 RAGGED: Final = "ragged"
 LONGEST: Final = "longest"
 LARGEST_PRIORITY: Final = 1 << 62
@@ -54,6 +55,7 @@ Confidences = Annotated[tuple[Share, ...], Meta(max_length=MAX_DRAFT_LENGTH)]
 PerPosition = Annotated[list[Number], Meta(min_length=1, max_length=MAX_DRAFT_LENGTH)]
 Split = Annotated[int, Meta(ge=0, le=64)]
 StageBounds = Annotated[tuple[Count, ...], Meta(max_length=63)]  # the first layer behind each rank but the last
+RestSteps = Annotated[int, Meta(ge=0, le=MOST_REST_STEPS)]
 TableRow = tuple[Count, Count, DraftLength]
 GraphLengths = Annotated[list[Count], Meta(max_length=64)]
 Frontier = Annotated[int, Meta(ge=0, le=MAX_DRAFT_LENGTH)]
@@ -149,6 +151,7 @@ class StepRecord(msgspec.Struct, array_like=True, tag="step", gc=False):
     stage_bounds: StageBounds | None = None  # of the next step's pipeline; none: its stages cannot move
     stage_moves: Count = 0  # completed since boot
     is_moving: bool = False  # a move is under way
+    rested: Count = 0  # requests left out of this step for the sake of others
 
 
 class Stages(msgspec.Struct, array_like=True, frozen=True):
@@ -203,6 +206,7 @@ class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):
     copy_max: DraftLength = 0  # longest draft copied from a request's own text; 0: none is
     rounds: Rounds = RAGGED  # ragged: a request's own length saves drafting; longest: all draft the batch's longest
     stages: Stages | None = None  # none: one rank, or stages that cannot move
+    rest_steps: RestSteps = 0  # most steps in a row that a request which decodes can be left out of; 0: none
 
     @property
     def longest(self) -> int:
@@ -267,6 +271,16 @@ class MatchRule(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return [*self.slopes, *self.intercepts, *self.keep, self.worth, self.least]
 
 
+class Rest(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Who is left out of steps, so that these are shorter for the others: all that rest decode in the same steps.
+
+    Nobody rests in the middle of a prompt, nor while nobody else is in the batch.
+    """
+
+    handles: SomeHandles
+    steps: RestSteps  # that they sit out for each one in which they decode
+
+
 class Admission(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What an engine with adaptive verification shall reckon with when it chooses how many drafts to verify.
 
@@ -302,6 +316,7 @@ class ActionSet(msgspec.Struct, array_like=True, tag="act", gc=False):
     admission: Admission | None = None  # None: vLLM's own costs, every token alike
     match: MatchRule | None = None  # None: nothing is copied
     stage_bounds: StageBounds | None = None  # where to cut the pipeline; the stages stay when a lease ends
+    rest: Rest | None = None  # None: nobody rests
 
 
 class HelloRequest(msgspec.Struct, array_like=True, tag="who", frozen=True):

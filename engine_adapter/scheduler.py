@@ -26,6 +26,7 @@ from .patches.versions import unsupported_reason, vllm_version
 from .settings import ensure_private_folder, load_settings
 from .stages.desk import OrderedBounds, StageDesk, open_desk
 from .steering.lease import Lease
+from .steering.resting import leave_out
 from .steering.sampled_tokens import SampledTokens, delivered_tokens, vllms_count
 from .steering.steering import BatchOutcome, Default, Steering
 
@@ -115,7 +116,13 @@ def start_steering(vllm_config: VllmConfig, scheduler: Any) -> None:
         ensure_private_folder(_folder_of(settings.endpoint))
     keys, groups = engine_keys(settings), chosen_groups(settings, vllm_config)
     lease = Lease(
-        hello.boot_id, hello.k_max, settings.lease_steps, settings.lease_ms / 1000, hello.exit_layers, hello.copy_max
+        hello.boot_id,
+        hello.k_max,
+        settings.lease_steps,
+        settings.lease_ms / 1000,
+        hello.exit_layers,
+        hello.copy_max,
+        hello.rest_steps,
     )
     context = drafter_context(vllm_config)
     steering = Steering(hello, EngineLink(settings.endpoint, hello.boot_id, keys), lease, default, context)
@@ -174,17 +181,20 @@ class SteeredScheduler(SchedulerHooks):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Time vLLM's own scheduling."""
         self._started_s = time.monotonic()
-        self.deal_groups()
+        self.choose_batch()
         inherited = super().schedule  # type: ignore[misc]
         if self.stages is None:
             return inherited(*args, **kwargs)  # type: ignore[no-any-return]
         return self.stages.schedule(self, lambda: inherited(*args, **kwargs))  # type: ignore[no-any-return]
 
     @harmless
-    def deal_groups(self, steering: Steering) -> None:
+    def choose_batch(self, steering: Steering) -> None:
         """Leave those out of the next step whose turn it is not."""
         if self.ping_pong is not None:
             self.ping_pong.deal(self.running, self.current_step + 1)  # type: ignore[attr-defined]
+        elif (rest := steering.rest()) is not None:
+            next_step = self.current_step + 1  # type: ignore[attr-defined]
+            steering.rested = leave_out(rest, self.running, steering.entries, steering.step + 1, next_step)  # type: ignore[attr-defined]
 
     @harmless
     def before_latch(self, steering: Steering, output: SchedulerOutput) -> None:

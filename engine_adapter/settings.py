@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from .errors import EndpointError
-from .protocol import MAX_DRAFT_LENGTH
+from .protocol import MAX_DRAFT_LENGTH, MOST_REST_STEPS
 
 ANYWHERE: Final = "all"  # cores: wherever the engine may run
 NEVER, AUTO, ALWAYS = "never", "auto", "always"  # pruning, drafting ahead, ping-pong groups, ragged rounds
@@ -61,6 +61,7 @@ class Settings:
     draft_graphs: int = 8
     match_mib: int = 256
     draft_max: int = MAX_DRAFT_LENGTH
+    rest_steps: int = MOST_REST_STEPS
     shared_mib: int = 0
     skipped_tokens: int = 2048
     ragged: str = AUTO
@@ -247,6 +248,13 @@ SETTINGS: Final = {
         str(MAX_DRAFT_LENGTH),
         "Longest draft of the drafter, within num_speculative_tokens, which holds for copied drafts too.",
         _integer(1, MAX_DRAFT_LENGTH),
+    ),
+    "rest_steps": Setting(
+        "FASER_REST_STEPS",
+        str(MOST_REST_STEPS),
+        "Most steps in a row that a request which is ahead of its objective is left out of for one that is behind; "
+        "0: nobody is.",
+        _integer(0, MOST_REST_STEPS),
     ),
     "shared_mib": Setting(
         "FASER_SHARED_MIB",

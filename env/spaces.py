@@ -15,7 +15,17 @@ import numpy.typing as npt
 
 from ..engine_adapter.arrays import Bools
 from ..engine_adapter.compiled import compiled
-from ..engine_adapter.protocol import LARGEST_NUMBER, RAGGED, Admission, Hello, MatchRule, Prune, Stages, StopRule
+from ..engine_adapter.protocol import (
+    LARGEST_NUMBER,
+    RAGGED,
+    Admission,
+    Hello,
+    MatchRule,
+    Prune,
+    Rest,
+    Stages,
+    StopRule,
+)
 from ..engine_adapter.steering.stop_rule import fitted
 
 Lengths = npt.NDArray[np.int64]
@@ -45,6 +55,7 @@ class Capabilities:
     is_adaptive: bool = False  # of what is drafted, the engine verifies what pays
     is_ragged: bool = True  # a request's own length saves drafting; False: all draft the batch's longest
     stages: Stages | None = None  # of its pipeline, as at its start; None: they cannot move
+    rest_steps: int = 0  # most steps in a row that a request can be left out of; 0: none
 
     @classmethod
     def from_hello(cls, hello: Hello) -> Capabilities:
@@ -70,6 +81,7 @@ class Capabilities:
             copy_max=hello.copy_max,
             is_ragged=hello.rounds == RAGGED,
             stages=hello.stages,
+            rest_steps=hello.rest_steps,
         )
 
 
@@ -88,6 +100,7 @@ class Action(msgspec.Struct, frozen=True):
     reason: str = ""
     favours: bool = False  # some requests' objectives over tokens per second
     stage_bounds: tuple[int, ...] | None = None  # where the pipeline is to be cut
+    rest: Rest | None = None  # who is left out of steps
 
 
 def clamp(action: Action, capabilities: Capabilities) -> Action:
@@ -105,23 +118,25 @@ def clamp(action: Action, capabilities: Capabilities) -> Action:
     prune, stop = _prune_or_none(action.prune, capabilities.exit_layers), _stop_or_none(action.stop, capabilities)
     admission = action.admission if capabilities.is_adaptive else None
     match = _match_or_none(action.match, capabilities)
-    bounds = _bounds_or_none(action.stage_bounds, capabilities.stages)
+    bounds, rest = _bounds_or_none(action.stage_bounds, capabilities.stages), _rest_or_none(action.rest, capabilities)
     if (
         lengths is action.lengths and default is action.default_length and price is action.price
         and split is action.split and frontier is action.frontier and prune is action.prune and stop is action.stop
         and admission is action.admission and match is action.match and bounds is action.stage_bounds
+        and rest is action.rest
     ):  # fmt: skip
         return action
     return Action(
-        lengths, default, price, split, frontier, prune, stop, admission, match, action.reason, action.favours, bounds
-    )
+        lengths, default, price, split, frontier, prune, stop, admission, match, action.reason, action.favours, bounds,
+        rest,
+    )  # fmt: skip
 
 
 def is_other(asked: Action, given: Action) -> bool:
     """Return whether an action means something else than another: 2 is 2.0, but 2.4 is not 2."""
     is_same = np.array_equal(asked.lengths, given.lengths)
     is_same &= np.array_equal(asked.default_length, given.default_length)
-    names = ("price", "split", "frontier", "prune", "stop", "match", "stage_bounds")
+    names = ("price", "split", "frontier", "prune", "stop", "match", "stage_bounds", "rest")
     return not is_same or any(getattr(asked, name) != getattr(given, name) for name in names)
 
 
@@ -178,6 +193,14 @@ def _bounds_or_none(bounds: tuple[int, ...] | None, stages: Stages | None) -> tu
     is_whole = all(isinstance(bound, int) for bound in bounds)
     edges = [0, *bounds, stages.layers]
     return bounds if is_whole and edges == sorted(edges) else None
+
+
+def _rest_or_none(rest: Rest | None, capabilities: Capabilities) -> Rest | None:
+    if rest is None or not capabilities.rest_steps or not rest.handles or rest.steps < 1:
+        return None
+    if rest.steps <= capabilities.rest_steps:
+        return rest
+    return msgspec.structs.replace(rest, steps=capabilities.rest_steps)
 
 
 def _match_or_none(match: MatchRule | None, capabilities: Capabilities) -> MatchRule | None:

@@ -72,7 +72,7 @@ def make_policy(spec: str, capabilities: Capabilities) -> Policy:
         limits = argument.removeprefix("pace=")
         return PacedPolicy(PricePolicy(capabilities, values=None), Pace.parse(limits), limits)
     if name == "learned":
-        from .policies.learned import LearnedPolicy
+        from .learned.learned import LearnedPolicy
 
         return LearnedPolicy.parse(argument, capabilities)
     if rival := _rival(name, argument, capabilities):

@@ -156,7 +156,7 @@ def release(
     ] = None,
 ) -> None:
     """Make a trained policy the one that `learned` names, with its figures in the manifest."""
-    from ...models.policies.learned import RELEASED
+    from ...models.learned.learned import RELEASED
     from ...models.training.release import release as put_in_place
 
     try:
@@ -193,8 +193,8 @@ def _world(name: str) -> WorldSpec:
 
 def _manifest_of(spec: str) -> dict[str, Any]:
     """Return what a learned policy's manifest tells of its training; nothing for others."""
-    from ...models.policies.learned import manifest_path
-    from ...models.policies.network import HEAD, load_network
+    from ...models.learned.learned import manifest_path
+    from ...models.learned.network import HEAD, load_network
 
     name, _, path = spec.strip().partition(":")
     if name != "learned":

@@ -193,6 +193,8 @@ METRICS: Final = (
         lambda e: None if e.stages is None else e.stages.moves,
     ),
     _each("faser_engine_sat_out", "Requests without drafts: too long for the drafter's context.", lambda e: e.sat_out),
+    _each("faser_engine_rested", "Requests left out of the last step for those behind their objectives.",
+          lambda e: e.rested),
     _each("faser_engine_miscounted_total", "Draft tokens counted otherwise than by vLLM's own counters.",
           lambda e: e.miscounted),
     _each("faser_engine_handed_over_total", "Observations a learned policy left to price.", lambda e: e.handed_over),

@@ -88,7 +88,7 @@ class Canary:
         reason = f"canary, {len(members)} of {len(handles)} requests: {action.reason}"
         result = replace(
             action, lengths=fit_rows(lengths, max_rows, in_batch), default_length=alone,
-            split=None, frontier=None, stop=None, prune=None, match=None, reason=reason,
+            split=None, frontier=None, stop=None, prune=None, match=None, rest=None, reason=reason,
         )  # fmt: skip
         return result, draws
 

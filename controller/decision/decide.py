@@ -89,6 +89,7 @@ def decide(
         admission=action.admission,
         match=action.match,
         stage_bounds=action.stage_bounds,
+        rest=action.rest,
     )
     if terms.mode in ("active", "canary"):
         state.ask(sequence, action.stop)

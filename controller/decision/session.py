@@ -258,6 +258,7 @@ class Session:
             handed_over=self._handed_over + registry.handed_over(self.policy),
             unverified_tokens=self.unverified_tokens,
             sat_out=record.sat_out if record else 0,
+            rested=record.rested if record else 0,
             sources=self._sources(),
             attainment=self.attainment.status(),
             miscounted=record.miscounted if record else 0,

@@ -23,7 +23,7 @@ from .packing import SUMMED, PackedRows, pack_copies, pack_draws, pack_lengths, 
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION: Final = 8
+SCHEMA_VERSION: Final = 9
 APPLICATION_ID: Final = 0x46415345  # "FASE": tells our files from other SQLite files
 
 LARGEST: Final = (1 << 63) - 1  # SQLite's; a client may give its request any priority
@@ -107,6 +107,7 @@ ADDED: Final[dict[int, tuple[AddedColumn, ...]]] = {
         AddedColumn("stage_moves", "INTEGER", "0"), AddedColumn("stage_bounds", "TEXT"),
         AddedColumn("is_moving", "INTEGER", "0"), AddedColumn("decision_stage_bounds", "TEXT"),
     ),
+    9: (AddedColumn("rested", "INTEGER", "0"),),
 }  # fmt: skip
 
 VIEWS: Final = {

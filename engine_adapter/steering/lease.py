@@ -22,6 +22,7 @@ class Lease:
     :param max_steps: longest validity in engine steps.
     :param max_s: longest validity in seconds.
     :param copy_max: longest copied draft, tokens; 0: none.
+    :param rest_steps: most steps in a row that a request may be left out of; 0: none.
     :param exit_layers: layers behind which rows may be pruned; empty: no pruning.
     """
 
@@ -33,6 +34,7 @@ class Lease:
         max_s: float,
         exit_layers: Collection[int] = (),
         copy_max: int = 0,
+        rest_steps: int = 0,
     ) -> None:
         self.boot_id = boot_id
         self.k_max = k_max
@@ -40,6 +42,7 @@ class Lease:
         self.max_steps = max_steps
         self.max_s = max_s
         self.exit_layers = exit_layers
+        self.rest_steps = rest_steps
         self.epoch = 0  # the highest ever granted: epochs are monotone
         self._sequence = -1
         self._action: ActionSet | None = None
@@ -89,6 +92,8 @@ class Lease:
             action.match = fitted_match(action.match, self.copy_max)
             if len(action.match.handles) != len(action.match.weights):
                 action.match = None
+        if action.rest is not None and action.rest.steps > self.rest_steps:
+            action.rest = msgspec.structs.replace(action.rest, steps=self.rest_steps) if self.rest_steps else None
         if action.admission is not None and not is_sound(action.admission, len(action.handles)):
             action.admission = None
         return action

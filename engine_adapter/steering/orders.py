@@ -34,6 +34,7 @@ class StepOrder:
     salts: dict[str, str] = field(default_factory=dict)  # by new request that shares its answer: whom it shares it with
     is_deferred: bool = False  # this step's requests sit out the next one: nobody waits for their drafts
     split: int | None = None  # of HELLO's splits: asked for, and from the latch on in force; None: none is offered
+    rested: int = 0  # requests that were left out of this step
 
     def longest(self) -> dict[str, int]:
         """Return how many tokens each request may have drafted, by whatever."""

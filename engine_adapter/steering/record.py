@@ -174,6 +174,7 @@ class RecordBuilder:
             saved_rows=report.saved_rows,
             wrongly_pruned=wrongly_pruned,
             sat_out=order.sat_out + report.sat_out,
+            rested=order.rested,
             miscounted=self.miscounted,
             copied=copied,
             verified_copies=verified_copies,

@@ -30,6 +30,7 @@ from ..protocol import (
     MatchRule,
     Prune,
     RequestEvent,
+    Rest,
     StepRecord,
 )
 from .draft_room import latched
@@ -111,6 +112,7 @@ class Steering:
     step: int = 0
     records: int = 0
     cost_s: float = 0.0  # thread CPU time spent here since the last record
+    rested: int = 0  # requests that are left out of the step that is scheduled next
     stage_bounds: tuple[int, ...] | None = None  # last asked for: what a lease ordered outlasts it; None: nothing yet
     is_sharing: bool = False  # requests may copy what others with the same salt answered
     _salts: dict[str, str] = field(default_factory=dict)  # of requests that came since the last order
@@ -205,6 +207,7 @@ class Steering:
             lengths, self.step, started_s, schedule_s, epoch, sequence, stop, prune, ahead, frontier, sat_out
         )
         order.split = self._split(action)
+        order.rested, self.rested = self.rested, 0
         if action is not None and action.stage_bounds is not None and self.hello.stages is not None:
             self.stage_bounds = action.stage_bounds
         if action is not None and action.admission is not None and self.hello.is_adaptive:
@@ -220,6 +223,11 @@ class Steering:
         if match.handles:
             weights, known = dict(zip(match.handles, match.weights, strict=True)), self.entries
             order.match_weights = {name: weights.get(known[name].handle, 1.0) for name in copies if name in known}
+
+    def rest(self) -> Rest | None:
+        """Return who is to be left out of the step that is about to be scheduled; None: nobody."""
+        action = self.lease.in_force(self.step + 1, time.monotonic()) if self.hello.rest_steps else None
+        return None if action is None else action.rest
 
     def _admit(self, order: StepOrder, action: ActionSet, admission: Admission) -> None:
         order.costs = admission.rows, admission.seconds

@@ -144,7 +144,7 @@ def _next_arrival(engine: Any, settings: Any, rows: Records, first: int, last: i
 
 
 @apart
-def schedule(engine: Any, profile: Any, ints: Shorts, notes: Shorts) -> tuple[bool, int, int]:
+def schedule(engine: Any, profile: Any, ints: Shorts, rests: Bytes, notes: Shorts) -> tuple[bool, int, int]:
     """Choose what the running requests compute in this step and preempt where blocks are missing.
 
     Return whether one was preempted, how many run, and the rows they take; `next_admission` comes next.
@@ -153,6 +153,12 @@ def schedule(engine: Any, profile: Any, ints: Shorts, notes: Shorts) -> tuple[bo
     running, total = _want(
         ints[PHASE], ints[PROMPT], ints[EMITTED], ints[COMPUTED], ints[DRAFTS], ints[SCHEDULED], ints[PREEMPTED_NOW]
     )
+    engine.rested = 0
+    if engine.rest_steps > 0 and engine.steps % (engine.rest_steps + 1) != 0:
+        engine.rested, rows = _leave_out(
+            ints[PHASE], ints[PROMPT], ints[EMITTED], ints[COMPUTED], rests, ints[SCHEDULED]
+        )
+        total -= rows
     block, lookahead = float(profile.block_size), profile.lookahead
     missing = _need(block, lookahead, ints[COMPUTED], ints[SCHEDULED], ints[BLOCKS], blocks)
     if total > profile.token_budget or missing > engine.free_blocks:
@@ -176,6 +182,26 @@ def _want(
         total += want
         running += is_running
     return running, total
+
+
+@apart
+def _leave_out(
+    phase: Column, prompt: Column, emitted: Column, computed: Column, rests: Bytes, scheduled: Column
+) -> tuple[int, int]:
+    """Leave those who rest out of the step, unless nobody else would be in it; return how many, and their rows."""
+    others = rested = rows = 0
+    for i in range(len(phase)):
+        is_decoding = emitted[i] > 0 and prompt[i] + emitted[i] - computed[i] == 1
+        others += phase[i] == RUNNING and not (rests[i] != 0 and is_decoding)
+    if others == 0:
+        return 0, 0
+    for i in range(len(phase)):
+        is_decoding = emitted[i] > 0 and prompt[i] + emitted[i] - computed[i] == 1
+        if phase[i] == RUNNING and rests[i] != 0 and is_decoding:
+            rested += 1
+            rows += scheduled[i]
+            scheduled[i] = 0
+    return rested, rows
 
 
 @apart

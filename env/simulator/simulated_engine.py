@@ -10,7 +10,7 @@ import numpy as np
 
 from ...engine_adapter.arrays import Singles
 from ...engine_adapter.gate import Gate
-from ...engine_adapter.protocol import ActionSet, MatchRule, StepRecord, StopRule
+from ...engine_adapter.protocol import ActionSet, MatchRule, Rest, StepRecord, StopRule
 from ...engine_adapter.steering.stop_rule import fitted_to
 from ..layout.action_vector import AHEAD, OVERLAPS, PING_PONG, outside
 from ..spaces import Capabilities
@@ -61,6 +61,7 @@ class SimulatedEngine:
         self._lengths[:] = -1
         if actions is None:
             self._set_match_rule(None)
+            self._set_rest(None)
             return outside()
         named = dict(zip(actions.handles, actions.lengths, strict=True))
         taken = np.flatnonzero(state.ints[0, PHASE] != FREE)
@@ -73,6 +74,7 @@ class SimulatedEngine:
             state.rules[0, KEEP_FROM], state.rules[0, GO_ON_FROM] = rule.keep[:k_max], rule.go_on[:k_max]
         self._rule = actions.stop
         self._set_match_rule(actions.match)
+        self._set_rest(actions.rest)
         return outside(
             depth=actions.default_length / max(k_max, 1),
             keep=0.0 if self._rule is None else 1.0,
@@ -92,6 +94,13 @@ class SimulatedEngine:
             ints = self.simulator.state.ints[0]
             named = [weights.get(handle, 1.0) for handle in ints[HANDLE].tolist()]
             self.simulator.state.copy_weights[0] = np.where(ints[PHASE] == FREE, 1.0, named)  # who comes is not named
+
+    def _set_rest(self, rest: Rest | None) -> None:
+        """Leave these requests out of steps from now on; None: nobody is."""
+        state = self.simulator.state
+        state.engines[0]["rest_steps"] = 0 if rest is None else rest.steps
+        if rest is not None:
+            state.rests[0] = np.isin(state.ints[0, HANDLE], rest.handles) & (state.ints[0, PHASE] != FREE)
 
     def _side_by_side(self, split: int | None, may_go_on: bool) -> dict[str, float]:
         """Return the meanings of a split, on whose shares two groups take turns, or of drafting ahead, if any."""

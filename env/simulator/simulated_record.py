@@ -13,6 +13,7 @@ import numpy as np
 
 from ...engine_adapter.arrays import Ints
 from ...engine_adapter.protocol import (
+    MOST_REST_STEPS,
     TPOT_MS,
     TTFT_MS,
     EventKind,
@@ -72,6 +73,7 @@ def hello(simulator: Simulator, engine: int = 0) -> Hello:
         tensor_parallel=1, pipeline_parallel=1, data_parallel=1, data_parallel_rank=0, lease_steps=32, lease_ms=1000,
         roster=[], frontier=simulator.scenario.positions if profile.ahead is not None else 0,
         is_adaptive=profile.is_adaptive, copy_max=profile.matches.longest if profile.matches else 0,
+        rest_steps=MOST_REST_STEPS,
     )  # fmt: skip
 
 
@@ -112,7 +114,7 @@ class Recorder:
             lease_epoch=epoch if sequence else 0, lease_sequence=sequence, dropped=0, rejected=0,
             events=self._events(at), rows=rows, caught_up=at["caught_up"], draft_rounds=at["rounds"],
             drawn_tokens=at["drawn"], frontier_hits=at["frontier_hits"], copied=self._handles(COPIED),
-            verified_copies=self._handles(WAS_COPY), **_pruning(at, profile, rows),
+            verified_copies=self._handles(WAS_COPY), rested=at["rested"], **_pruning(at, profile, rows),
         )  # fmt: skip
 
     def _rows(self, profile: int, *, is_ruled: bool) -> list[RequestRow]:

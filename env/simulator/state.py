@@ -94,6 +94,8 @@ _WHOLE = (
     "frontier_hits",  # requests whose draft was made ahead
     "copy_most",  # as protocol.MatchRule has it; 0: nothing is copied
     "copy_fewest",
+    "rested",  # requests that were left out of this step
+    "rest_steps",  # that those who rest sit out for each one in which they decode; 0: nobody rests
 )  # fmt: skip
 _REAL = (
     "clock_s", "next_arrival_s",
@@ -142,6 +144,7 @@ class State(NamedTuple):
     copy_cells: Cells  # (engines, slots, longest copy) scores of the newest match
     copy_rules: Singles
     copy_weights: Singles  # (engines, slots) what a copied token of each request is worth
+    rests: Bytes  # (engines, slots) who rests
     coefficients: Floats  # (engines, terms of verify, draft and host), seconds per unit
     shown: Singles  # (engines, len(REQUEST_FEATURES), slots)
     globals: Singles  # (engines, len(GLOBAL_FEATURES))
@@ -173,6 +176,7 @@ def allocate(
         copy_cells=np.zeros((engines, slots, copied), np.uint8),
         copy_rules=np.zeros((engines, 3, copied), np.float32),
         copy_weights=np.zeros((engines, slots), np.float32),
+        rests=np.zeros((engines, slots), np.int8),
         coefficients=np.zeros((engines, terms)),
         shown=np.zeros((engines, len(REQUEST_FEATURES), slots), np.float32),
         globals=np.zeros((engines, len(GLOBAL_FEATURES)), np.float32),

@@ -276,7 +276,7 @@ def _entry(sources: str) -> Any:
             engine.began_s = engine.clock_s
             phase = 2.0 * math.pi * (engine.clock_s / engine.swing_period_s + engine.swing_phase)
             engine.hardness_now = engine.hardness + engine.hardness_swing * math.sin(phase)
-            did_preempt, running, total = schedule(engine, profile, ints, notes)
+            did_preempt, running, total = schedule(engine, profile, ints, row(state.rests, e), notes)
             while not did_preempt:
                 slot = next_admission(engine, profile, ints, rows, queue_row, running, total)
                 if slot < 0:

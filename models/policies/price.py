@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from ...engine_adapter.arrays import Floats, Ints
-from ...engine_adapter.protocol import MatchRule, StopRule
+from ...engine_adapter.protocol import MatchRule, Rest, StopRule
 from ...env.cost.split_cost import IdealSplit
 from ...env.estimate.confidence import Forecast
 from ...env.estimate.engine_state import EngineState
@@ -27,6 +27,7 @@ from .baselines import uniform
 from .copying import beside_favoured, match_rule, with_copies
 from .favouring import FavouredGroups, choose_favouring, told_favoured
 from .probe import Chances, ProbeAccount
+from .resting import REST_RECORDS, choose_rest
 from .split_choice import RateEstimates, SplitChoice
 from .step_grid import BINS, PLANES, Choice, choose, least_survival, place, tabulate
 from .stop_rules import EDGE_LIST, NO_RULE, all_drafts, predict_stops, predict_trims, rule_of
@@ -92,6 +93,8 @@ class PricePolicy:
         self._can_split = len(capabilities.splits) > 1
         self._splits = SplitChoice(len(capabilities.splits))
         self._values = values
+        self._rest: Rest | None = None
+        self._rested_at = -REST_RECORDS  # when this was decided
 
     def values_of(self, view: PlanningView) -> Floats | None:
         """Return (size,) what a token of each live request is worth, 0..1 of the most; None where all count alike."""
@@ -242,7 +245,20 @@ class PricePolicy:
         reason = f"{plan.action.reason}; {told_favoured(view, groups.favoured & (plan.action.lengths > 0))}"
         match = self._copies_beside(view, groups, plan.rate)
         action = msgspec.structs.replace(plan.action, reason=reason, match=match, favours=True)
+        if (rest := self._resting(view, values, groups, action)) is not None:
+            reason += f"; {len(rest.handles)} rest {rest.steps} steps in {rest.steps + 1}"
+            action = msgspec.structs.replace(action, rest=rest, reason=reason)
         return msgspec.structs.replace(plan, action=action)
+
+    def _resting(self, view: PlanningView, values: Floats, groups: FavouredGroups, action: Action) -> Rest | None:
+        """Return who rests, which is thought over once in a few records: it takes as long as the rest of a plan."""
+        most, worth = view.capabilities.rest_steps, self._values
+        if not most or worth is None:
+            return None
+        if not self._rested_at <= view.records < self._rested_at + REST_RECORDS:
+            self._rested_at = view.records
+            self._rest = choose_rest(view, worth, values, groups.favoured, action.lengths, most)
+        return self._rest
 
     def _copies_beside(self, view: PlanningView, groups: FavouredGroups, rate: float) -> MatchRule | None:
         """Return when to copy beside favoured requests, `rate` being what the plan brings in value per second."""

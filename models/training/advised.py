@@ -22,9 +22,9 @@ from ...env.layout.action_vector import require_numbers
 from ...env.layout.observation import Observation, observe_vector
 from ...env.speculative_serving import Observations, observation_space
 from ..evaluation.evaluate import Decide
-from ..policies.advice import SPAN_DECISIONS, Advice
-from ..policies.learned import LearnedPolicy
-from ..policies.network import Network
+from ..learned.advice import SPAN_DECISIONS, Advice
+from ..learned.learned import LearnedPolicy
+from ..learned.network import Network
 from ..policies.price import PricePolicy
 from .baseline_run import BaselineRun, BaselineTask, Course, tasks
 from .config import TrainConfig
@@ -43,7 +43,7 @@ class AdvisedServing(gymnasium.Env[Observations, Singles]):
     a daemon. Some of their requests want tokens at a pace that only drafts can keep.
 
     ## Action Space
-    `Box(-1, 1, (4,), float32)`: urgency, horizon, reserve, patience, see models/policies/advice.py. 0 is no advice.
+    `Box(-1, 1, (4,), float32)`: urgency, horizon, reserve, patience, see models/learned/advice.py. 0 is no advice.
 
     ## Observation Space
     That of `faser/SpeculativeServing-v0`, with `config.slots` rows of requests.

@@ -21,7 +21,7 @@ from ...env.simulator.simulated_engine import SimulatedEngine
 from ..evaluation.evaluate import FULL, Decide
 from ..evaluation.objective_worlds import with_paces
 from ..evaluation.worlds import WorldSpec, training
-from ..policies.advice import SPAN_DECISIONS
+from ..learned.advice import SPAN_DECISIONS
 from ..policies.policy import Policy
 from ..policies.price import PricePolicy
 from .config import TrainConfig

@@ -10,7 +10,7 @@ import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from ..policies.network import HEAD
+from ..learned.network import HEAD
 from ..policies.policy import PolicyError
 
 

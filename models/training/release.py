@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from ..policies.network import Network, load_network, save_network
+from ..learned.network import Network, load_network, save_network
 from ..policies.policy import PolicyError
 
 NAME: Final = "policy"

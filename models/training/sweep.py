@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any, Final, TypeAlias
 
 from ..evaluation.evaluate import Decide
-from ..policies.network import load_network
+from ..learned.network import load_network
 from ..policies.policy import PolicyError
 from .config import TrainConfig
 from .train import Trained, train

@@ -15,7 +15,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import Schedule
 from torch import nn
 
-from ..policies.network import LAYERS, OUTPUTS, Manifest, Network, shapes
+from ..learned.network import LAYERS, OUTPUTS, Manifest, Network, shapes
 
 FIRST_LOG_STD = -1.2
 

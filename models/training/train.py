@@ -2,7 +2,7 @@
 
 `faser train --config models/weights/policy.recipe.toml`; called by controller/cli/training.py. stable-baselines3 does
 the learning, in the environment of models/training/advised.py; it begins with no advice, which is the price policy
-itself. Checkpoints (models/training/checkpoint.py) are for resuming; what is released is models/policies/network.py's
+itself. Checkpoints (models/training/checkpoint.py) are for resuming; what is released is models/learned/network.py's
 format.
 """
 
@@ -25,7 +25,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from ..evaluation.evaluate import Decide
 from ..evaluation.worlds import K_MAX
-from ..policies.network import GLOBAL_INPUTS, Manifest, save_network
+from ..learned.network import GLOBAL_INPUTS, Manifest, save_network
 from .advised import advised_batch, judged_advice, looks
 from .checkpoint import TrainingProgress, load_checkpoint, save_checkpoint
 from .config import TrainConfig

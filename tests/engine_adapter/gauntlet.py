@@ -14,7 +14,6 @@ import threading
 from collections import Counter
 from contextlib import ExitStack
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +69,7 @@ class RandomController(threading.Thread):
                 message.boot_id, 1, len(self.records), message.step + 32, message.time_s + 5.0, 2, handles, lengths,
                 stop=random_stop(self._chance), prune=random_prune(self._chance, self._exit_layers),
                 match=random_match(self._chance, handles) if self._is_copying else None,
+                rest=random_rest(self._chance, handles),
             )  # fmt: skip
             self._socket.send_multipart([identity, bytes(wire.encode(action))])
 
@@ -79,6 +79,13 @@ def random_prune(chance: random.Random, layers: list[int]) -> wire.Prune | None:
     if not layers or chance.random() < 0.1:
         return None
     return wire.Prune(chance.choice(layers), chance.choice([0.0, 0.2, 0.5, 1.0]))
+
+
+def random_rest(chance: random.Random, handles: list[int]) -> wire.Rest | None:
+    """Return who sits out steps, every other time nobody."""
+    if chance.random() < 0.5:
+        return None
+    return wire.Rest(tuple(handle for handle in handles if chance.random() < 0.4), chance.randint(1, 3))
 
 
 def random_stop(chance: random.Random) -> wire.StopRule | None:
@@ -142,6 +149,7 @@ def counts(records: list[wire.StepRecord]) -> dict[str, Any]:
         "frontier_misses": sum(record.frontier_misses for record in records),
         **_copies(records),
         "miscounted": records[-1].miscounted,
+        "rested": sum(record.rested for record in records),
         "dropped": records[-1].dropped,
         "rejected": records[-1].rejected,
     }
@@ -173,8 +181,18 @@ def _copies(records: list[wire.StepRecord]) -> dict[str, int]:
         "longest_copy": max((row.verified for is_copy, row in verified if is_copy), default=0),
         "longest_draft": max((row.verified for is_copy, row in verified if not is_copy), default=0),
         "beside_copies": sum(len(kinds) > 1 for kinds in mixed),
-        "lost_copies": sum(len(set(later.verified_copies) - set(record.copied)) for record, later in pairwise(records)),
+        "lost_copies": _lost_copies(records),
     }
+
+
+def _lost_copies(records: list[wire.StepRecord]) -> int:
+    """Return how many were verified that nobody had told of; who rests verifies its own later."""
+    told: set[int] = set()
+    lost = 0
+    for record in records:
+        lost += len(set(record.verified_copies) - told)
+        told = (told - {row.handle for row in record.rows}) | set(record.copied)
+    return lost
 
 
 def _excess(records: list[wire.StepRecord]) -> int:

@@ -215,6 +215,7 @@ def test_outputs_equal_those_without_speculation(
     assert counts["events"]["abort"] == ABORTED
     assert counts["excess"] == 0
     assert counts["dropped"] == 0
+    assert counts["rested"] > 20
     # Half of the leases stop drafts by random rules, and every verified token of a model has its confidence.
     assert counts["confident"] == (0 if method == "ngram" else counts["verified"])
     assert counts["stopped"] == 0 if method == "ngram" else counts["stopped"] > 20

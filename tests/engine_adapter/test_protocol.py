@@ -24,18 +24,18 @@ STOP = wire.StopRule([1.0, 0.5], [0.0], [0.25], [0.5])
 
 # A change of these bytes is a change of the protocol: bump VERSION and say so in the changelog.
 GOLDEN_ACTION = (
-    "fa02dc0012a3616374a4626f6f74090522cb40100000000000000091079103cb3f50624dd2f1a9fcc0c0920fcb3fc999999999999a"
-    "a6616374697665c0c0c0c0"
+    "fa02dc0013a3616374a4626f6f74090522cb40100000000000000091079103cb3f50624dd2f1a9fcc0c0920fcb3fc999999999999a"
+    "a6616374697665c0c0c0c0c0"
 )
-GOLDEN_STOP = GOLDEN_ACTION.removesuffix("c0c0c0c0") + (
-    "9492cb3ff0000000000000cb3fe000000000000091cb000000000000000091cb3fd000000000000091cb3fe0000000000000c0c0c0"
+GOLDEN_STOP = GOLDEN_ACTION.removesuffix("c0c0c0c0c0") + (
+    "9492cb3ff0000000000000cb3fe000000000000091cb000000000000000091cb3fd000000000000091cb3fe0000000000000c0c0c0c0"
 )
 GOLDEN_RECORD = (
-    "fa02dc002aa473746570a4626f6f740102cb4008000000000000cb3f947ae147ae147bcb3f50624dd2f1a9fccb3f8eb851eb"
+    "fa02dc002ba473746570a4626f6f740102cb4008000000000000cb3f947ae147ae147bcb3f50624dd2f1a9fccb3f8eb851eb"
     "851eb8cb3f50624dd2f1a9fccb3f689374bc6a7efacb0000000000000000cb3ef4f8b588e368f10100000103cb3fd0000000"
     "000000c0c009040000919aa76172726976616c07cb3ff800000000000064aa63686174636d706c2d310040c2c0c0919b0704"
     "03020301010278c292cb3fe0000000000000cb3fd00000000000001803050fcb3f40624dd2f1a9fccb3fe0000000000000010201"
-    "0406910392070ac000c2"
+    "0406910392070ac000c200"
 )
 GOLDEN_RELEASE = "fa0293a772656c65617365a4626f6f7409"
 
@@ -59,10 +59,11 @@ LATER = {
     "prune_layer": None, "prune_s": 0.0, "saved_rows": 0.0, "wrongly_pruned": 0, "frontier_hits": 0,
     "frontier_misses": 0, "sat_out": 0, "miscounted": 0,
     "copied": (), "verified_copies": (), "stage_bounds": None, "stage_moves": 0, "is_moving": False,
+    "rested": 0,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("missing", [3, 5, 13])
+@pytest.mark.parametrize("missing", [1, 4, 6, 14])
 def test_a_record_of_an_engine_that_does_not_tell_what_came_later_is_read(missing: int) -> None:
     """Fields that came later stand at the end, with a value for those who do not send them."""
     whole = msgspec.msgpack.decode(bytes(wire.encode(RECORD))[2:])
@@ -73,13 +74,18 @@ def test_a_record_of_an_engine_that_does_not_tell_what_came_later_is_read(missin
     assert wire.decode_from_engine(newer) == RECORD
 
 
-@pytest.mark.parametrize(("missing", "untold"), [(1, ("stage_bounds",)), (3, ("stage_bounds", "match", "admission"))])
+@pytest.mark.parametrize(
+    ("missing", "untold"),
+    [(1, ("rest",)), (4, ("rest", "stage_bounds", "match", "admission"))],
+)
 def test_an_action_set_of_an_older_controller_is_read(missing: int, untold: tuple[str, ...]) -> None:
     admission, match = (
         wire.Admission([1, 8], [0.01, 0.02], [2.0]),
         wire.MatchRule([1.0], [0.0], [0.1], 6, 0.5, 2, (3,), (0.5,)),
     )
-    asked = msgspec.structs.replace(ACTION, admission=admission, match=match, stage_bounds=(15,))
+    asked = msgspec.structs.replace(
+        ACTION, admission=admission, match=match, stage_bounds=(15,), rest=wire.Rest((7,), 2)
+    )
     assert wire.decode_from_controller(wire.encode(asked)) == asked
     whole = msgspec.msgpack.decode(bytes(wire.encode(asked))[2:])
     assert wire.decode_from_controller(wire.HEADER + msgspec.msgpack.encode(whole[:-missing])) == (
@@ -89,14 +95,15 @@ def test_an_action_set_of_an_older_controller_is_read(missing: int, untold: tupl
     assert wire.decode_from_controller(newer) == asked
 
 
-@pytest.mark.parametrize("missing", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("missing", [1, 2, 3, 4, 5, 6])
 def test_a_hello_of_an_engine_that_does_not_tell_what_came_later_is_read(missing: int) -> None:
     hello = wire.Hello(
         "boot", 1, "host", "0.1.0", "0.32.0", "target", "cpu", "v1", False, "eagle3", "drafter", 6, 0, [], 256, 8192,
         100_000, [], ["unsplit"], [], 1, 1, 1, 0, 32, 1000, [], epoch=9, is_adaptive=True, copy_max=8,
-        rounds="longest", stages=wire.Stages(30, (15,)),
+        rounds="longest", stages=wire.Stages(30, (15,)), rest_steps=3,
     )  # fmt: skip
     later: list[tuple[str, Any]] = [
+        ("rest_steps", 0),
         ("stages", None),
         ("rounds", "ragged"),
         ("copy_max", 0),

@@ -14,7 +14,7 @@ from faser.env.profile.engine_profile import synthetic_profile
 from faser.env.simulator.scenario import Scenario, with_mechanisms
 from faser.env.speculative_serving import ENV_ID, SpeculativeServingEnv, SpeculativeServingVectorEnv
 from faser.env.vec_env import SimulatedVecEnv
-from faser.models.policies.advice import Advice
+from faser.models.learned.advice import Advice
 from faser.models.training.advised import AdvisedServing
 
 NEUTRAL = np.zeros(len(ACTION), np.float32)

@@ -18,8 +18,8 @@ from faser.controller.errors import FaserError, UsageError
 from faser.env.spaces import Capabilities
 from faser.models.evaluation.portrait import portray
 from faser.models.evaluation.worlds import held_out
-from faser.models.policies.learned import RELEASED
-from faser.models.policies.network import load_network
+from faser.models.learned.learned import RELEASED
+from faser.models.learned.network import load_network
 from faser.models.registry import POLICIES, make_policy
 
 WORLDS = {world.name: world for world in held_out()}

@@ -154,12 +154,13 @@ def test_counts_that_are_not_vllms_are_shown_and_counted(start: Callable[..., Ca
     hear = start("fixed:2")
     session = hear()
     assert "MISCOUNT" not in dict(engine_lines(session.status(1.0)))
-    session = hear(miscounted=3, sat_out=2)
+    session = hear(miscounted=3, sat_out=2, rested=4)
     line = dict(engine_lines(session.status(1.0)))["MISCOUNT"]
     assert line.startswith("3 draft tokens counted otherwise than by vLLM")
     _, metrics = shown(session)
     assert b'faser_engine_miscounted_total{engine="boot-1"} 3.0' in metrics
     assert b'faser_engine_sat_out{engine="boot-1"} 2.0' in metrics
+    assert b'faser_engine_rested{engine="boot-1"} 4.0' in metrics
 
 
 def test_the_split_in_force_is_shown_where_the_engine_offers_any(

@@ -189,7 +189,7 @@ def test_closing_writes_what_waits(path: Path) -> None:
         (lambda path: path.mkdir(), "is no regular file"),
         (lambda path: path.write_bytes(b"no database at all" * 100), "cannot be written: file is not a database"),
         (lambda path: sqlite3.connect(path).executescript("CREATE TABLE other (id)").close(), "another program"),
-        (lambda path: _age(path), "telemetry schema 99; expected schema 8 or older"),
+        (lambda path: _age(path), "telemetry schema 99; expected schema 9 or older"),
     ],
 )
 def test_a_file_that_is_not_ours_is_refused_and_left_alone(

@@ -24,8 +24,8 @@ from faser.models.evaluation.objective_table import (
 )
 from faser.models.evaluation.objective_worlds import ObjectiveWorld, knee_worlds, plain_pace_s
 from faser.models.evaluation.worlds import WorldSpec, held_out
-from faser.models.policies.learned import RELEASED
-from faser.models.policies.network import load_network
+from faser.models.learned.learned import RELEASED
+from faser.models.learned.network import load_network
 from faser.models.registry import make_policy
 
 EMBEDDED = next(world for world in held_out() if world.name == "cpu-embedded")

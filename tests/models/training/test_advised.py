@@ -24,9 +24,9 @@ from faser.env.simulator.simulated_engine import SimulatedEngine
 from faser.env.spaces import Capabilities
 from faser.models.evaluation.objective_worlds import ObjectiveWorld
 from faser.models.evaluation.worlds import held_out
-from faser.models.policies.advice import FACTORS, NEUTRAL, SPAN_DECISIONS, Advice
-from faser.models.policies.learned import LearnedPolicy
-from faser.models.policies.network import Manifest, Network, load_network, shapes
+from faser.models.learned.advice import FACTORS, NEUTRAL, SPAN_DECISIONS, Advice
+from faser.models.learned.learned import LearnedPolicy
+from faser.models.learned.network import Manifest, Network, load_network, shapes
 from faser.models.policies.policy import Policy
 from faser.models.policies.price import PricePolicy
 from faser.models.policies.token_values import VALUES

@@ -30,7 +30,7 @@ from faser.env.spaces import Capabilities
 from faser.env.speculative_serving import observation_space
 from faser.models.evaluation.evaluate import Decide
 from faser.models.evaluation.worlds import LONGEST_COPY, training
-from faser.models.policies.network import OUTPUTS, load_network
+from faser.models.learned.network import OUTPUTS, load_network
 from faser.models.policies.policy import PolicyError
 from faser.models.registry import make_policy
 from faser.models.training import train as training_run

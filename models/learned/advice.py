@@ -1,6 +1,6 @@
 """What a learned policy may tell the price policy: what tokens are worth by objectives. Neutral advice changes nothing.
 
-Given by models/policies/learned.py, learnt in models/training/advised.py. Which token is worth how much follows from a
+Given by models/learned/learned.py, learnt in models/training/advised.py. Which token is worth how much follows from a
 request's slack (models/policies/token_values.py); how steeply is what no one setting has right for every engine.
 """
 
@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ...engine_adapter.arrays import Singles
-from .token_values import VALUES, TokenValues
+from ..policies.token_values import VALUES, TokenValues
 
 SPAN_DECISIONS: Final = 16  # advice is renewed this often
 FACTORS: Final = (8.0, 4.0, 4.0, 8.0)  # of what leanings of 1 stand for; the released policy was trained with these

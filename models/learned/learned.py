@@ -17,10 +17,10 @@ from ...engine_adapter.compiled import compiled
 from ...env.estimate.engine_state import EngineState
 from ...env.layout.observation import observe_vector
 from ...env.spaces import Action, Capabilities
+from ..policies.policy import PolicyError
+from ..policies.price import PricePolicy
 from .advice import NEUTRAL, SPAN_DECISIONS, Advice
 from .network import Network, load_network
-from .policy import PolicyError
-from .price import PricePolicy
 
 RELEASED = Path(__file__).parents[1] / "weights" / "policy.json"
 SLOTS = 256  # requests that the network looks at

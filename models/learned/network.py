@@ -1,6 +1,6 @@
 """The learned policy's network in numpy, and the files it lies in: safetensors and a JSON manifest, checked before use.
 
-Called by models/policies/learned.py in the daemon, where torch is never imported; models/training/torch_network.py is
+Called by models/learned/learned.py in the daemon, where torch is never imported; models/training/torch_network.py is
 its twin for training. A set of requests goes in, so that their order carries no meaning: each is encoded by the same
 layers, mean and maximum are pooled, and joined with what concerns the whole engine.
 """
@@ -20,8 +20,8 @@ from ...env.layout.action_vector import ACTION
 from ...env.layout.observation import GLOBAL_FEATURES, OBSERVATION_VERSION, REQUEST_FEATURES
 from ..embedded.cache import sha256_of
 from ..embedded.tensorfile import PendingTensor, Tensor, read, write
+from ..policies.policy import PolicyError
 from .advice import Advice
-from .policy import PolicyError
 
 MANIFEST_VERSION: Final = 1
 HEAD: Final = "values"  # what the outputs are; others there were lost to the price policy
@@ -51,7 +51,7 @@ class Manifest:
     sha256: str
     training: dict[str, object]  # configuration, seed, steps, seconds, worlds, commit
     results: dict[str, object]  # on held-out worlds
-    low: tuple[float, ...]  # of each global feature in training, see models/policies/learned.py
+    low: tuple[float, ...]  # of each global feature in training, see models/learned/learned.py
     high: tuple[float, ...]
 
     def as_json(self) -> str:

@@ -18,10 +18,10 @@ from faser.env.estimate.engine_state import EngineState, observe
 from faser.env.layout.observation import GLOBAL_FEATURES, REQUEST_FEATURES
 from faser.env.spaces import Action, Capabilities
 from faser.models.embedded.tensorfile import PendingTensor, Tensor, write
-from faser.models.policies import learned
-from faser.models.policies.advice import SPAN_DECISIONS
-from faser.models.policies.learned import RELEASED, LearnedPolicy
-from faser.models.policies.network import Manifest, Network, load_network, save_network, shapes
+from faser.models.learned import learned
+from faser.models.learned.advice import SPAN_DECISIONS
+from faser.models.learned.learned import RELEASED, LearnedPolicy
+from faser.models.learned.network import Manifest, Network, load_network, save_network, shapes
 from faser.models.policies.policy import PolicyError
 from faser.models.policies.price import PricePolicy
 from faser.models.policies.token_values import VALUES, TokenValues
@@ -236,7 +236,7 @@ def test_files_that_are_not_whole_or_of_another_layout_are_refused(
 
 def test_the_runtime_needs_numpy_alone() -> None:
     code = (
-        "import sys; import faser.models.policies.learned;"
+        "import sys; import faser.models.learned.learned;"
         "print([m for m in ('torch', 'gymnasium', 'stable_baselines3', 'sklearn', 'pickle5') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
