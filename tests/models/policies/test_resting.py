@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
 from faser.controller.cli.evaluate import decided
-from faser.engine_adapter.protocol import MOST_REST_STEPS, RequestEvent, RequestRow, StepRecord
+from faser.engine_adapter.protocol import MOST_REST_STEPS, RequestEvent, RequestRow, Rest, StepRecord
 from faser.env.estimate.engine_state import EngineState, observe
 from faser.env.simulator.simulated_engine import SimulatedEngine
 from faser.env.spaces import Action, Capabilities, clamp
@@ -21,14 +22,16 @@ ROW_S = 2e-3
 CAPABILITIES = Capabilities(k_max=4, rest_steps=MOST_REST_STEPS)
 
 
-def asked(others_ms: float | None, capabilities: Capabilities = CAPABILITIES, steps: int = 60) -> Action:
+def asked(
+    others_ms: float | None, capabilities: Capabilities = CAPABILITIES, steps: int = 60, late_ms: float = LATE_MS
+) -> Action:
     """Return what price asks for after steps of dear rows, in which drafts are seldom accepted."""
     state, policy, everybody = EngineState(capabilities), PricePolicy(capabilities), range(1, REQUESTS + 1)
     now_s, action = 0.0, None
     for counter in range(1, steps + 1):
         drafts = counter % 2
         arrivals = [
-            RequestEvent("arrival", handle, 0.0, 40, f"r{handle}", tpot_ms=LATE_MS if handle % 2 else others_ms)
+            RequestEvent("arrival", handle, 0.0, 40, f"r{handle}", tpot_ms=late_ms if handle % 2 else others_ms)
             for handle in everybody
         ]
         rows = [
@@ -68,15 +71,28 @@ def test_who_would_be_late_itself_does_not_rest() -> None:
 
 
 def test_nobody_rests_for_those_who_are_in_time() -> None:
-    assert asked(150.0, replace(CAPABILITIES, rest_steps=0)).rest is None
-    free = PricePolicy(CAPABILITIES, values=None)
-    assert free.name == "price:even"
+    action = asked(1000.0, late_ms=100.0)
+    assert action.rest is None
+    assert not action.favours
+
+
+def test_an_engine_that_cannot_leave_anybody_out_is_not_asked_to() -> None:
+    action = asked(150.0, replace(CAPABILITIES, rest_steps=0))
+    assert action.rest is None
+    assert action.favours
 
 
 def test_an_engine_is_asked_for_no_more_than_it_offers() -> None:
     action = asked(1000.0, replace(CAPABILITIES, rest_steps=1))
     assert action.rest is not None
     assert action.rest.steps == 1
+
+
+def test_a_policy_that_looks_at_nothing_else_is_clamped() -> None:
+    wanted = Action(np.zeros(0, np.int64), 0, rest=Rest((1,), 3))
+    for offered, granted in ((0, None), (1, Rest((1,), 1)), (3, Rest((1,), 3))):
+        assert clamp(wanted, replace(CAPABILITIES, rest_steps=offered)).rest == granted
+    assert clamp(msgspec.structs.replace(wanted, rest=Rest((), 1)), CAPABILITIES).rest is None
 
 
 def attained(world: int, rest_steps: int, seed: int) -> Attained:
