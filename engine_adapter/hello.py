@@ -116,11 +116,11 @@ def _splits(config: VllmConfig, settings: Settings) -> list[str]:
 def can_rest(config: VllmConfig, settings: Settings) -> bool:
     """Tell whether requests can be left out of steps.
 
-    Under asynchronous scheduling a request's draft is only known to the runner that ran its last step, which takes the
-    next step's batch to be the same; two groups and pipelines deal their own turns.
+    The V2 runner keeps drafts by request. Under asynchronous scheduling V1's finds them by the batch of the step
+    before, in which nobody was who rested; two groups and pipelines deal their own turns.
     """
     is_alone = config.parallel_config.pipeline_parallel_size == 1 and not can_deal_groups(settings, config)
-    return is_alone and not config.scheduler_config.async_scheduling
+    return is_alone and (_runner(config) == "v2" or not config.scheduler_config.async_scheduling)
 
 
 def drafter_context(config: VllmConfig) -> int | None:

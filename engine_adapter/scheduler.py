@@ -26,7 +26,6 @@ from .patches.versions import unsupported_reason, vllm_version
 from .settings import ensure_private_folder, load_settings
 from .stages.desk import OrderedBounds, StageDesk, open_desk
 from .steering.lease import Lease
-from .steering.resting import leave_out
 from .steering.sampled_tokens import SampledTokens, delivered_tokens, vllms_count
 from .steering.steering import BatchOutcome, Default, Steering
 
@@ -192,9 +191,8 @@ class SteeredScheduler(SchedulerHooks):
         """Leave those out of the next step whose turn it is not."""
         if self.ping_pong is not None:
             self.ping_pong.deal(self.running, self.current_step + 1)  # type: ignore[attr-defined]
-        elif (rest := steering.rest()) is not None:
-            next_step = self.current_step + 1  # type: ignore[attr-defined]
-            steering.rested = leave_out(rest, self.running, steering.entries, steering.step + 1, next_step)  # type: ignore[attr-defined]
+        else:
+            steering.leave_out(len(self.running), self.current_step + 1)  # type: ignore[attr-defined]
 
     @harmless
     def before_latch(self, steering: Steering, output: SchedulerOutput) -> None:

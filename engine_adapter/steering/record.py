@@ -27,6 +27,7 @@ class LiveRequest(Protocol):
     priority: int
     is_prefill_chunk: bool
     num_prompt_tokens: int
+    next_decode_eligible_step: int  # it is left out of steps before
     num_output_placeholders: int  # tokens that steps in flight may emit; 0 without async scheduling
 
     @property

@@ -30,7 +30,6 @@ from ..protocol import (
     MatchRule,
     Prune,
     RequestEvent,
-    Rest,
     StepRecord,
 )
 from .draft_room import latched
@@ -38,6 +37,7 @@ from .extra_args import wishes_of
 from .lease import Lease
 from .orders import StepOrder, StepReport
 from .record import Entry, LiveRequest, RawStep, RecordBuilder, StageStanding
+from .resting import Resting
 from .sampled_tokens import SampledTokens
 
 logger = operator_log(__name__)
@@ -116,6 +116,7 @@ class Steering:
     stage_bounds: tuple[int, ...] | None = None  # last asked for: what a lease ordered outlasts it; None: nothing yet
     is_sharing: bool = False  # requests may copy what others with the same salt answered
     _salts: dict[str, str] = field(default_factory=dict)  # of requests that came since the last order
+    _resting: Resting = field(default_factory=Resting)
     _handles: int = 0
     _departed: list[tuple[Entry, int | None]] = field(default_factory=list)  # and where its event is
     _preempted: list[Entry] = field(default_factory=list)  # since the last record
@@ -224,10 +225,15 @@ class Steering:
             weights, known = dict(zip(match.handles, match.weights, strict=True)), self.entries
             order.match_weights = {name: weights.get(known[name].handle, 1.0) for name in copies if name in known}
 
-    def rest(self) -> Rest | None:
-        """Return who is to be left out of the step that is about to be scheduled; None: nobody."""
+    def leave_out(self, running: int, vllm_step: int) -> None:
+        """Leave those who rest out of the step that is about to be scheduled.
+
+        :param running: requests in vLLM's batch
+        :param vllm_step: vLLM's number of the step
+        """
         action = self.lease.in_force(self.step + 1, time.monotonic()) if self.hello.rest_steps else None
-        return None if action is None else action.rest
+        if action is not None and action.rest is not None:
+            self.rested = self._resting.leave_out(action.rest, running, self.entries, self.step + 1, vllm_step)
 
     def _admit(self, order: StepOrder, action: ActionSet, admission: Admission) -> None:
         order.costs = admission.rows, admission.seconds

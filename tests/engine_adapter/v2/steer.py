@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from faser.engine_adapter.protocol import ActionSet, Admission, StepRecord, decode_from_engine, encode
+from faser.engine_adapter.protocol import ActionSet, Admission, Rest, StepRecord, decode_from_engine, encode
 from faser.engine_adapter.steering.lease import Lease
 from faser.engine_adapter.steering.orders import StepOrder
 from faser.engine_adapter.steering.steering import BatchOutcome, Steering
@@ -30,10 +30,16 @@ def rule_of(spec: dict[str, Any]) -> Rule:
     return lambda handle, step: random.Random(f"{seed} {handle} {step}").randint(0, longest)
 
 
+def random_rest(handles: list[int], step: int) -> Rest | None:
+    """Return who sits out steps, drawn anew in some of them."""
+    chance = random.Random(f"rest {step // 3}")
+    return Rest(tuple(handle for handle in handles if chance.random() < 0.5), chance.randint(1, 3))
+
+
 class Steer:
     """Gives every live request a length by a rule, through a lease of its own, and logs each step."""
 
-    def __init__(self, rule: Rule, admission: dict[str, Any] | None = None) -> None:
+    def __init__(self, rule: Rule, admission: dict[str, Any] | None = None, is_resting: bool = False) -> None:
         self.log: list[dict[str, Any]] = []
         self.lost: set[str] = set()  # requests that were preempted: their drafts are gone
         steering: Steering | None = None
@@ -54,6 +60,8 @@ class Steer:
             if admission is not None:
                 weights = [admission["weights"][handle % len(admission["weights"])] for handle in handles]
                 action.admission = Admission(admission["rows"], admission["seconds"], weights)
+            if is_resting:
+                action.rest = random_rest(handles, step)
             return action
 
         def record(self: Steering, order: StepOrder, outcome: BatchOutcome) -> None:
@@ -78,6 +86,7 @@ class Steer:
                 "admitted": report.admitted[row] if report and report.admitted is not None else None,
                 "reported": report.drafted[row] if report and report.drafted else None,
                 "confidences": list(report.late_confidences.get(name, ())) if report else [],
+                "rested": order.rested,
                 "accepted": outcome.sampled.counts[row] - 1 if outcome.sampled.counts else 0,
             }
         told = None if report is None else [report.verify_s, report.sample_s, report.draft_s, report.runner_s]
@@ -112,6 +121,7 @@ class Steer:
             "disobeyed": disobeyed,
             "misreported": misreported,
             "lost": lost,
+            "rested": sum(max((row["rested"] for row in entry["rows"].values()), default=0) for entry in self.log),
             "lengths": {str(length): count for length, count in sorted(seen.items())},
             "draft_rows": sum(sum(entry["rounds"] or ()) for entry in self.log),
             "rows_if_uniform": sum(len(entry["rows"]) * len(entry["rounds"] or ()) for entry in self.log),

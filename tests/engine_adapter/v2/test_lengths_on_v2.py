@@ -52,6 +52,17 @@ def test_outputs_are_the_targets_and_every_length_is_obeyed(
 
 
 @pytest.mark.parametrize("is_async", MODES, ids=["sync", "async"])
+def test_who_sits_out_steps_says_the_same_and_verifies_its_draft_later(
+    forks: Any, tiny: Any, plain: Any, is_async: bool
+) -> None:
+    run = forks("generate", **tiny.scenario("eagle3"), is_async=is_async, rule=RANDOM, is_resting=True)
+    assert run["tokens"] == plain("eagle3")
+    assert run["check"]["rested"] > 10
+    assert run["check"]["disobeyed"] == run["check"]["misreported"] == []
+    assert (run["faults"], run["miscounted"], run["is_steered"]) == ({}, 0, True)
+
+
+@pytest.mark.parametrize("is_async", MODES, ids=["sync", "async"])
 def test_rows_leave_in_those_steps_in_which_the_gate_lets_them(
     forks: Any, tiny: Any, plain: Any, is_async: bool
 ) -> None:
