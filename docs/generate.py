@@ -41,6 +41,7 @@ MESSAGES = (
     (protocol.StopRule, "in ActionSet"),
     (protocol.Admission, "in ActionSet"),
     (protocol.MatchRule, "in ActionSet"),
+    (protocol.Rest, "in ActionSet"),
     (protocol.HelloRequest, "controller → engine"),
     (protocol.Release, "controller → engine"),
 )

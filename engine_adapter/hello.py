@@ -116,11 +116,18 @@ def _splits(config: VllmConfig, settings: Settings) -> list[str]:
 def can_rest(config: VllmConfig, settings: Settings) -> bool:
     """Tell whether requests can be left out of steps.
 
-    The V2 runner keeps drafts by request. Under asynchronous scheduling V1's finds them by the batch of the step
-    before, in which nobody was who rested; two groups and pipelines deal their own turns.
+    What is decided for one step must be decided before its drafts were drawn, those that waited included: neither exit
+    heads nor adaptive verification know of them. The V2 runner keeps drafts by request; V1's finds them, and under
+    asynchronous scheduling the drafts themselves, by the batch of the step before, in which nobody was who rested.
+    Two groups and pipelines deal their own turns.
     """
-    is_alone = config.parallel_config.pipeline_parallel_size == 1 and not can_deal_groups(settings, config)
-    return is_alone and (_runner(config) == "v2" or not config.scheduler_config.async_scheduling)
+    drafting = config.speculative_config
+    if config.parallel_config.pipeline_parallel_size > 1 or can_deal_groups(settings, config) or settings.exit_heads:
+        return False
+    if drafting is None or config.use_v2_model_runner:
+        return not getattr(drafting, "enable_adaptive_verification", False)
+    is_greedy = getattr(drafting, "draft_sample_method", "greedy") == "greedy"
+    return is_greedy and not config.scheduler_config.async_scheduling
 
 
 def drafter_context(config: VllmConfig) -> int | None:

@@ -269,11 +269,18 @@ class SteeredScheduler(SchedulerHooks):
         super().add_request(request)  # type: ignore[misc]
         if is_new:
             self.on_arrival(request)
+        else:
+            self.on_turn(request)
 
     @harmless
     def on_arrival(self, steering: Steering, request: Request) -> None:
         """Give the request a handle."""
         steering.arrive(request.request_id, request)
+
+    @harmless
+    def on_turn(self, steering: Steering, request: Request) -> None:
+        """Note that a streaming session goes on."""
+        steering.go_on(request.request_id)
 
     @harmless
     def on_leave(self, steering: Steering, request: Request) -> None:

@@ -1,8 +1,8 @@
 """Ping-pong groups on vLLM's requests: who is left out of the next step, and whether two groups pay.
 
 Owned by the scheduler mixin, on the engine thread only. Reads public attributes of vLLM's Request (0.32) and writes
-one: `next_decode_eligible_step`, which keeps a request out of a step, and which only vLLM's async scheduler, that
-never runs beside a drafter's process, writes otherwise.
+one: `next_decode_eligible_step`, which keeps a request out of a step. Where groups are dealt nobody else writes it: no
+request rests (steering/resting.py), and vLLM's async scheduler never runs beside a drafter's process.
 """
 
 from __future__ import annotations

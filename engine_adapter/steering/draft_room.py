@@ -56,7 +56,7 @@ def _limit(entry: Entry, rows: int, step: int, longest: int) -> int:
     # remains could never be emitted. A step in flight emits one, too.
     in_flight = request.num_output_placeholders
     room = request.max_tokens - emitted - 2
-    if entry.most >= longest:
+    if entry.most >= longest and not entry.is_session:
         # No step emits more than the longest draft and one token.
         entry.roomy_until = step + 1 + (room - in_flight - longest - 1) // (longest + 1)
     return min(entry.most, max(room - (in_flight > 0), 0))

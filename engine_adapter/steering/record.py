@@ -31,6 +31,9 @@ class LiveRequest(Protocol):
     num_output_placeholders: int  # tokens that steps in flight may emit; 0 without async scheduling
 
     @property
+    def use_structured_output(self) -> bool: ...
+
+    @property
     def num_output_tokens(self) -> int: ...
 
     @property
@@ -50,6 +53,7 @@ class Entry:
     tpot_ms: float | None = None
     was_preempted: bool = False  # what it had is read again
     roomy_until: int = 0  # before this step no draft is too long for it
+    is_session: bool = False  # its client may send another turn with other limits
     emitted: int = 0  # tokens handed out so far; only ever grows, where vLLM's own list is emptied between two turns
     has_emitted: bool = False  # a record said so
     is_copy: bool = False  # the draft tokens that wait for verification are a match's
@@ -253,7 +257,7 @@ class RecordBuilder:
                     raw.events.append(RequestEvent("first_token", entry.handle, raw.time_s, delivered))
             valid = told_of - invalid.get(request_id, 0)  # a grammar forbids the end of a draft
             offered += valid
-            known = late.get(request_id, ()) if late else entry.confidences if is_next else ()
+            known = late.get(request_id, entry.confidences if is_next else ())
             rows.append(
                 RequestRow(
                     entry.handle,

@@ -1,7 +1,8 @@
 """Who is left out of the next step, by the lease in force. Called by the scheduler mixin, on the engine thread.
 
-Writes one public attribute of vLLM's Request (0.32), `next_decode_eligible_step`, which keeps a request out of a step;
-without a pipeline nobody else writes it. What a request was about to verify waits with it.
+Writes one public attribute of vLLM's Request (0.32), `next_decode_eligible_step`, which keeps a request out of a step.
+vLLM's asynchronous scheduler writes it too, but only of those whom it has just scheduled. What a request was about to
+verify waits with it.
 """
 
 from __future__ import annotations
@@ -13,34 +14,43 @@ from .record import Entry
 
 
 class Resting:
-    """Leaves requests out; looks up whom handles stand for only where others are named than in the step before."""
+    """Leaves requests out, at most so many steps in a row, whatever leases ask for.
 
-    def __init__(self) -> None:
+    :param is_async: the next step is scheduled before this one's drafts are there: a draft that waited cannot be
+        checked against a grammar then, so nobody with one rests
+    """
+
+    def __init__(self, is_async: bool) -> None:
+        self._is_async = is_async
+        self._steps = 0  # in a row in which somebody was left out
         self._handles: tuple[int, ...] = ()
-        self._named: list[Entry] = []
+        self._named: list[Entry] = []  # looked up only where others are named than before
 
-    def leave_out(self, rest: Rest, running: int, entries: Mapping[str, Entry], step: int, vllm_step: int) -> int:
-        """Keep those who rest out of a step, unless they decode in it or nobody else is there; return how many.
+    def leave_out(self, rest: Rest | None, running: int, entries: Mapping[str, Entry], vllm_step: int) -> int:
+        """Keep those who rest out of a step, unless it is their turn or nobody else is there; return how many.
 
-        :param running: requests in vLLM's batch
+        :param running: requests in vLLM's batch; under asynchronous scheduling one whose last token is in flight counts
         :param entries: all that are alive, by request id
-        :param step: FASER's number of the step, by which those who rest decode in the same ones
-        :param vllm_step: vLLM's number of it
+        :param vllm_step: vLLM's number of the step
         """
-        if step % (rest.steps + 1) == 0:
+        if rest is None or self._steps >= rest.steps:
+            self._steps = 0
             return 0
         if rest.handles != self._handles:
             handles = frozenset(rest.handles)
             self._named = [entry for entry in entries.values() if entry.handle in handles]
             self._handles = rest.handles
-        # Who is in its prompt reads on. Those who wait for blocks count as if they rested, so that somebody is left.
-        requests = [
-            entry.request
-            for entry in self._named
-            if entry.emitted and entry.request_id in entries and not entry.request.is_prefill_chunk
-        ]
-        if len(requests) >= running:
+        requests = [entry.request for entry in self._named if entry.request_id in entries and self._can_rest(entry)]
+        if not 0 < len(requests) < running:
+            self._steps = 0
             return 0
         for request in requests:
             request.next_decode_eligible_step = vllm_step + 1
+        self._steps += 1
         return len(requests)
+
+    def _can_rest(self, entry: Entry) -> bool:
+        """Tell whether a request decodes: it has a token, is not within a prompt, and was not preempted since."""
+        request = entry.request
+        is_decoding = entry.emitted and not request.is_prefill_chunk and request.num_computed_tokens
+        return bool(is_decoding) and not (self._is_async and request.use_structured_output)

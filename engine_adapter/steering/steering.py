@@ -116,7 +116,7 @@ class Steering:
     stage_bounds: tuple[int, ...] | None = None  # last asked for: what a lease ordered outlasts it; None: nothing yet
     is_sharing: bool = False  # requests may copy what others with the same salt answered
     _salts: dict[str, str] = field(default_factory=dict)  # of requests that came since the last order
-    _resting: Resting = field(default_factory=Resting)
+    _resting: Resting = field(init=False)
     _handles: int = 0
     _departed: list[tuple[Entry, int | None]] = field(default_factory=list)  # and where its event is
     _preempted: list[Entry] = field(default_factory=list)  # since the last record
@@ -127,6 +127,7 @@ class Steering:
 
     def __post_init__(self) -> None:
         self._builder = RecordBuilder(self.hello.boot_id, self.link)
+        self._resting = Resting(self.hello.is_async)
 
     def introduce(self) -> None:
         """Send HELLO with every live request."""
@@ -146,6 +147,11 @@ class Steering:
             self._salts[request_id] = str(getattr(request, "cache_salt", None) or "")
         if len(self.events) < MAX_REQUESTS:
             self.events.append(entry.arrival())
+
+    def go_on(self, request_id: str) -> None:
+        """Note that a request will have another prompt, and other limits."""
+        if (entry := self.entries.get(request_id)) is not None:
+            entry.is_session, entry.roomy_until = True, 0
 
     def leave(self, request_id: str, is_abort: bool, has_stop_strings: bool = False) -> None:
         """Count a request out; its row in the step under way is still written.
@@ -232,8 +238,8 @@ class Steering:
         :param vllm_step: vLLM's number of the step
         """
         action = self.lease.in_force(self.step + 1, time.monotonic()) if self.hello.rest_steps else None
-        if action is not None and action.rest is not None:
-            self.rested = self._resting.leave_out(action.rest, running, self.entries, self.step + 1, vllm_step)
+        rest = None if action is None else action.rest
+        self.rested = self._resting.leave_out(rest, running, self.entries, vllm_step)
 
     def _admit(self, order: StepOrder, action: ActionSet, admission: Admission) -> None:
         order.costs = admission.rows, admission.seconds
@@ -282,7 +288,7 @@ class Steering:
         if self._departed:
             self._forget_departed()
         self.records += 1
-        deferred = {} if outcome.report is None else outcome.report.deferred
+        deferred = _told_later(outcome.report, scheduled, order.rested)
         raw = RawStep(
             order,
             outcome.report or _NO_REPORT,
@@ -353,6 +359,13 @@ class Steering:
         """Say goodbye without waiting for anything, after a failure on the engine thread."""
         self.link.send(Goodbye(self.hello.boot_id))
         self.link.close(wait_s=0.0)
+
+
+def _told_later(report: StepReport | None, scheduled: dict[str, int], rested: int) -> dict[str, tuple[float, ...]]:
+    """Return confidences of drafts whose requests are not in the step: of two groups, or of who was left out of it."""
+    if report is None or not rested:
+        return {} if report is None else report.deferred
+    return report.deferred | {name: told for name, told in report.late_confidences.items() if name not in scheduled}
 
 
 def rest_s(step_s: float) -> float:

@@ -117,6 +117,7 @@ class EngineState:
         self.matches = Matches(capabilities.copy_max)
         self.asked_stops: dict[int, StopRule | None] = {}  # by the action set's sequence
         self.drafting_stop: StopRule | None = None  # in force when the step last looked at drafted
+        self.rested_stop: StopRule | None = None  # ... when those did who were left out of it
         self.has_skipped = False  # the drafter leaves out what nobody drafts for, and makes up for it later
         self.octaves = StepOctaves()
         self.unsplit_cost = CostTable(
@@ -205,7 +206,9 @@ def look(state: EngineState, record: StepRecord) -> None:
     if state.capabilities.copy_max:
         copied, is_copy = copies_of(record, told)
         rows = drafters_rows(told, copied, is_copy)
-    rule = state.drafting_stop  # chose which tokens this step verified
+    # Chose which tokens this step verified, or an earlier one's of those who were left out since.
+    rule = state.drafting_stop or state.rested_stop
+    state.rested_stop = rule if record.rested else None
     state.drafting_stop = state.asked_stops.get(record.lease_sequence) if record.lease_epoch else None
     trials, successes = acceptance.count_trials(rows.verified, rows.pruned, rows.accepted, state.requests.k_max)
     # Under a stop rule only confident tokens are verified: their acceptance says nothing about drafts without one.

@@ -154,11 +154,12 @@ def schedule(engine: Any, profile: Any, ints: Shorts, rests: Bytes, notes: Short
         ints[PHASE], ints[PROMPT], ints[EMITTED], ints[COMPUTED], ints[DRAFTS], ints[SCHEDULED], ints[PREEMPTED_NOW]
     )
     engine.rested = 0
-    if engine.rest_steps > 0 and engine.steps % (engine.rest_steps + 1) != 0:
+    if engine.rested_steps < engine.rest_steps:
         engine.rested, rows = _leave_out(
             ints[PHASE], ints[PROMPT], ints[EMITTED], ints[COMPUTED], rests, ints[SCHEDULED]
         )
         total -= rows
+    engine.rested_steps = engine.rested_steps + 1 if engine.rested > 0 else 0
     block, lookahead = float(profile.block_size), profile.lookahead
     missing = _need(block, lookahead, ints[COMPUTED], ints[SCHEDULED], ints[BLOCKS], blocks)
     if total > profile.token_budget or missing > engine.free_blocks:

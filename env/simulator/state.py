@@ -95,6 +95,7 @@ _WHOLE = (
     "copy_most",  # as protocol.MatchRule has it; 0: nothing is copied
     "copy_fewest",
     "rested",  # requests that were left out of this step
+    "rested_steps",  # in a row in which some were
     "rest_steps",  # that those who rest sit out for each one in which they decode; 0: nobody rests
 )  # fmt: skip
 _REAL = (

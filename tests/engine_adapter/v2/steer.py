@@ -11,6 +11,7 @@ from typing import Any
 from faser.engine_adapter.protocol import ActionSet, Admission, Rest, StepRecord, decode_from_engine, encode
 from faser.engine_adapter.steering.lease import Lease
 from faser.engine_adapter.steering.orders import StepOrder
+from faser.engine_adapter.steering.resting import Resting
 from faser.engine_adapter.steering.steering import BatchOutcome, Steering
 
 Rule = Callable[[int, int], int]  # handle, step -> draft length
@@ -42,6 +43,8 @@ class Steer:
     def __init__(self, rule: Rule, admission: dict[str, Any] | None = None, is_resting: bool = False) -> None:
         self.log: list[dict[str, Any]] = []
         self.lost: set[str] = set()  # requests that were preempted: their drafts are gone
+        self.held: set[str] = set()  # who is left out of the step that is scheduled now
+        self.unheld: list[str] = []  # who was in it nevertheless
         steering: Steering | None = None
         ordered, recorded, builder = Steering.order, Steering.record, Lease.in_force
         steer = self
@@ -49,6 +52,7 @@ class Steer:
         def order(self: Steering, scheduled: dict[str, int], started_s: float) -> StepOrder:
             nonlocal steering
             steering = self
+            steer.unheld += sorted(steer.held & scheduled.keys())
             return ordered(self, scheduled, started_s)
 
         def in_force(lease: Lease, step: int, now_s: float) -> ActionSet | None:
@@ -68,6 +72,15 @@ class Steer:
             steer.note(self, order, outcome)
             recorded(self, order, outcome)
 
+        left_out = Resting.leave_out
+
+        def leave_out(self: Resting, rest: Rest | None, *batch: Any) -> int:
+            count, step = left_out(self, rest, *batch), batch[-1]
+            named = [entry for entry in self._named if entry.request.next_decode_eligible_step == step + 1]
+            steer.held = {entry.request_id for entry in named} if count else set()
+            return count
+
+        Resting.leave_out = leave_out  # type: ignore[method-assign]
         Steering.order, Steering.record = order, record  # type: ignore[method-assign]
         Lease.in_force = in_force  # type: ignore[method-assign]
 
@@ -121,6 +134,7 @@ class Steer:
             "disobeyed": disobeyed,
             "misreported": misreported,
             "lost": lost,
+            "unheld": self.unheld,
             "rested": sum(max((row["rested"] for row in entry["rows"].values()), default=0) for entry in self.log),
             "lengths": {str(length): count for length, count in sorted(seen.items())},
             "draft_rows": sum(sum(entry["rounds"] or ()) for entry in self.log),
