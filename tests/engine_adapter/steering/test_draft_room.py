@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from faser.engine_adapter.steering import draft_room
 from faser.engine_adapter.steering.draft_room import latched
+from faser.engine_adapter.steering.lease import Lease
 from faser.engine_adapter.steering.record import Entry
+from faser.engine_adapter.steering.steering import Default, Steering
 
 LONGEST = 5
 
@@ -132,3 +136,23 @@ def test_a_request_far_from_its_end_is_looked_at_once_in_many_steps() -> None:
         latched({"a": 1}, entries, step, LONGEST, ({}, 3), 5)
         request.num_output_tokens += 1
     assert request.looks == 1
+
+
+def test_a_session_is_looked_at_in_every_step_from_its_second_turn_on() -> None:
+    """Each turn has a prompt and a limit of its own."""
+    request = Request(1000, 8, num_computed_tokens=8)
+    hello: Any = SimpleNamespace(boot_id="b", is_async=False)
+    link: Any = None
+    adapter = Steering(hello, link, Lease("b", LONGEST, 32, 1.0), Default(0))
+    adapter.arrive("a", request)
+    [entry] = adapter.entries.values()
+    latched({"a": 1}, adapter.entries, 1, LONGEST, ({}, 3))
+    assert entry.roomy_until > 100
+    adapter.go_on("a")
+    request.num_prompt_tokens, request.max_tokens = 20, 4
+    lengths, _ = latched({"a": 3}, adapter.entries, 2, LONGEST, ({}, 3))
+    assert lengths == {"a": 0}  # within its next prompt
+    request.num_computed_tokens, request.num_output_tokens = 20, 1
+    lengths, _ = latched({"a": 1}, adapter.entries, 3, LONGEST, ({}, 3))
+    assert lengths == {"a": 1}
+    adapter.go_on("nobody")

@@ -108,3 +108,23 @@ def test_prompts_are_told_by_the_steps_that_have_them() -> None:
     rows, share = state.view().prompts()
     assert share == pytest.approx(0.25, abs=0.07)
     assert rows == pytest.approx(160 * state.unsplit_cost.prompt_row)
+
+
+@pytest.mark.parametrize(("rested", "is_fair"), [(0, True), (1, False)])
+def test_what_a_rule_chose_before_its_request_was_left_out_is_no_history(rested: int, is_fair: bool) -> None:
+    """The second step is under no rule, but request 2 verifies in the third what it drafted in the first."""
+    state = EngineState(Capabilities(k_max=4))
+    state.ask(1, RULE)
+    for counter, handles in enumerate(([1, 2], [1], [1, 2]), start=1):
+        state.ask(counter, RULE if counter == 1 else None)
+        verified = 0 if counter == 1 else 1
+        rows = [
+            RequestRow(each, 1 + verified, 4, 1, verified, 0, verified, 1 + verified, 50, False) for each in handles
+        ]
+        record = StepRecord(
+            "boot", counter, counter, 0.02 * counter, 0.02, 0.0, 0.015, 0.0, 0.004, 0.0, 0.0, 2, 0, 0, len(rows),
+            verified * len(rows), 0.1, None, None, 1, counter, 0, 0, [], rows, rested=rested if counter == 2 else 0,
+        )  # fmt: skip
+        observe(state, record)
+    tried = dict(zip(state.handles().tolist(), state.requests.trials[:, 0].tolist(), strict=True))
+    assert (tried[2] > 0.0) is is_fair
