@@ -857,6 +857,27 @@ def test_a_record_says_whose_draft_is_copied_and_a_step_later_whose_was() -> Non
     assert told == [((1, 3), ()), ((2,), (1, 3)), ((), (2,))]
 
 
+def test_confidences_of_a_draft_that_waited_are_told_when_it_is_verified() -> None:
+    """The V2 runner tells them one step later, in which its request was left out."""
+    adapter, link = steering()
+    for name in ("a", "b"):
+        adapter.arrive(name, Request(num_output_tokens=3))
+    waited = {"a": (0.9,), "b": (0.8, 0.7)}
+    steps: list[tuple[dict[str, list[int]], dict[str, tuple[float, ...]], int]] = [
+        ({"a": [], "b": []}, {}, 0), ({"a": [1]}, waited, 1), ({"a": [1], "b": [1, 2]}, {"a": (0.6,)}, 0),
+    ]  # fmt: skip
+    for drafts, late, rested in steps:
+        adapter.rested = rested
+        order = adapter.order({name: 1 + len(tokens) for name, tokens in drafts.items()}, time.monotonic())
+        done = outcome(dict.fromkeys(drafts, 1), {name: tokens for name, tokens in drafts.items() if tokens}, [[1]] * 2)
+        done.report = StepReport(drafted=[2] * len(drafts), late_confidences=late)
+        adapter.record(order, done)
+    records = [sent for sent in link.sent if isinstance(sent, wire.StepRecord)]
+    assert [record.rested for record in records] == [0, 1, 0]
+    assert [row.confidences for row in records[1].rows] == [(0.9,)]
+    assert [row.confidences for row in records[2].rows] == [(0.6,), (0.8, 0.7)]
+
+
 def test_a_copy_of_a_request_that_was_preempted_is_forgotten() -> None:
     adapter, link = copying()
     adapter.arrive("a", Request(num_output_tokens=3))

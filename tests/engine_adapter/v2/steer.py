@@ -56,7 +56,8 @@ class Steer:
             return ordered(self, scheduled, started_s)
 
         def in_force(lease: Lease, step: int, now_s: float) -> ActionSet | None:
-            assert steering is not None
+            if steering is None:  # nothing is scheduled yet
+                return None
             handles = [entry.handle for entry in steering.entries.values()]
             lengths = [rule(handle, step) for handle in handles]
             builder(lease, step, now_s)
