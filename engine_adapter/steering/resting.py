@@ -40,7 +40,15 @@ class Resting:
             handles = frozenset(rest.handles)
             self._named = [entry for entry in entries.values() if entry.handle in handles]
             self._handles = rest.handles
-        requests = [entry.request for entry in self._named if entry.request_id in entries and self._can_rest(entry)]
+        # Who decodes: it has a token, is not within a prompt, and has its cache, which a preempted one has not.
+        requests = [
+            request
+            for entry in self._named
+            if entry.emitted and entry.request_id in entries
+            if not (request := entry.request).is_prefill_chunk and request.num_computed_tokens
+        ]
+        if self._is_async:
+            requests = [request for request in requests if not request.use_structured_output]
         if not 0 < len(requests) < running:
             self._steps = 0
             return 0
@@ -48,9 +56,3 @@ class Resting:
             request.next_decode_eligible_step = vllm_step + 1
         self._steps += 1
         return len(requests)
-
-    def _can_rest(self, entry: Entry) -> bool:
-        """Tell whether a request decodes: it has a token, is not within a prompt, and was not preempted since."""
-        request = entry.request
-        is_decoding = entry.emitted and not request.is_prefill_chunk and request.num_computed_tokens
-        return bool(is_decoding) and not (self._is_async and request.use_structured_output)

@@ -255,11 +255,12 @@ def test_a_file_that_holds_no_results_is_refused_in_one_line(
     assert rows_of(capsys.readouterr().out)
 
 
-def test_the_classes_table_in_the_documents_is_its_files() -> None:
+@pytest.mark.parametrize(("file", "arms"), [("bench_classes", 4), ("bench_classes_xeon", 8)])
+def test_the_classes_table_in_the_documents_is_its_files(file: str, arms: int) -> None:
     """The page leaves out intervals and columns; the documents' shares have their intervals, its rates none."""
-    section = (ROOT / "docs" / "results.md").read_text().partition("`bench_classes.json`")[2].partition("\n## ")[0]
-    told = {name.strip("`"): figures for name, *figures in map(cells_of, rows_of(section)[1:5])}
-    page_of = class_page(read_class_results(RESULTS / "bench_classes.json", "--table"))
+    section = (ROOT / "docs" / "results.md").read_text().partition(f"`{file}.json`")[2].partition("\n## ")[0]
+    told = {name.strip("`"): figures for name, *figures in map(cells_of, rows_of(section)[1 : 1 + arms])}
+    page_of = class_page(read_class_results(RESULTS / f"{file}.json", "--table"))
     whole = {name: figures for name, *figures in map(cells_of, rows_of(page_of)[2:])}
     assert told.keys() == whole.keys()
     for name, (urgent, batch, rate, goodput) in told.items():
