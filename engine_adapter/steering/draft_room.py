@@ -37,7 +37,7 @@ def latched(
         if entry is None:
             continue
         length = named.get(entry.handle, default)
-        if step >= entry.roomy_until or rows > longest + 1:
+        if step >= entry.roomy_until:
             limit = _limit(entry, rows, step, longest)
             length = min(length, limit)
             if copied is not None and copied > limit:

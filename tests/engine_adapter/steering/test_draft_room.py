@@ -149,10 +149,25 @@ def test_a_session_is_looked_at_in_every_step_from_its_second_turn_on() -> None:
     latched({"a": 1}, adapter.entries, 1, LONGEST, ({}, 3))
     assert entry.roomy_until > 100
     adapter.go_on("a")
-    request.num_prompt_tokens, request.max_tokens = 20, 4
+    request.num_prompt_tokens = 20
     lengths, _ = latched({"a": 3}, adapter.entries, 2, LONGEST, ({}, 3))
     assert lengths == {"a": 0}  # within its next prompt
     request.num_computed_tokens, request.num_output_tokens = 20, 1
-    lengths, _ = latched({"a": 1}, adapter.entries, 3, LONGEST, ({}, 3))
+    latched({"a": 1}, adapter.entries, 3, LONGEST, ({}, 3))
+    request.max_tokens = 4  # a turn that waited has begun
+    lengths, _ = latched({"a": 1}, adapter.entries, 4, LONGEST, ({}, 3))
     assert lengths == {"a": 1}
     adapter.go_on("nobody")
+
+
+def test_a_preempted_request_is_looked_at_again() -> None:
+    request = Request(1000, 8, num_computed_tokens=8)
+    hello: Any = SimpleNamespace(boot_id="b", is_async=False)
+    link: Any = None
+    adapter = Steering(hello, link, Lease("b", LONGEST, 32, 1.0), Default(0))
+    adapter.arrive("a", request)
+    latched({"a": 1}, adapter.entries, 1, LONGEST, ({}, 3))
+    adapter.preempt("a")
+    request.num_computed_tokens, request.num_output_tokens = 0, 4
+    lengths, _ = latched({"a": 5}, adapter.entries, 2, LONGEST, ({}, 3))
+    assert lengths == {"a": 0}  # it reads again what it had

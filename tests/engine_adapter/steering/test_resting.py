@@ -89,7 +89,8 @@ def test_others_may_be_named_and_those_who_left_are_nobody() -> None:
     assert batch.left_out(Rest((2,), 3)) == ["b"]
     del batch.entries["b"]
     batch.running -= 1
-    assert batch.left_out(Rest((2, 77), 3)) == []
+    assert batch.left_out(Rest((2,), 3)) == []
+    assert batch.left_out(Rest((1, 77), 3)) == ["a"]
 
 
 def test_a_request_that_faser_does_not_know_is_somebody_else() -> None:
