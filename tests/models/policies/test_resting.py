@@ -68,6 +68,12 @@ def test_who_did_not_say_what_it_wants_never_rests() -> None:
 
 def test_who_would_be_late_itself_does_not_rest() -> None:
     assert asked(30.0).rest is None
+    assert asked(40.0, steps=30).rest is None  # not late yet, nor far enough ahead
+
+
+def test_the_further_ahead_they_are_the_longer_they_rest() -> None:
+    rests = [asked(60.0, steps=steps).rest for steps in (12, 16, 20)]
+    assert [rest and rest.steps for rest in rests] == [1, 2, 3]
 
 
 def test_nobody_rests_for_those_who_are_in_time() -> None:
