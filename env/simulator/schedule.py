@@ -190,19 +190,23 @@ def _leave_out(
     phase: Column, prompt: Column, emitted: Column, computed: Column, rests: Bytes, scheduled: Column
 ) -> tuple[int, int]:
     """Leave those who rest out of the step, unless nobody else would be in it; return how many, and their rows."""
-    others = rested = rows = 0
+    running = rested = rows = 0
     for i in range(len(phase)):
-        is_decoding = emitted[i] > 0 and prompt[i] + emitted[i] - computed[i] == 1
-        others += phase[i] == RUNNING and not (rests[i] != 0 and is_decoding)
-    if others == 0:
+        running += phase[i] == RUNNING
+        rested += _can_rest(phase[i], prompt[i], emitted[i], computed[i], rests[i])
+    if rested == running:
         return 0, 0
     for i in range(len(phase)):
-        is_decoding = emitted[i] > 0 and prompt[i] + emitted[i] - computed[i] == 1
-        if phase[i] == RUNNING and rests[i] != 0 and is_decoding:
-            rested += 1
+        if _can_rest(phase[i], prompt[i], emitted[i], computed[i], rests[i]):
             rows += scheduled[i]
             scheduled[i] = 0
     return rested, rows
+
+
+@apart
+def _can_rest(phase: int, prompt: int, emitted: int, computed: int, is_named: int) -> bool:
+    """Tell whether a request is to rest and decodes."""
+    return phase == RUNNING and is_named != 0 and emitted > 0 and prompt + emitted - computed == 1
 
 
 @apart

@@ -73,7 +73,7 @@ def hello(simulator: Simulator, engine: int = 0) -> Hello:
         tensor_parallel=1, pipeline_parallel=1, data_parallel=1, data_parallel_rank=0, lease_steps=32, lease_ms=1000,
         roster=[], frontier=simulator.scenario.positions if profile.ahead is not None else 0,
         is_adaptive=profile.is_adaptive, copy_max=profile.matches.longest if profile.matches else 0,
-        rest_steps=MOST_REST_STEPS,
+        rest_steps=0 if len(profile.splits) > 1 or profile.exits or profile.is_adaptive else MOST_REST_STEPS,
     )  # fmt: skip
 
 

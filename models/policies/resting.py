@@ -28,15 +28,13 @@ class ExpectedStep(NamedTuple):
     tokens: Floats  # (n,) of each live request, 0 of who is not in it
 
 
-def expected(view: PlanningView, within: Bools, lengths: Ints, survival: Floats) -> ExpectedStep:
-    """Return a step of those `within`, (n,), who verify drafts of these lengths, (n,).
+def expected(view: PlanningView, within: Bools, lengths: Ints, emitted: Floats) -> ExpectedStep:
+    """Return a step of those `within`, (n,), at least one, who verify drafts of these lengths, (n,).
 
-    :param survival: (n, k_max + 1) expected tokens of each request by draft length
+    :param emitted: (n, k_max + 1) expected tokens of each request by draft length
     """
     chosen = np.flatnonzero(within)
     tokens = np.zeros(view.size)
-    if not len(chosen):
-        return ExpectedStep(0.0, tokens)
     own = msgspec.structs.replace(view, decoding=within, requests=len(chosen))
     drafts = lengths[chosen]
     rows, drafted, rounds = float(len(chosen) + drafts.sum()), float(drafts.sum()), float(drafts.max())
@@ -44,11 +42,11 @@ def expected(view: PlanningView, within: Bools, lengths: Ints, survival: Floats)
     seconds = float(own.verify_s(np.array([rows]))[0])
     if drafted:
         seconds += float(np.asarray(own.cost.draft_time_s(np.array([rows]), np.array([rounds]), np.array([drawn])))[0])
-    tokens[chosen] = survival[chosen, drafts]
+    tokens[chosen] = emitted[chosen, drafts]
     return ExpectedStep(seconds, tokens)
 
 
-def survival_sums(acceptance: Floats) -> Floats:
+def expected_tokens(acceptance: Floats) -> Floats:
     """Return (n, k_max + 1) expected tokens by draft length, the target's own included."""
     sums = np.ones((acceptance.shape[0], acceptance.shape[1] + 1))
     sums[:, 1:] += np.cumsum(np.cumprod(acceptance, axis=1), axis=1)
@@ -66,7 +64,7 @@ def choose_rest(
     :param most: steps in a row that a request may be left out of
     """
     decoding = view.decoding
-    sums = survival_sums(np.where(decoding[:, None], view.acceptance(), 0.0))
+    sums = expected_tokens(np.where(decoding[:, None], view.acceptance(), 0.0))
     whole = expected(view, decoding, lengths, sums)
     best = None
     tpot_s, slack = view.table.column("tpot_s"), view.slack().tokens
@@ -80,7 +78,7 @@ def choose_rest(
         # A step takes no longer than with everybody: so those who rest are ahead by that much at least.
         ahead = slack + worth.horizon * (whole.tokens / (1 + steps) - whole.seconds / tpot_s)
         resting = patient & (ahead > worth.reserve)
-        if not resting.any() or np.array_equal(resting, decoding):
+        if not resting.any():
             break
         awake = expected(view, decoding & ~resting, lengths, sums)
         step_s = (whole.seconds + steps * awake.seconds) / (1 + steps)

@@ -138,13 +138,19 @@ def test_a_request_far_from_its_end_is_looked_at_once_in_many_steps() -> None:
     assert request.looks == 1
 
 
-def test_a_session_is_looked_at_in_every_step_from_its_second_turn_on() -> None:
-    """Each turn has a prompt and a limit of its own."""
+def one_request() -> tuple[Steering, Request]:
+    """Return an adapter with a request that is behind its prompt."""
     request = Request(1000, 8, num_computed_tokens=8)
     hello: Any = SimpleNamespace(boot_id="b", is_async=False)
     link: Any = None
     adapter = Steering(hello, link, Lease("b", LONGEST, 32, 1.0), Default(0))
     adapter.arrive("a", request)
+    return adapter, request
+
+
+def test_a_session_is_looked_at_in_every_step_from_its_second_turn_on() -> None:
+    """Each turn has a prompt and a limit of its own."""
+    adapter, request = one_request()
     [entry] = adapter.entries.values()
     latched({"a": 1}, adapter.entries, 1, LONGEST, ({}, 3))
     assert entry.roomy_until > 100
@@ -161,11 +167,7 @@ def test_a_session_is_looked_at_in_every_step_from_its_second_turn_on() -> None:
 
 
 def test_a_preempted_request_is_looked_at_again() -> None:
-    request = Request(1000, 8, num_computed_tokens=8)
-    hello: Any = SimpleNamespace(boot_id="b", is_async=False)
-    link: Any = None
-    adapter = Steering(hello, link, Lease("b", LONGEST, 32, 1.0), Default(0))
-    adapter.arrive("a", request)
+    adapter, request = one_request()
     latched({"a": 1}, adapter.entries, 1, LONGEST, ({}, 3))
     adapter.preempt("a")
     request.num_computed_tokens, request.num_output_tokens = 0, 4

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+from msgspec.structs import replace
 
-from faser.engine_adapter.protocol import ActionSet, Rest, StepRecord
+from faser.engine_adapter.protocol import MOST_REST_STEPS, ActionSet, Rest, StepRecord
 from faser.env.profile.engine_profile import synthetic_profile
 from faser.env.simulator.scenario import Scenario
 from faser.env.simulator.simulated_engine import SimulatedEngine
@@ -70,3 +71,14 @@ def test_who_rests_says_as_much_in_the_end() -> None:
                 tokens[row.handle] += row.emitted
         totals.append(tokens)
     assert totals[0] == totals[1] == dict.fromkeys(range(1, REQUESTS + 1), 40)
+
+
+def test_rests_are_offered_where_a_real_engine_would() -> None:
+    """Not beside two groups, exit heads or adaptive verification (engine_adapter/hello.py)."""
+    plain = synthetic_profile(max_requests=REQUESTS, k_max=4)
+    changed = [{}, {"is_adaptive": True}, {"splits": (*plain.splits, *plain.splits)}]
+    offered = [
+        SimulatedEngine(Scenario(profiles=(replace(plain, **change),), slots=REQUESTS), 1).capabilities.rest_steps
+        for change in changed
+    ]
+    assert offered == [MOST_REST_STEPS, 0, 0]
