@@ -8,7 +8,9 @@ from msgspec.structs import replace
 from faser.engine_adapter.protocol import MOST_REST_STEPS, ActionSet, Rest, StepRecord
 from faser.env.profile.engine_profile import synthetic_profile
 from faser.env.simulator.scenario import Scenario
+from faser.env.simulator.schedule import _can_rest
 from faser.env.simulator.simulated_engine import SimulatedEngine
+from faser.env.simulator.state import PREEMPTED, RUNNING
 from faser.env.workload.request_trace import Trace
 
 REQUESTS = 8
@@ -82,3 +84,12 @@ def test_rests_are_offered_where_a_real_engine_would() -> None:
         for change in changed
     ]
     assert offered == [MOST_REST_STEPS, 0, 0]
+
+
+def test_who_reads_a_prompt_for_the_first_time_or_again_does_not_rest() -> None:
+    """Four tokens of a prompt, then answers: what decodes lacks one token of what is known."""
+    assert _can_rest(RUNNING, 4, 5, 8, 1)
+    assert not _can_rest(RUNNING, 4, 5, 3, 1)  # behind a preemption
+    assert not _can_rest(RUNNING, 4, 0, 3, 1)
+    assert not _can_rest(PREEMPTED, 4, 5, 8, 1)
+    assert not _can_rest(RUNNING, 4, 5, 8, 0)
