@@ -2,8 +2,8 @@
 
 Asked by the price policy (models/policies/price.py), which asks for the lengths that bring most value per second. The
 value is a controller's: it rises with what a request will lack some steps from now, until the drafts that it brings
-are enough; the fewer lack anything, the higher, for what they ask for costs the others little. Who is so far behind
-that it will not catch up counts like any other. Pure, no clock.
+are enough; the fewer lack anything, the higher, for what they ask for costs the others little. Who would not catch up
+with all drafts that are likely to be accepted counts like any other. Pure, no clock.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ...engine_adapter.compiled import compiled
 from ...env.estimate.planning_view import PlanningView
 from .policy import PolicyError
 
-GIVING_UP: Final = 0.25  # of `patience`: over so many tokens a request is given up
+GIVING_UP: Final = 8.0  # tokens, over which a request is given up
 LEAST_SPREAD: Final = 0.05  # of the most that a token is worth: values that differ less favour nobody
-CROWD: Final = 0.5  # power of those who lack nothing over those who do: so many times as much is a token worth
+CROWD: Final = 0.25  # power of those who lack nothing over those who do: so many times as much is a token worth
 SETTING: Final = re.compile(r"([a-z]+)=(\d+(?:\.\d+)?)")
 BOUNDS: Final = {
     "urgency": (1.0, 1e4), "horizon": (0.0, 1e4), "reserve": (0.0, 1e3), "width": (0.1, 1e3), "patience": (1.0, 1e4),
@@ -35,9 +35,9 @@ class TokenValues:
 
     urgency: float = 8.0  # the most that a token is worth where as many lack something as do not
     horizon: float = 15.0  # steps that are looked ahead
-    reserve: float = 5.0  # tokens ahead that a request shall be then: its tokens are worth 1
-    width: float = 2.0  # tokens less by which they are worth e times as much
-    patience: float = 90.0  # tokens behind its schedule now at which a request is half given up
+    reserve: float = 10.0  # tokens ahead that a request shall be then: its tokens are worth 1
+    width: float = 4.0  # tokens less by which they are worth e times as much
+    patience: float = 60.0  # steps in which a request must be able to catch up, else it is given up
 
     def __post_init__(self) -> None:
         for name, (low, high) in BOUNDS.items():
@@ -60,9 +60,13 @@ class TokenValues:
         tpot_s = view.table.column("tpot_s")
         if not _count(tpot_s, view.decoding):
             return None
-        values, slack = np.empty(view.size), view.slack().tokens
-        lacking = self.reserve - slack - self.horizon * (1.0 - view.load.step_s / tpot_s)
-        spread = _fill(lacking / self.width, slack, view.decoding, math.log(self.urgency), self.patience, values)
+        slack, due = view.slack().tokens, view.load.step_s / tpot_s
+        lacking = self.reserve - slack - self.horizon * (1.0 - due)
+        if lacking.max() <= 0.0:
+            return None
+        values, hopes = np.empty(view.size), np.zeros(view.size)
+        _hope(view.acceptance(), slack, tpot_s, _fastest_s(view, lacking), view.decoding, self.patience, hopes)
+        spread = _fill(lacking / self.width, hopes, view.decoding, math.log(self.urgency), values)
         return values if spread > LEAST_SPREAD else None
 
 
@@ -78,26 +82,61 @@ def _count(tpot_s: Floats, decoding: Bools) -> int:
     return found
 
 
+def _fastest_s(view: PlanningView, lacking: Floats) -> Floats:
+    """Return (k_max + 1,) seconds of a step by how deep those draft who lack tokens; the others do not, and rest."""
+    late = view.decoding & (lacking > 0.0)
+    resting = view.decoding & ~late & np.isfinite(view.table.column("tpot_s"))
+    some, most = np.count_nonzero(late), view.capabilities.rest_steps
+    rounds = np.arange(view.capabilities.k_max + 1.0)
+    rows = view.requests + some * rounds
+    whole_s, awake_s = view.verify_s(np.stack((rows, rows - np.count_nonzero(resting))))
+    draft_s = view.cost.draft_time_s(rows, rounds, rounds * (some if view.capabilities.is_ragged else view.requests))
+    seconds: Floats = (whole_s + most * awake_s) / (1 + most) + draft_s
+    return seconds
+
+
 @compiled
-def _fill(lacking: Floats, slack: Floats, decoding: Bools, most_log: float, patience: float, values: Floats) -> float:
+def _hope(
+    acceptance: Floats, slack: Floats, tpot_s: Floats, steps_s: Floats, decoding: Bools, patience: float, hopes: Floats
+) -> None:
+    """Fill in (n,) how likely it is, 0..1, that who decodes and has an objective is in time if it is favoured.
+
+    :param acceptance: (n, k_max) of each request's drafts by place
+    :param slack: (n,) tokens ahead
+    :param steps_s: (k_max + 1,) seconds of a step by how deep the favoured draft
+    """
+    for i in range(len(hopes)):
+        if not decoding[i] or tpot_s[i] == np.inf:
+            continue
+        tokens, survival = 1.0, 1.0
+        gain = tokens - steps_s[0] / tpot_s[i]
+        for j in range(acceptance.shape[1]):
+            survival *= acceptance[i, j]
+            tokens += survival
+            gain = max(gain, tokens - steps_s[j + 1] / tpot_s[i])
+        hopes[i] = 1.0 / (1.0 + math.exp(min(-(slack[i] + patience * gain) / GIVING_UP, 60.0)))
+
+
+@compiled
+def _fill(lacking: Floats, hopes: Floats, decoding: Bools, most_log: float, values: Floats) -> float:
     """Fill in (n,) values as shares of the largest; return how far those of who decode lie apart, 0..1.
 
     :param lacking: (n,) tokens that will be lacking, in widths
+    :param hopes: (n,) how likely each is to be in time, 0 without an objective
     :param most_log: logarithm of the urgency
     """
-    most, least, some, others = 0.0, np.inf, 0, 0
+    most, least, some, others = 0.0, np.inf, 0.0, 0
     for i in range(len(values)):
-        some += decoding[i] and lacking[i] > 0.0 and -patience < slack[i] < np.inf
         others += decoding[i]
-    others -= some
-    most_log += CROWD * max(math.log(max(others, 1) / max(some, 1)), 0.0)
+        if lacking[i] > 0.0:
+            some += hopes[i]
+    most_log += CROWD * max(math.log(max(others - some, 1.0) / max(some, 1.0)), 0.0)
     for i in range(len(values)):
         values[i] = 1.0
         if not decoding[i]:
             continue
-        if lacking[i] > 0.0 and slack[i] < np.inf:
-            hope = 1.0 / (1.0 + math.exp(min(-(slack[i] + patience) / (GIVING_UP * patience), 60.0)))
-            values[i] += (math.exp(min(lacking[i], most_log)) - 1.0) * hope
+        if lacking[i] > 0.0:
+            values[i] += (math.exp(min(lacking[i], most_log)) - 1.0) * hopes[i]
         most, least = max(most, values[i]), min(least, values[i])
     for i in range(len(values)):
         values[i] /= most

@@ -17,7 +17,8 @@ from faser.models.evaluation.attainment import Attained, serve
 from faser.models.evaluation.objective_worlds import knee_worlds
 from faser.models.policies.price import PricePolicy
 
-REQUESTS, LATE_MS = 8, 22.0  # every other one is late: its step takes 26 ms at least
+REQUESTS, LATE_MS = 8, 24.0  # every other one is late: its step takes 26 ms at least
+FIRST, BEFORE = range(101, 105), 12  # requests that left before, and their steps
 ROW_S = 2e-3
 CAPABILITIES = Capabilities(k_max=4, rest_steps=MOST_REST_STEPS)
 
@@ -25,28 +26,36 @@ CAPABILITIES = Capabilities(k_max=4, rest_steps=MOST_REST_STEPS)
 def asked(
     others_ms: float | None, capabilities: Capabilities = CAPABILITIES, steps: int = 60, late_ms: float = LATE_MS
 ) -> Action:
-    """Return what price asks for after steps of dear rows, in which drafts are seldom accepted."""
+    """Return what price asks for after steps of dear rows, in which drafts are seldom accepted.
+
+    Before them half as many requests ran, and left: so what a step costs in which the others rest is known.
+    """
     state, policy, everybody = EngineState(capabilities), PricePolicy(capabilities), range(1, REQUESTS + 1)
     now_s, action = 0.0, None
-    for counter in range(1, steps + 1):
-        drafts = counter % 2
-        arrivals = [
-            RequestEvent("arrival", handle, 0.0, 40, f"r{handle}", tpot_ms=late_ms if handle % 2 else others_ms)
-            for handle in everybody
-        ]
+    for counter in range(1, BEFORE + steps + 1):
+        drafts, running = counter % 2, everybody if counter > BEFORE else FIRST
         rows = [
             RequestRow(
                 handle, 1 + drafts, drafts, drafts, drafts, 0, taken := int((handle + counter) % 6 == 0) * drafts,
                 1 + taken, 50, False,
             )
-            for handle in everybody
+            for handle in running
         ]  # fmt: skip
-        verify_s, draft_s = 10e-3 + ROW_S * REQUESTS * (1 + drafts), 1e-3 * drafts
+        events = []
+        if counter in {1, BEFORE + 1}:
+            paces = {handle: late_ms if handle % 2 else others_ms for handle in everybody}
+            events = [
+                RequestEvent("arrival", handle, now_s, 40, f"r{handle}", tpot_ms=paces.get(handle))
+                for handle in running
+            ]
+        if counter == BEFORE + 1:
+            events += [RequestEvent("finish", handle, now_s, 50) for handle in FIRST]
+        count = len(running)
+        verify_s, draft_s = 10e-3 + ROW_S * count * (1 + drafts), 1e-3 * drafts
         now_s += verify_s + draft_s
         record = StepRecord(
             "boot", counter, counter, now_s, verify_s + draft_s, 0.0, verify_s, 0.0, draft_s, 0.0, 0.0,
-            REQUESTS, 0, 0, REQUESTS, REQUESTS * drafts, 0.1, None, None, 1, counter, 0, 0,
-            arrivals if counter == 1 else [], rows,
+            count, 0, 0, count, count * drafts, 0.1, None, None, 1, counter, 0, 0, events, rows,
         )  # fmt: skip
         observe(state, record)
         action = policy.act(state)
@@ -72,7 +81,7 @@ def test_who_would_be_late_itself_does_not_rest() -> None:
 
 
 def test_the_further_ahead_they_are_the_longer_they_rest() -> None:
-    rests = [asked(60.0, steps=steps).rest for steps in (12, 16, 20)]
+    rests = [asked(60.0, steps=steps).rest for steps in (8, 12, 16)]
     assert [rest and rest.steps for rest in rests] == [1, 2, 3]
 
 

@@ -14,7 +14,7 @@ from faser.env.estimate.engine_state import EngineState, observe
 from faser.env.spaces import Action, Capabilities
 from faser.models.policies.favouring import FavouredGroups
 from faser.models.policies.policy import PolicyError
-from faser.models.policies.token_values import TokenValues, _fill
+from faser.models.policies.token_values import CROWD, GIVING_UP, TokenValues, _fastest_s, _fill, _hope
 from faser.models.registry import make_policy
 
 CAPABILITIES = Capabilities(k_max=4)
@@ -22,14 +22,16 @@ REQUESTS = 8  # every other one has an objective
 POLICIES = ("price:even", "price", "adaserve", "urgent:3", "behind:3")
 
 
-def steps_of(tpot_ms: float | None, row_s: float = 1e-3, steps: int = 120) -> Iterator[StepRecord]:
+def steps_of(
+    tpot_ms: float | None, row_s: float = 1e-3, steps: int = 120, others_ms: float | None = None
+) -> Iterator[StepRecord]:
     """Give steps in which every request verifies two to four drafts and gets up to two of them.
 
     A step takes 10 ms, `row_s` per row and 1 ms per round.
     """
     everybody, now_s = range(1, REQUESTS + 1), 0.0
     arrivals = [
-        RequestEvent("arrival", handle, 0.0, 40, f"r{handle}", tpot_ms=tpot_ms if handle % 2 else None)
+        RequestEvent("arrival", handle, 0.0, 40, f"r{handle}", tpot_ms=tpot_ms if handle % 2 else others_ms)
         for handle in everybody
     ]
     for counter in range(1, steps + 1):
@@ -122,15 +124,66 @@ def test_settings_are_read() -> None:
 
 
 def test_the_fewer_lack_tokens_the_more_one_is_worth_to_them() -> None:
-    """One of nine against eight of sixteen, equally late: the square root of eight times as much."""
+    """One of nine against eight of sixteen, equally late: eight to the power of CROWD times as much."""
     values = {}
     for some, others in ((1, 8), (8, 8)):
         late = np.arange(some + others) < some
         values[some] = np.empty(some + others)
-        lacking, slack = np.where(late, 50.0, -50.0), np.where(late, -1.0, np.inf)
-        _fill(lacking, slack, np.ones(len(late), np.bool_), math.log(8.0), 90.0, values[some])
+        lacking, hopes = np.where(late, 50.0, -50.0), np.where(late, 1.0, 0.0)
+        _fill(lacking, hopes, np.ones(len(late), np.bool_), math.log(8.0), values[some])
     assert 1.0 / values[8][-1] == pytest.approx(8.0, rel=0.05)
-    assert 1.0 / values[1][-1] == pytest.approx(8.0 * math.sqrt(8.0), rel=0.05)
+    assert 1.0 / values[1][-1] == pytest.approx(8.0 * 8.0**CROWD, rel=0.05)
+
+
+PATIENCE = 60.0
+EVEN_STEPS_S = (1.0, 1.0, 1.0, 1.0)  # drafts that cost nothing
+
+
+def hope(slack: float, tpot_s: float, steps_s: tuple[float, ...] = EVEN_STEPS_S, patience: float = PATIENCE) -> float:
+    """Return the hope for one request, of whose drafts half are accepted at each place."""
+    found, acceptance = np.zeros(1), np.full((1, len(steps_s) - 1), 0.5)
+    own = np.array([slack]), np.array([tpot_s]), np.array(steps_s)
+    _hope(acceptance, *own, np.ones(1, np.bool_), patience, found)
+    return float(found[0])
+
+
+def test_who_cannot_catch_up_is_given_up_before_it_is_far_behind() -> None:
+    """Three drafts bring 1.875 tokens a second: two are too many, and one and a half can be had."""
+    assert hope(0.0, 1.0 / 2.2) < 0.1
+    assert hope(0.0, 1.0 / 1.5) > 0.9
+    assert hope(-40.0, 1.0 / 1.5) < 0.2
+
+
+def test_a_hope_is_even_where_a_request_would_be_just_in_time() -> None:
+    """By its patience, at the depth at which it is the fastest: here that of one draft."""
+    dear, tpot_s = (1.0, 1.1, 2.0, 3.0), 0.8
+    gain = 1.5 - 1.1 / tpot_s
+    assert gain > 1.0 - 1.0 / tpot_s
+    assert gain > 1.75 - 2.0 / tpot_s
+    assert hope(-PATIENCE * gain, tpot_s, dear) == pytest.approx(0.5)
+    assert hope(-PATIENCE * gain + GIVING_UP, tpot_s, dear) == pytest.approx(1.0 / (1.0 + math.exp(-1.0)))
+    assert hope(-PATIENCE * gain, tpot_s, dear, 2 * PATIENCE) == pytest.approx(
+        1.0 / (1.0 + math.exp(-PATIENCE * gain / GIVING_UP))
+    )
+
+
+def test_who_has_no_objective_has_no_hope_of_keeping_one() -> None:
+    """So nothing is worth more to it."""
+    assert hope(math.inf, math.inf) == 0.0
+
+
+def test_hope_counts_steps_that_others_leave_out() -> None:
+    """Where these may rest, who is late could have shorter steps than it has now."""
+    seen = []
+    for most in (0, 3):
+        state = EngineState(Capabilities(k_max=4, rest_steps=most))
+        for record in steps_of(30.0, row_s=2e-3, others_ms=300.0):
+            observe(state, record)
+        view = state.view()
+        late = state.requests.column("handle") % 2 == 1
+        seen.append(_fastest_s(view, np.where(late, 1.0, -1.0)))
+    assert np.all(seen[1] < seen[0])
+    assert np.all(np.diff(seen[0]) > 0.0)
 
 
 @pytest.mark.parametrize("name", ["price", "price:even", "price:history", "price:drafter", "price:pace=0:40"])
