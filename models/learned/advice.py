@@ -24,7 +24,7 @@ class Advice(NamedTuple):
     urgency: float = 0.0  # above 0 who lacks tokens is worth more
     horizon: float = 0.0  # ... what is lacking is looked for further ahead
     reserve: float = 0.0  # ... requests shall be further ahead of their schedules
-    patience: float = 0.0  # ... who is far behind is given up later
+    patience: float = 0.0  # ... who is behind has longer to catch up
 
     @classmethod
     def of(cls, outputs: Singles) -> Advice:
