@@ -62,10 +62,11 @@ class TokenValues:
             return None
         slack, due = view.slack().tokens, view.load.step_s / tpot_s
         lacking = self.reserve - slack - self.horizon * (1.0 - due)
-        if lacking.max() <= 0.0:
+        late = view.decoding & (lacking > 0.0)
+        if not late.any():
             return None
         values, hopes = np.empty(view.size), np.zeros(view.size)
-        _hope(view.acceptance(), slack, tpot_s, _fastest_s(view, lacking), view.decoding, self.patience, hopes)
+        _hope(view.acceptance(), slack, tpot_s, _fastest_s(view, late), view.decoding, self.patience, hopes)
         spread = _fill(lacking / self.width, hopes, view.decoding, math.log(self.urgency), values)
         return values if spread > LEAST_SPREAD else None
 
@@ -82,9 +83,8 @@ def _count(tpot_s: Floats, decoding: Bools) -> int:
     return found
 
 
-def _fastest_s(view: PlanningView, lacking: Floats) -> Floats:
-    """Return (k_max + 1,) seconds of a step by how deep those draft who lack tokens; the others do not, and rest."""
-    late = view.decoding & (lacking > 0.0)
+def _fastest_s(view: PlanningView, late: Bools) -> Floats:
+    """Return (k_max + 1,) seconds of a step by how deep those draft who are late; the others do not, and rest."""
     resting = view.decoding & ~late & np.isfinite(view.table.column("tpot_s"))
     some, most = np.count_nonzero(late), view.capabilities.rest_steps
     rounds = np.arange(view.capabilities.k_max + 1.0)

@@ -181,7 +181,7 @@ def test_hope_counts_steps_that_others_leave_out() -> None:
             observe(state, record)
         view = state.view()
         late = state.requests.column("handle") % 2 == 1
-        seen.append(_fastest_s(view, np.where(late, 1.0, -1.0)))
+        seen.append(_fastest_s(view, late))
     assert np.all(seen[1] < seen[0])
     assert np.all(np.diff(seen[0]) > 0.0)
 
