@@ -37,7 +37,7 @@ class TokenValues:
     horizon: float = 15.0  # steps that are looked ahead
     reserve: float = 10.0  # tokens ahead that a request shall be then: its tokens are worth 1
     width: float = 4.0  # tokens less by which they are worth e times as much
-    patience: float = 60.0  # steps in which a request must be able to catch up, else it is given up
+    patience: float = 120.0  # steps in which a request must be able to catch up, else it is given up
 
     def __post_init__(self) -> None:
         for name, (low, high) in BOUNDS.items():
