@@ -33,7 +33,7 @@ BOUNDS: Final = {
 class TokenValues:
     """How a value follows from how far ahead of its schedule a request would be with one token in each step."""
 
-    urgency: float = 8.0  # the most that a token is worth where as many lack something as do not
+    urgency: float = 10.0  # the most that a token is worth where as many lack something as do not
     horizon: float = 15.0  # steps that are looked ahead
     reserve: float = 10.0  # tokens ahead that a request shall be then: its tokens are worth 1
     width: float = 4.0  # tokens less by which they are worth e times as much
@@ -57,17 +57,13 @@ class TokenValues:
 
     def of(self, view: PlanningView) -> Floats | None:
         """Return (size,) what a token of each live request is worth, 0..1 of the most; None where all count alike."""
-        tpot_s = view.table.column("tpot_s")
-        if not _count(tpot_s, view.decoding):
+        tpot_s, slack, decoding = view.table.column("tpot_s"), view.slack().tokens, view.decoding
+        values, lacking, hopes = np.empty(view.size), np.empty(view.size), np.zeros(view.size)
+        late, patient = _lack(slack, tpot_s, decoding, view.load.step_s, self.reserve, self.horizon, lacking)
+        if not late:
             return None
-        slack, due = view.slack().tokens, view.load.step_s / tpot_s
-        lacking = self.reserve - slack - self.horizon * (1.0 - due)
-        late = view.decoding & (lacking > 0.0)
-        if not late.any():
-            return None
-        values, hopes = np.empty(view.size), np.zeros(view.size)
-        _hope(view.acceptance(), slack, tpot_s, _fastest_s(view, late), view.decoding, self.patience, hopes)
-        spread = _fill(lacking / self.width, hopes, view.decoding, math.log(self.urgency), values)
+        _hope(view.acceptance(), slack, tpot_s, _fastest_s(view, late, patient), decoding, self.patience, hopes)
+        spread = _fill(lacking, self.width, hopes, decoding, math.log(self.urgency), values)
         return values if spread > LEAST_SPREAD else None
 
 
@@ -75,24 +71,35 @@ VALUES: Final = TokenValues()  # as released
 
 
 @compiled
-def _count(tpot_s: Floats, decoding: Bools) -> int:
-    """Return how many of those who decode have an objective per token."""
-    found = 0
-    for i in range(len(decoding)):
-        found += decoding[i] and tpot_s[i] < np.inf
-    return found
+def _lack(
+    slack: Floats, tpot_s: Floats, decoding: Bools, step_s: float, reserve: float, horizon: float, lacking: Floats
+) -> tuple[int, int]:
+    """Fill in (n,) tokens that will be lacking; return how many of those who decode lack some, and how many could wait.
+
+    :param slack: (n,) tokens ahead
+    """
+    late = patient = 0
+    for i in range(len(lacking)):
+        lacking[i] = reserve - slack[i] - horizon * (1.0 - step_s / tpot_s[i])
+        if decoding[i] and tpot_s[i] < np.inf:
+            late += lacking[i] > 0.0
+            patient += lacking[i] <= 0.0
+    return late, patient
 
 
-def _fastest_s(view: PlanningView, late: Bools) -> Floats:
-    """Return (k_max + 1,) seconds of a step by how deep those draft who are late; the others do not, and rest."""
-    resting = view.decoding & ~late & np.isfinite(view.table.column("tpot_s"))
-    some, most = np.count_nonzero(late), view.capabilities.rest_steps
-    rounds = np.arange(view.capabilities.k_max + 1.0)
-    rows = view.requests + some * rounds
-    whole_s, awake_s = view.verify_s(np.stack((rows, rows - np.count_nonzero(resting))))
-    draft_s = view.cost.draft_time_s(rows, rounds, rounds * (some if view.capabilities.is_ragged else view.requests))
-    seconds: Floats = (whole_s + most * awake_s) / (1 + most) + draft_s
-    return seconds
+def _fastest_s(view: PlanningView, late: int, patient: int) -> Floats:
+    """Return (k_max + 1,) seconds of a step by how deep those draft who are late; the others do not, the patient rest.
+
+    :param late: requests
+    :param patient: requests
+    """
+    most, depths = view.capabilities.rest_steps, view.capabilities.k_max + 1
+    rounds = np.arange(float(depths))
+    rows = view.requests + late * rounds
+    seconds = view.verify_s(np.concatenate((rows, rows - patient)))
+    draft_s = view.cost.draft_time_s(rows, rounds, rounds * (late if view.capabilities.is_ragged else view.requests))
+    steps_s: Floats = (seconds[:depths] + most * seconds[depths:]) / (1 + most) + draft_s
+    return steps_s
 
 
 @compiled
@@ -118,10 +125,11 @@ def _hope(
 
 
 @compiled
-def _fill(lacking: Floats, hopes: Floats, decoding: Bools, most_log: float, values: Floats) -> float:
+def _fill(lacking: Floats, width: float, hopes: Floats, decoding: Bools, most_log: float, values: Floats) -> float:
     """Fill in (n,) values as shares of the largest; return how far those of who decode lie apart, 0..1.
 
-    :param lacking: (n,) tokens that will be lacking, in widths
+    :param lacking: (n,) tokens that will be lacking
+    :param width: of these, make a token worth e times as much
     :param hopes: (n,) how likely each is to be in time, 0 without an objective
     :param most_log: logarithm of the urgency
     """
@@ -136,7 +144,7 @@ def _fill(lacking: Floats, hopes: Floats, decoding: Bools, most_log: float, valu
         if not decoding[i]:
             continue
         if lacking[i] > 0.0:
-            values[i] += (math.exp(min(lacking[i], most_log)) - 1.0) * hopes[i]
+            values[i] += (math.exp(min(lacking[i] / width, most_log)) - 1.0) * hopes[i]
         most, least = max(most, values[i]), min(least, values[i])
     for i in range(len(values)):
         values[i] /= most

@@ -130,7 +130,7 @@ def test_the_fewer_lack_tokens_the_more_one_is_worth_to_them() -> None:
         late = np.arange(some + others) < some
         values[some] = np.empty(some + others)
         lacking, hopes = np.where(late, 50.0, -50.0), np.where(late, 1.0, 0.0)
-        _fill(lacking, hopes, np.ones(len(late), np.bool_), math.log(8.0), values[some])
+        _fill(lacking, 2.0, hopes, np.ones(len(late), np.bool_), math.log(8.0), values[some])
     assert 1.0 / values[8][-1] == pytest.approx(8.0, rel=0.05)
     assert 1.0 / values[1][-1] == pytest.approx(8.0 * 8.0**CROWD, rel=0.05)
 
@@ -179,9 +179,7 @@ def test_hope_counts_steps_that_others_leave_out() -> None:
         state = EngineState(Capabilities(k_max=4, rest_steps=most))
         for record in steps_of(30.0, row_s=2e-3, others_ms=300.0):
             observe(state, record)
-        view = state.view()
-        late = state.requests.column("handle") % 2 == 1
-        seen.append(_fastest_s(view, late))
+        seen.append(_fastest_s(state.view(), REQUESTS // 2, REQUESTS // 2))
     assert np.all(seen[1] < seen[0])
     assert np.all(np.diff(seen[0]) > 0.0)
 
