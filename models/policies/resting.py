@@ -18,7 +18,7 @@ from ...env.estimate.planning_view import PlanningView
 from .token_values import TokenValues
 
 REST_RECORDS: Final = 4  # for so many a decision holds
-HORIZON: Final = 15.0  # steps that are looked ahead
+HORIZON: Final = 15.0  # steps that are looked ahead, whatever the advice on values is
 SPARE: Final = 1.0  # tokens ahead that who rests shall be then
 LEAST_GAIN: Final = 0.02  # a cadence must bring so much more value per second
 

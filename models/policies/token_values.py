@@ -3,7 +3,7 @@
 Asked by the price policy (models/policies/price.py), which asks for the lengths that bring most value per second. The
 value is a controller's: it rises with what a request will lack some steps from now, until the drafts that it brings
 are enough; the fewer lack anything, the higher, for what they ask for costs the others little. Who would not catch up
-with all drafts that are likely to be accepted counts like any other. Pure, no clock.
+however deep it drafts, and whoever may rest, counts like any other. Pure, no clock.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from ...engine_adapter.arrays import Bools, Floats
@@ -20,9 +21,11 @@ from ...engine_adapter.compiled import compiled
 from ...env.estimate.planning_view import PlanningView
 from .policy import PolicyError
 
-GIVING_UP: Final = 8.0  # tokens, over which a request is given up
+GIVING_UP: Final = 8.0  # tokens missing or to spare at which hope is a quarter or three quarters
 LEAST_SPREAD: Final = 0.05  # of the most that a token is worth: values that differ less favour nobody
-CROWD: Final = 0.25  # power of those who lack nothing over those who do: so many times as much is a token worth
+CROWD: Final = (
+    0.25  # power of the others over those who lack something and have hope: so many times as much is a token worth
+)
 SETTING: Final = re.compile(r"([a-z]+)=(\d+(?:\.\d+)?)")
 BOUNDS: Final = {
     "urgency": (1.0, 1e4), "horizon": (0.0, 1e4), "reserve": (0.0, 1e3), "width": (0.1, 1e3), "patience": (1.0, 1e4),
@@ -59,10 +62,12 @@ class TokenValues:
         """Return (size,) what a token of each live request is worth, 0..1 of the most; None where all count alike."""
         tpot_s, slack, decoding = view.table.column("tpot_s"), view.slack().tokens, view.decoding
         values, lacking, hopes = np.empty(view.size), np.empty(view.size), np.zeros(view.size)
-        late, patient = _lack(slack, tpot_s, decoding, view.load.step_s, self.reserve, self.horizon, lacking)
+        settings = self.reserve, self.horizon, self.patience
+        late, idle = _lack(slack, tpot_s, decoding, view.load.step_s, view.capabilities.k_max, *settings, lacking)
         if not late:
             return None
-        _hope(view.acceptance(), slack, tpot_s, _fastest_s(view, late, patient), decoding, self.patience, hopes)
+        steps_s, delivery = _fastest_s(view.under(view.unsplit_cost), late, idle), view.population.delivery
+        _hope(view.acceptance(), delivery, slack, tpot_s, steps_s, decoding, self.patience, hopes)
         spread = _fill(lacking, self.width, hopes, decoding, math.log(self.urgency), values)
         return values if spread > LEAST_SPREAD else None
 
@@ -72,43 +77,60 @@ VALUES: Final = TokenValues()  # as released
 
 @compiled
 def _lack(
-    slack: Floats, tpot_s: Floats, decoding: Bools, step_s: float, reserve: float, horizon: float, lacking: Floats
-) -> tuple[int, int]:
-    """Fill in (n,) tokens that will be lacking; return how many of those who decode lack some, and how many could wait.
+    slack: Floats, tpot_s: Floats, decoding: Bools, step_s: float, k_max: int, reserve: float, horizon: float,
+    patience: float, lacking: Floats,
+) -> tuple[int, int]:  # fmt: skip
+    """Fill in (n,) tokens that will be lacking; return how many of those who decode are late, and how many could rest.
+
+    Who lacks tokens and could not catch up were every draft accepted is neither.
 
     :param slack: (n,) tokens ahead
     """
-    late = patient = 0
+    late = idle = 0
     for i in range(len(lacking)):
-        lacking[i] = reserve - slack[i] - horizon * (1.0 - step_s / tpot_s[i])
+        due = step_s / tpot_s[i]
+        lacking[i] = reserve - slack[i] - horizon * (1.0 - due)
         if decoding[i] and tpot_s[i] < np.inf:
-            late += lacking[i] > 0.0
-            patient += lacking[i] <= 0.0
-    return late, patient
+            late += lacking[i] > 0.0 and slack[i] + patience * (1 + k_max - due) > 0.0
+            idle += lacking[i] <= 0.0
+    return late, idle
 
 
-def _fastest_s(view: PlanningView, late: int, patient: int) -> Floats:
-    """Return (k_max + 1,) seconds of a step by how deep those draft who are late; the others do not, the patient rest.
+def _fastest_s(view: PlanningView, late: int, idle: int) -> Floats:
+    """Return (k_max + 1,) seconds of a step by how deep all who are late draft: the least that they could get.
+
+    The others draft nothing, and the idle are left out of as many steps as the engine offers, for as long as it takes.
 
     :param late: requests
-    :param patient: requests
+    :param idle: requests
     """
-    most, depths = view.capabilities.rest_steps, view.capabilities.k_max + 1
-    rounds = np.arange(float(depths))
-    rows = view.requests + late * rounds
-    seconds = view.verify_s(np.concatenate((rows, rows - patient)))
-    draft_s = view.cost.draft_time_s(rows, rounds, rounds * (late if view.capabilities.is_ragged else view.requests))
-    steps_s: Floats = (seconds[:depths] + most * seconds[depths:]) / (1 + most) + draft_s
-    return steps_s
+    most = view.capabilities.rest_steps if idle else 0
+    rounds = np.arange(view.capabilities.k_max + 1.0)
+    rows, share = view.requests + late * rounds, most / (1 + most)
+    steps_s = view.verify_s(rows)
+    if most:
+        awake = msgspec.structs.replace(view, requests=view.requests - idle)
+        steps_s = (1.0 - share) * steps_s + share * awake.verify_s(rows - idle)
+    drafting = late if view.capabilities.is_ragged else view.requests - share * idle
+    seconds: Floats = steps_s + view.cost.draft_time_s(rows - share * idle, rounds, rounds * drafting)
+    return seconds
 
 
 @compiled
 def _hope(
-    acceptance: Floats, slack: Floats, tpot_s: Floats, steps_s: Floats, decoding: Bools, patience: float, hopes: Floats
+    acceptance: Floats,
+    delivery: Floats,
+    slack: Floats,
+    tpot_s: Floats,
+    steps_s: Floats,
+    decoding: Bools,
+    patience: float,
+    hopes: Floats,
 ) -> None:
     """Fill in (n,) how likely it is, 0..1, that who decodes and has an objective is in time if it is favoured.
 
     :param acceptance: (n, k_max) of each request's drafts by place
+    :param delivery: (k_max,) share of the drafts asked for that the drafter gives, by place
     :param slack: (n,) tokens ahead
     :param steps_s: (k_max + 1,) seconds of a step by how deep the favoured draft
     """
@@ -119,7 +141,7 @@ def _hope(
         gain = tokens - steps_s[0] / tpot_s[i]
         for j in range(acceptance.shape[1]):
             survival *= acceptance[i, j]
-            tokens += survival
+            tokens += survival * delivery[j]
             gain = max(gain, tokens - steps_s[j + 1] / tpot_s[i])
         hopes[i] = 1.0 / (1.0 + math.exp(min(-(slack[i] + patience * gain) / GIVING_UP, 60.0)))
 

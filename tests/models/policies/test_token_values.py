@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ import pytest
 from faser.engine_adapter.arrays import Bools
 from faser.engine_adapter.protocol import RequestEvent, RequestRow, StepRecord
 from faser.env.estimate.engine_state import EngineState, observe
+from faser.env.estimate.planning_view import PlanningView
 from faser.env.spaces import Action, Capabilities
 from faser.models.policies.favouring import FavouredGroups
 from faser.models.policies.policy import PolicyError
-from faser.models.policies.token_values import CROWD, GIVING_UP, TokenValues, _fastest_s, _fill, _hope
+from faser.models.policies.token_values import CROWD, GIVING_UP, TokenValues, _fastest_s, _fill, _hope, _lack
 from faser.models.registry import make_policy
 
 CAPABILITIES = Capabilities(k_max=4)
@@ -82,10 +84,12 @@ def test_where_rows_are_dear_the_late_get_the_drafts_and_the_others_none() -> No
     assert "4 favoured for their objectives, first request 1 (-" in found["price"].reason
 
 
-def test_who_will_not_catch_up_is_given_up() -> None:
-    """One millisecond per token is beyond any draft: hundreds of tokens behind they count like everybody."""
-    found, _ = asked(1.0, steps=400)
+def test_who_cannot_catch_up_is_given_up_while_it_is_hardly_behind() -> None:
+    """Ten milliseconds per token are beyond any draft here: a few steps behind they count like everybody."""
+    found, _ = asked(10.0, steps=8)
     assert np.array_equal(found["price"].lengths, found["price:even"].lengths)
+    assert not found["price"].favours
+    assert asked(30.0, steps=8)[0]["price"].favours  # who can is not
 
 
 def test_a_newcomer_is_drafted_for_as_one_without_an_objective() -> None:
@@ -143,7 +147,7 @@ def hope(slack: float, tpot_s: float, steps_s: tuple[float, ...] = EVEN_STEPS_S,
     """Return the hope for one request, of whose drafts half are accepted at each place."""
     found, acceptance = np.zeros(1), np.full((1, len(steps_s) - 1), 0.5)
     own = np.array([slack]), np.array([tpot_s]), np.array(steps_s)
-    _hope(acceptance, *own, np.ones(1, np.bool_), patience, found)
+    _hope(acceptance, np.ones(len(steps_s) - 1), *own, np.ones(1, np.bool_), patience, found)
     return float(found[0])
 
 
@@ -172,16 +176,51 @@ def test_who_has_no_objective_has_no_hope_of_keeping_one() -> None:
     assert hope(math.inf, math.inf) == 0.0
 
 
-def test_hope_counts_steps_that_others_leave_out() -> None:
-    """Where these may rest, who is late could have shorter steps than it has now."""
-    seen = []
-    for most in (0, 3):
-        state = EngineState(Capabilities(k_max=4, rest_steps=most))
-        for record in steps_of(30.0, row_s=2e-3, others_ms=300.0):
-            observe(state, record)
-        seen.append(_fastest_s(state.view(), REQUESTS // 2, REQUESTS // 2))
-    assert np.all(seen[1] < seen[0])
-    assert np.all(np.diff(seen[0]) > 0.0)
+def view_of(rest_steps: int, *, is_ragged: bool = True) -> PlanningView:
+    """Return what a policy sees of an engine whose steps take 10 ms, 2 ms per row and 1 ms per round."""
+    state = EngineState(Capabilities(k_max=4, rest_steps=rest_steps, is_ragged=is_ragged))
+    for record in steps_of(30.0, row_s=2e-3):
+        observe(state, record)
+    return state.view()
+
+
+def test_the_shortest_step_has_no_drafts_but_of_the_late_and_leaves_out_the_idle() -> None:
+    """Three late of eight draft two each; where four may rest, three steps of four are without these."""
+    late, depth = 3, 2
+    plain_s = _fastest_s(view_of(0), late, 4)[depth]
+    assert plain_s == pytest.approx(
+        10e-3 + 2e-3 * (REQUESTS + late * depth) + depth * 1e-3, rel=0.15
+    )  # so few rows were never seen
+    resting = _fastest_s(view_of(3), late, 4)
+    assert resting[depth] < plain_s - 2e-3
+    assert np.all(np.diff(resting) > 0.0)
+    assert _fastest_s(view_of(3), late, 0)[depth] == pytest.approx(plain_s)
+
+
+def test_where_all_draft_the_longest_the_shortest_step_drafts_for_all_who_are_in_it() -> None:
+    """Its seconds of drafting are those of the whole batch, less who rests."""
+    ragged, longest = (_fastest_s(view_of(0, is_ragged=is_ragged), 3, 0) for is_ragged in (True, False))
+    assert np.all(longest >= ragged)
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_who_is_late_has_more_hope_where_others_may_rest(most: int) -> None:
+    """Steps of eight are too long for them, steps of four are not."""
+    state, policy = EngineState(replace(CAPABILITIES, rest_steps=most)), TokenValues()
+    for record in steps_of(24.0, row_s=2e-3, others_ms=300.0, steps=30):
+        observe(state, record)
+    values = policy.of(state.view())
+    assert values is not None
+    assert (values.min() < 0.5) == (most == 3)
+
+
+def test_those_for_whom_no_draft_could_do_take_no_hope_from_the_others() -> None:
+    """Whoever asks for what cannot be does not count among the late."""
+    lacking = np.empty(3)
+    slack, tpot_s, decoding = np.zeros(3), np.array([1e-3, 20e-3, 300e-3]), np.ones(3, np.bool_)
+    assert _lack(slack, tpot_s, decoding, 26e-3, 4, 10.0, 15.0, 120.0, lacking) == (1, 1)
+    assert lacking.tolist() == pytest.approx([385.0, 14.5, -3.7])
+    assert _lack(slack, tpot_s, ~decoding, 26e-3, 4, 10.0, 15.0, 120.0, lacking) == (0, 0)
 
 
 @pytest.mark.parametrize("name", ["price", "price:even", "price:history", "price:drafter", "price:pace=0:40"])
