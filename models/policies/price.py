@@ -31,7 +31,7 @@ from .resting import REST_RECORDS, choose_rest
 from .split_choice import RateEstimates, SplitChoice
 from .step_grid import BINS, PLANES, Choice, choose, least_survival, place, tabulate
 from .stop_rules import EDGE_LIST, NO_RULE, all_drafts, predict_stops, predict_trims, rule_of
-from .token_values import VALUES, TokenValues
+from .token_values import VALUES, ShortestSteps, TokenValues
 
 SETTLE_DECISIONS = 3  # the whole grid is searched this often, 30 us at 64 requests; between, lengths are placed, 5 us
 SETTLED_DECISIONS = 12  # ... while search after search finds the same point
@@ -92,13 +92,13 @@ class PricePolicy:
         self._probes = ProbeAccount()
         self._can_split = len(capabilities.splits) > 1
         self._splits = SplitChoice(len(capabilities.splits))
-        self._values = values
+        self._values, self._shortest = values, ShortestSteps()
         self._rest: Rest | None = None
         self._rested_at = -REST_RECORDS  # when this was decided
 
     def values_of(self, view: PlanningView) -> Floats | None:
         """Return (size,) what a token of each live request is worth, 0..1 of the most; None where all count alike."""
-        return None if self._values is None else self._values.of(view)
+        return None if self._values is None else self._values.of(view, self._shortest)
 
     def follow(self, values: TokenValues) -> None:
         """Let tokens be worth this from now on."""

@@ -16,7 +16,17 @@ from faser.env.estimate.planning_view import PlanningView
 from faser.env.spaces import Action, Capabilities
 from faser.models.policies.favouring import FavouredGroups
 from faser.models.policies.policy import PolicyError
-from faser.models.policies.token_values import CROWD, GIVING_UP, TokenValues, _fastest_s, _fill, _hope, _lack
+from faser.models.policies.token_values import (
+    CROWD,
+    GIVING_UP,
+    LOOK_RECORDS,
+    ShortestSteps,
+    TokenValues,
+    _fill,
+    _hope,
+    _lack,
+    _shortest_s,
+)
 from faser.models.registry import make_policy
 
 CAPABILITIES = Capabilities(k_max=4)
@@ -187,19 +197,33 @@ def view_of(rest_steps: int, *, is_ragged: bool = True) -> PlanningView:
 def test_the_shortest_step_has_no_drafts_but_of_the_late_and_leaves_out_the_idle() -> None:
     """Three late of eight draft two each; where four may rest, three steps of four are without these."""
     late, depth = 3, 2
-    plain_s = _fastest_s(view_of(0), late, 4)[depth]
+    plain_s = _shortest_s(view_of(0), late, 4)[depth]
     assert plain_s == pytest.approx(
         10e-3 + 2e-3 * (REQUESTS + late * depth) + depth * 1e-3, rel=0.15
     )  # so few rows were never seen
-    resting = _fastest_s(view_of(3), late, 4)
+    resting = _shortest_s(view_of(3), late, 4)
     assert resting[depth] < plain_s - 2e-3
     assert np.all(np.diff(resting) > 0.0)
-    assert _fastest_s(view_of(3), late, 0)[depth] == pytest.approx(plain_s)
+    assert _shortest_s(view_of(3), late, 0)[depth] == pytest.approx(plain_s)
+
+
+def test_the_shortest_step_is_looked_at_again_after_a_few_records() -> None:
+    """Not for every record, and never with those who were late long ago."""
+    shortest, state = ShortestSteps(), EngineState(CAPABILITIES)
+    records = list(steps_of(30.0))
+    for record in records[:-LOOK_RECORDS]:
+        observe(state, record)
+    first = shortest.seconds(state.view(), 1, 0)
+    for number, record in enumerate(records[-LOOK_RECORDS:], 1):
+        observe(state, record)
+        later = shortest.seconds(state.view(), REQUESTS, 0)
+        assert (later is first) == (number < LOOK_RECORDS)
+    assert later[-1] > first[-1]
 
 
 def test_where_all_draft_the_longest_the_shortest_step_drafts_for_all_who_are_in_it() -> None:
     """Its seconds of drafting are those of the whole batch, less who rests."""
-    ragged, longest = (_fastest_s(view_of(0, is_ragged=is_ragged), 3, 0) for is_ragged in (True, False))
+    ragged, longest = (_shortest_s(view_of(0, is_ragged=is_ragged), 3, 0) for is_ragged in (True, False))
     assert np.all(longest >= ragged)
 
 
@@ -209,7 +233,7 @@ def test_who_is_late_has_more_hope_where_others_may_rest(most: int) -> None:
     state, policy = EngineState(replace(CAPABILITIES, rest_steps=most)), TokenValues()
     for record in steps_of(24.0, row_s=2e-3, others_ms=300.0, steps=30):
         observe(state, record)
-    values = policy.of(state.view())
+    values = policy.of(state.view(), ShortestSteps())
     assert values is not None
     assert (values.min() < 0.5) == (most == 3)
 
