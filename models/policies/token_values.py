@@ -21,11 +21,9 @@ from ...engine_adapter.compiled import compiled
 from ...env.estimate.planning_view import PlanningView
 from .policy import PolicyError
 
-GIVING_UP: Final = 8.0  # tokens missing or to spare at which hope is a quarter or three quarters
+GIVING_UP: Final = 8.0  # tokens missing or to spare at which hope is about a quarter or three quarters
 LEAST_SPREAD: Final = 0.05  # of the most that a token is worth: values that differ less favour nobody
-CROWD: Final = (
-    0.25  # power of the others over those who lack something and have hope: so many times as much is a token worth
-)
+CROWD: Final = 0.25  # power of the others over those who lack something with hope: so many times more is a token worth
 LOOK_RECORDS: Final = 4  # for so many what a step could take is taken to hold
 SETTING: Final = re.compile(r"([a-z]+)=(\d+(?:\.\d+)?)")
 BOUNDS: Final = {
@@ -134,15 +132,9 @@ def _lack(
 
 @compiled
 def _hope(
-    acceptance: Floats,
-    delivery: Floats,
-    slack: Floats,
-    tpot_s: Floats,
-    steps_s: Floats,
-    decoding: Bools,
-    patience: float,
-    hopes: Floats,
-) -> None:
+    acceptance: Floats, delivery: Floats, slack: Floats, tpot_s: Floats, steps_s: Floats, decoding: Bools,
+    patience: float, hopes: Floats,
+) -> None:  # fmt: skip
     """Fill in (n,) how likely it is, 0..1, that who decodes and has an objective is in time if it is favoured.
 
     :param acceptance: (n, k_max) of each request's drafts by place
