@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
 from faser.engine_adapter.arrays import Bools
 from faser.engine_adapter.protocol import RequestEvent, RequestRow, StepRecord
+from faser.env.cost.split_cost import IdealSplit
 from faser.env.estimate.engine_state import EngineState, observe
 from faser.env.estimate.planning_view import PlanningView
 from faser.env.spaces import Action, Capabilities
@@ -149,15 +151,35 @@ def test_the_fewer_lack_tokens_the_more_one_is_worth_to_them() -> None:
     assert 1.0 / values[1][-1] == pytest.approx(8.0 * 8.0**CROWD, rel=0.05)
 
 
+def test_a_width_of_lacking_tokens_makes_one_worth_e_times_as_much() -> None:
+    values = np.empty(2)
+    spread = _fill(np.array([3.0, -1.0]), 3.0, np.array([1.0, 0.0]), np.ones(2, np.bool_), math.log(100.0), values)
+    assert values.tolist() == pytest.approx([1.0, 1.0 / math.e])
+    assert spread == pytest.approx(1.0 - 1.0 / math.e)
+
+
+def test_who_has_no_hope_makes_nobody_fewer() -> None:
+    """The most that a token is worth follows from how many can still be in time, not from how many lack something."""
+    most = []
+    for hopeless in (0, 4):
+        lacking, values = np.array([50.0] * (1 + hopeless) + [-50.0] * (8 - hopeless)), np.empty(9)
+        _fill(lacking, 2.0, np.arange(9) < 1, np.ones(9, np.bool_), math.log(8.0), values)
+        most.append(1.0 / values[-1])
+    assert most[0] == pytest.approx(most[1])
+
+
 PATIENCE = 60.0
 EVEN_STEPS_S = (1.0, 1.0, 1.0, 1.0)  # drafts that cost nothing
 
 
-def hope(slack: float, tpot_s: float, steps_s: tuple[float, ...] = EVEN_STEPS_S, patience: float = PATIENCE) -> float:
+def hope(
+    slack: float, tpot_s: float, steps_s: tuple[float, ...] = EVEN_STEPS_S, patience: float = PATIENCE,
+    delivery: float = 1.0,
+) -> float:  # fmt: skip
     """Return the hope for one request, of whose drafts half are accepted at each place."""
     found, acceptance = np.zeros(1), np.full((1, len(steps_s) - 1), 0.5)
     own = np.array([slack]), np.array([tpot_s]), np.array(steps_s)
-    _hope(acceptance, np.ones(len(steps_s) - 1), *own, np.ones(1, np.bool_), patience, found)
+    _hope(acceptance, np.full(len(steps_s) - 1, delivery), *own, np.ones(1, np.bool_), patience, found)
     return float(found[0])
 
 
@@ -166,6 +188,7 @@ def test_who_cannot_catch_up_is_given_up_before_it_is_far_behind() -> None:
     assert hope(0.0, 1.0 / 2.2) < 0.1
     assert hope(0.0, 1.0 / 1.5) > 0.9
     assert hope(-40.0, 1.0 / 1.5) < 0.2
+    assert hope(0.0, 1.0 / 1.5, delivery=0.2) < 0.1  # of a drafter that seldom gives any
 
 
 def test_a_hope_is_even_where_a_request_would_be_just_in_time() -> None:
@@ -221,10 +244,24 @@ def test_the_shortest_step_is_looked_at_again_after_a_few_records() -> None:
     assert later[-1] > first[-1]
 
 
+def test_the_shortest_step_is_one_without_a_split() -> None:
+    """Who has hope is served without one: a split's own costs would tell of steps that there will not be."""
+    view = view_of(0)
+    ideal = view.under(IdealSplit(view.unsplit_cost))
+    assert np.all(np.abs(_shortest_s(ideal, 3, 0) - _shortest_s(view, 3, 0)) > 1e-3)
+    assert np.array_equal(ShortestSteps().seconds(ideal, 3, 0), _shortest_s(view, 3, 0))
+
+
 def test_where_all_draft_the_longest_the_shortest_step_drafts_for_all_who_are_in_it() -> None:
     """Its seconds of drafting are those of the whole batch, less who rests."""
-    ragged, longest = (_shortest_s(view_of(0, is_ragged=is_ragged), 3, 0) for is_ragged in (True, False))
-    assert np.all(longest >= ragged)
+    late, idle, rounds = 2, 4, np.arange(5.0)
+    for is_ragged, drafting in ((True, late), (False, REQUESTS - 0.75 * idle)):
+        view = view_of(3, is_ragged=is_ragged)
+        rows = REQUESTS + late * rounds
+        awake = msgspec.structs.replace(view, requests=REQUESTS - idle)
+        mixed_s = 0.25 * view.verify_s(rows) + 0.75 * awake.verify_s(rows - idle)
+        draft_s = view.cost.draft_time_s(rows - 0.75 * idle, rounds, rounds * drafting)
+        assert _shortest_s(view, late, idle) == pytest.approx(mixed_s + draft_s)
 
 
 @pytest.mark.parametrize("most", [0, 3])
@@ -244,6 +281,9 @@ def test_those_for_whom_no_draft_could_do_take_no_hope_from_the_others() -> None
     slack, tpot_s, decoding = np.zeros(3), np.array([1e-3, 20e-3, 300e-3]), np.ones(3, np.bool_)
     assert _lack(slack, tpot_s, decoding, 26e-3, 4, 10.0, 15.0, 120.0, lacking) == (1, 1)
     assert lacking.tolist() == pytest.approx([385.0, 14.5, -3.7])
+    _lack(np.full(3, 13.0), tpot_s, decoding, 26e-3, 4, 10.0, 15.0, 120.0, lacking)
+    assert 0.0 < lacking[1] < 5.0
+    assert _lack(np.full(3, 13.0), tpot_s, decoding, 26e-3, 4, 10.0, 15.0, 120.0, lacking) == (1, 1)  # a little late
     assert _lack(slack, tpot_s, ~decoding, 26e-3, 4, 10.0, 15.0, 120.0, lacking) == (0, 0)
 
 
