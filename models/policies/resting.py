@@ -18,8 +18,7 @@ from ...env.estimate.planning_view import PlanningView
 from .token_values import TokenValues
 
 REST_RECORDS: Final = 4  # for so many a decision holds
-HORIZON: Final = 15.0  # steps that are looked ahead, whatever the advice on values is
-SPARE: Final = 1.0  # tokens ahead that who rests shall be then
+SPARE: Final = 1.0  # tokens ahead that who rests shall be, the horizon of values from now
 LEAST_GAIN: Final = 0.02  # a cadence must bring so much more value per second
 
 
@@ -78,7 +77,7 @@ def choose_rest(
         if lacking <= 0.0:
             break
         # A step takes no longer than with everybody: so those who rest are ahead by that much at least.
-        ahead = slack + HORIZON * (whole.tokens / (1 + steps) - whole.seconds / tpot_s)
+        ahead = slack + worth.horizon * (whole.tokens / (1 + steps) - whole.seconds / tpot_s)
         resting = patient & (ahead > SPARE)
         if not resting.any():
             break
@@ -97,5 +96,5 @@ def _lacking(
     worth: TokenValues, slack: Floats, tpot_s: Floats, tokens: Floats, step_s: float, favoured: Bools
 ) -> float:
     """Return how many tokens the worst of the favoured will lack."""
-    ahead = slack + HORIZON * (tokens - step_s / tpot_s)
+    ahead = slack + worth.horizon * (tokens - step_s / tpot_s)
     return float((worth.reserve - ahead)[favoured].max(initial=-np.inf))

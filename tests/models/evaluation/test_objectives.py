@@ -140,6 +140,23 @@ def test_what_is_said_of_the_released_networks_judgements_is_its_manifest() -> N
     assert (first, len(judged)) == (0.0, 6)
 
 
+def test_where_price_stands_is_told_as_the_committed_runs_say() -> None:
+    root = Path(faser.__file__).parent
+    found = json.loads((root / "benchmarks" / "results" / "attainment.json").read_text())
+    standing, known = found["standing"]["price"], found["frontier"]["known"]
+    told = " ".join((root / "docs" / "results.md").read_text().partition("`attainment.json`")[2].split())
+    over = {
+        name: "{ratio:.3f} ({low:.3f} to {high:.3f})".format(**each)
+        for name, each in standing.items()
+        if type(each) is dict
+    }
+    assert f"over all {standing['violations_over_unaware']:.2f}: at most a third was wanted" in told
+    assert f"**Goodput** is {over['goodput_over_unaware']} of the best unaware policy's, " in told
+    assert f"{over['goodput_over_unaware_half_urgent']} where half is urgent" in told
+    assert f"in hindsight {over['goodput_over_best_rule']}: one policy for all" in told
+    assert f"at most {known[-1][1]:.3f} with {known[-1][0]:.2f} of them" in told
+
+
 def test_the_documents_table_is_the_committed_runs() -> None:
     root = Path(faser.__file__).parent
     runs = json.loads((root / "benchmarks" / "results" / "attainment.json").read_text())["runs"]

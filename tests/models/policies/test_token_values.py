@@ -12,6 +12,7 @@ import pytest
 
 from faser.engine_adapter.arrays import Bools
 from faser.engine_adapter.protocol import RequestEvent, RequestRow, StepRecord
+from faser.env.cost.cost_table import CostTable
 from faser.env.cost.split_cost import IdealSplit
 from faser.env.estimate.engine_state import EngineState, observe
 from faser.env.estimate.planning_view import PlanningView
@@ -96,9 +97,10 @@ def test_where_rows_are_dear_the_late_get_the_drafts_and_the_others_none() -> No
     assert "4 favoured for their objectives, first request 1 (-" in found["price"].reason
 
 
-def test_who_cannot_catch_up_is_given_up_while_it_is_hardly_behind() -> None:
+@pytest.mark.parametrize(("tpot_ms", "steps"), [(1.0, 400), (10.0, 8)], ids=["far behind", "hardly behind"])
+def test_who_will_not_catch_up_is_given_up(tpot_ms: float, steps: int) -> None:
     """Ten milliseconds per token are beyond any draft here: a few steps behind they count like everybody."""
-    found, _ = asked(10.0, steps=8)
+    found, _ = asked(tpot_ms, steps=steps)
     assert np.array_equal(found["price"].lengths, found["price:even"].lengths)
     assert not found["price"].favours
     assert asked(30.0, steps=8)[0]["price"].favours  # who can is not
@@ -252,8 +254,11 @@ def test_the_shortest_step_is_one_without_a_split() -> None:
     assert np.array_equal(ShortestSteps().seconds(ideal, 3, 0), _shortest_s(view, 3, 0))
 
 
-def test_where_all_draft_the_longest_the_shortest_step_drafts_for_all_who_are_in_it() -> None:
-    """Its seconds of drafting are those of the whole batch, less who rests."""
+def test_where_all_draft_the_longest_the_shortest_step_drafts_for_all_who_are_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its seconds of drafting are those of the whole batch, less who rests; what a step costs is of who is in it."""
+    monkeypatch.setattr(CostTable, "plain_factor", lambda _, requests: 0.8 if requests == REQUESTS else 1.0)
     late, idle, rounds = 2, 4, np.arange(5.0)
     for is_ragged, drafting in ((True, late), (False, REQUESTS - 0.75 * idle)):
         view = view_of(3, is_ragged=is_ragged)
