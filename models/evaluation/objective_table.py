@@ -24,7 +24,8 @@ from .standing import Interval, interval
 RULES: Final = ("adaserve", "behind:2", "urgent:1", "urgent:2", "urgent:3")
 UNAWARE: Final = ("off", "fixed:1", "fixed:2", "fixed:3", "price:even", "goodput")
 FORESIGHT: Final = "foresight:"  # no policy: a bound, by what a token is worth to who is behind
-BOUNDS: Final = tuple(f"{FORESIGHT}{worth}" for worth in (2, 6, 25, 100))
+EVEN_FORESIGHT: Final = f"{FORESIGHT}1"  # that knows what will be accepted, and no objectives
+BOUNDS: Final = (EVEN_FORESIGHT, *(f"{FORESIGHT}{worth}" for worth in (2, 6, 25, 100)))
 A_THIRD: Final = 1.0 / 3.0  # of the best unaware policy's violations: what is asked of a policy
 DUAL_PRICES: Final = (0.0, *np.geomspace(0.01, 1e4, 120).tolist())  # of violations, of one more in the mean's logarithm
 FEW_REQUESTS, FEW_TIMES = 32, 3  # of smaller batches more steps are made: few of their requests end
@@ -98,7 +99,7 @@ def summary(plan: ObjectivePlan, runs: Runs) -> dict[str, Any]:
         "seeds": len(plan.seeds),
         "steps": plan.steps,
         "runs": {world.name: _world_rows(plan, runs, world) for world in plan.worlds},
-        "standing": {policy: _standing(plan, runs, policy) for policy in plan.policies},
+        "standing": {policy: _standing(plan, runs, policy) for policy in (*plan.policies, EVEN_FORESIGHT)},
         # How much goodput goes with how many violations: of whoever is best in each world, chosen in hindsight.
         "frontier": {
             "clairvoyant": frontier(plan, runs, BOUNDS),
