@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Final
 
@@ -13,19 +14,22 @@ from .hindsight_plan import HindsightPlan
 from .learned_policy import RELEASED, LearnedPipeline, load_pipeline_network
 from .pipeline_policy import PipelinePolicy
 from .rules import ReactiveScaler, StaticStages
-from .weigh import Weigh
+from .shadows import LATENCY_WEIGHT
+from .weigh import Weigh, WeighSettings
 
 PIPELINE_POLICIES: Final = {
     "static:S": "pipelines of S stages for 75 % of the peak; static:S:N for N of them",
     "reactive:S": "as many pipelines of S stages as requests under way ask for, as Ray Serve scales",
     "flexpipe": "rival: the rule of FlexPipe (arXiv 2510.11938)",
-    "weigh": "changes stages and pipelines where that saves more than the move costs",
+    "weigh": "changes stages and pipelines where that saves more than the move costs; weigh:W counts a second of a "
+    f"request as W late ones, {LATENCY_WEIGHT:g} without",
     "learned": "a network trained by imitation of weigh, then PPO; learned:PATH takes another manifest",
     "hindsight": "bound: plans with the whole trace known",
 }
+MOST_WEIGHT: Final = 100.0  # missed requests that a second of one request is worth
 DEFAULT: Final = (
     *(f"static:{stages}" for stages in STAGES), *(f"reactive:{stages}" for stages in STAGES), "flexpipe", "weigh",
-    "learned", "hindsight",
+    "weigh:1.5", "learned", "hindsight",
 )  # fmt: skip
 
 
@@ -44,6 +48,8 @@ def make_pipeline_policy(spec: str, constants: PipelineConstants, arrivals: Arri
             return Weigh(constants)
         if name == "hindsight":
             return HindsightPlan(arrivals, constants, seed)
+    if name == "weigh":
+        return Weigh(constants, WeighSettings(latency_weight=_weight(argument)), spec.strip())
     numbers = [int(part) for part in argument.split(":") if part.isdecimal()]
     if len(numbers) == argument.count(":") + 1 and numbers[0] in STAGES:
         if name == "static" and len(numbers) <= 2 and numbers[-1] > 0:
@@ -51,3 +57,14 @@ def make_pipeline_policy(spec: str, constants: PipelineConstants, arrivals: Arri
         if name == "reactive" and len(numbers) == 1:
             return ReactiveScaler(numbers[0], constants)
     raise PolicyError(f"unknown pipeline policy {spec!r}: possible are {', '.join(PIPELINE_POLICIES)}")
+
+
+def _weight(text: str) -> float:
+    """Return what a second is worth; raise PolicyError for what is no number in the bounds."""
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    if not 0.0 <= weight <= MOST_WEIGHT:
+        raise PolicyError(f"pipeline policy 'weigh:{text}'; expected a number from 0 to {MOST_WEIGHT:g} ")
+    return weight

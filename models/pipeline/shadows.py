@@ -33,9 +33,9 @@ def gpus_of(pipelines: tuple[int, int]) -> int:
 class Shadow:
     """One set of pipelines that serves what has come."""
 
-    def __init__(self, pipelines: tuple[int, int], constants: PipelineConstants) -> None:
+    def __init__(self, pipelines: tuple[int, int], constants: PipelineConstants, latency_weight: float) -> None:
         stages, count = pipelines
-        self.constants, self.count = constants, count
+        self.constants, self.count, self.latency_weight = constants, count, latency_weight
         self.compute_s = constants.of(stages).compute_s
         self.most = constants.most_in_batch(stages)
         self._open = np.ones(count, np.bool_)
@@ -60,15 +60,16 @@ class Shadow:
         )  # fmt: skip
         latency_s = finish_s[:head] - times[:head]
         self._waiting = times[head:].copy()
-        return float(LATENCY_WEIGHT * latency_s.sum() + (latency_s > constants.objective_s).sum())
+        return float(self.latency_weight * latency_s.sum() + (latency_s > constants.objective_s).sum())
 
 
 class Shadows:
     """A shadow of every set, and what it cost per second of late, GPUs included."""
 
-    def __init__(self, constants: PipelineConstants) -> None:
+    def __init__(self, constants: PipelineConstants, latency_weight: float = LATENCY_WEIGHT) -> None:
+        """Take the missed requests that a second of one request is worth."""
         self.constants = constants
-        self._shadows = [Shadow(each, constants) for each in SETS]
+        self._shadows = [Shadow(each, constants, latency_weight) for each in SETS]
         self._gpu_cost: Floats = constants.gpu_weight * np.array([gpus_of(each) for each in SETS], np.float64)
 
     def advance(self, until_s: float, span_s: float, arrived_s: Floats, rate_rps: float, variation: float) -> Floats:

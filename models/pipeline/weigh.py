@@ -20,7 +20,7 @@ from ...env.pipeline.cluster import STAY, PipelineMove
 from ...env.pipeline.constants import STAGES, PipelineConstants
 from ...env.pipeline.view import WINDOWS_S, ClusterView
 from .pipeline_policy import LoadHint, toward
-from .shadows import SETS, Shadows, gpus_of
+from .shadows import LATENCY_WEIGHT, SETS, Shadows, gpus_of
 
 CONTEXT: Final = 1  # of WINDOWS_S: the rate that a second is remembered with
 LEAST_RPS: Final = 0.1
@@ -28,7 +28,7 @@ LEAST_RPS: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class WeighSettings:
-    """Chosen on seeds and loads that no table shows."""
+    """Chosen on seeds and loads that no table shows; settling on its loads, at other seeds."""
 
     horizon_s: float = 120.0  # a saving is trusted to last so long
     margin: float = 1.5  # of the move's price, what it must save
@@ -38,6 +38,8 @@ class WeighSettings:
     burst_s: float = 10.0  # seconds that depend on each other, for the standard error
     return_s: float = 10.0  # what is released is paid for so many seconds more: it may have to come back
     patience_s: float = 30.0  # after a move that found no room
+    settling_s: float = 30.0  # at the beginning nothing moves: there is no rate yet to go by
+    latency_weight: float = LATENCY_WEIGHT  # missed requests that a second of one request is worth
 
 
 @dataclass(slots=True)
@@ -87,9 +89,9 @@ class Weigh:
 
     def start(self, hint: LoadHint) -> tuple[int, int]:
         """Remember another day, and begin with what was cheapest then."""
-        for at_s, octave, cost in _day(hint.arrival_s, self.constants):
+        for at_s, octave, cost in _day(hint.arrival_s, self._shadows()):
             self.memory.add(at_s, octave, cost)
-        self.shadows = Shadows(self.constants)
+        self.shadows = self._shadows()
         if len(self.memory.cost):
             self.target = SETS[int(self.memory.cost.mean(axis=0).argmin())]
         return self.target
@@ -97,7 +99,7 @@ class Weigh:
     def decide(self, view: ClusterView) -> PipelineMove:
         """Learn what the last second would have cost, weigh every set; while a move is under way, wait."""
         self.learn(view)
-        if any(view.coming) or self._is_refused(view):
+        if view.now_s < self.settings.settling_s or any(view.coming) or self._is_refused(view):
             return STAY
         saving = self.savings(view)
         if saving.max() > 0.0:
@@ -145,6 +147,9 @@ class Weigh:
         found[now] = 0.0
         return found
 
+    def _shadows(self) -> Shadows:
+        return Shadows(self.constants, self.settings.latency_weight)
+
     def _capacity(self, pipelines: tuple[int, int]) -> float:
         return pipelines[1] / self.constants.of(pipelines[0]).compute_s
 
@@ -164,10 +169,10 @@ class Weigh:
         return lead_s, constants.cost(0, gpu_s, moved)
 
 
-def _day(arrival_s: Floats, constants: PipelineConstants) -> Iterator[tuple[float, float, Floats]]:
+def _day(arrival_s: Floats, shadows: Shadows) -> Iterator[tuple[float, float, Floats]]:
     """Yield every second of another day, which ends at 0: when, the rate before it (log2), what each set cost."""
     length = int(arrival_s[-1]) if len(arrival_s) else 0
-    shadows, gaps, before = Shadows(constants), np.diff(arrival_s, prepend=0.0), None
+    gaps, before = np.diff(arrival_s, prepend=0.0), None
     ends = np.searchsorted(arrival_s, np.arange(length + 1))
     for second in range(1, length + 1):
         short, context = (int(ends[max(second - int(window_s), 0)]) for window_s in WINDOWS_S[:2])

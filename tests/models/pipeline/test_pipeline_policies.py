@@ -189,9 +189,36 @@ def test_a_move_without_room_is_not_asked_for_again_at_once() -> None:
     policy.target = (4, 2)
     free = np.where(np.arange(len(SETS)) == SETS.index((16, 1)), 0.0, 1e6)
     policy.memory = Memory(np.zeros(2), np.zeros(2), np.tile(free, (2, 1)))
-    first = policy.decide(view(now_s=0.0, serving=(2, 0, 0, 0)))
+    first = policy.decide(view(now_s=30.0, serving=(2, 0, 0, 0)))
     assert first.is_refactor
-    assert policy.decide(view(now_s=0.0, serving=(2, 0, 0, 0))) == STAY
+    assert policy.decide(view(now_s=30.0, serving=(2, 0, 0, 0))) == STAY
+
+
+def test_nothing_moves_before_there_is_a_rate_to_go_by() -> None:
+    """However sure a saving is by another day."""
+    moves = []
+    for now_s in (29.0, 30.0):
+        policy = Weigh(CONSTANTS)
+        policy.start(HINT)
+        policy.target = (4, 2)
+        free = np.where(np.arange(len(SETS)) == SETS.index((16, 1)), 0.0, 1e6)
+        policy.memory = Memory(np.zeros(2), np.zeros(2), np.tile(free, (2, 1)))
+        moves.append(policy.decide(view(now_s=now_s, serving=(2, 0, 0, 0))))
+    assert moves[0] == STAY
+    assert moves[1].is_refactor
+
+
+def test_who_counts_seconds_for_more_holds_more_and_is_faster() -> None:
+    """Under a load that swells."""
+    cheap, fast = (run_cell(PipelineCell("swell", spec, 101, 600.0)) for spec in ("weigh", "weigh:1.5"))
+    assert fast.gpus > 1.1 * cheap.gpus
+    assert fast.mean_s < cheap.mean_s
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "nan", "101", "1:2"])
+def test_what_a_second_is_worth_is_a_number_within_bounds(text: str) -> None:
+    with pytest.raises(PolicyError, match="expected a number from 0 to 100"):
+        make_pipeline_policy(f"weigh:{text}", CONSTANTS, ARRIVALS, 1)
 
 
 @pytest.mark.parametrize("spec", DEFAULT)
