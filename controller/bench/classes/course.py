@@ -65,7 +65,12 @@ class ClassCourse(Bench):
                 f"no answer ended within {self.found.seconds:g} s without speculation",
                 "some", "pass a longer --class-seconds or a shorter --max-tokens",
             )  # fmt: skip
-        self.found.base_tpot_ms = round(float(np.median(times_ms)), 3)
+        if (base_tpot_ms := round(float(np.median(times_ms)), 3)) <= 0.0:
+            raise EngineError(
+                "answers came in one piece, so that a token takes 0 ms", "them token by token",
+                "let less run beside the benchmark",
+            )  # fmt: skip
+        self.found.base_tpot_ms = base_tpot_ms
         told = ", ".join(f"{each.name} {each.pace * self.found.base_tpot_ms:.1f}" for each in self.found.classes)
         self.tell(f"no speculation takes {self.found.base_tpot_ms:.1f} ms a token; objectives, ms a token: {told}")
         self._write()
@@ -116,6 +121,9 @@ class ClassCourse(Bench):
             seconds = self.found.seconds if round_ >= 0 else min(SETTLE_S, self.found.seconds)
             return await self._closed_load(arm, round_, seconds)
         requests = each.requests(self._mix, self.plan.seed + round_ + 1, self._prompts(self._mix))
+        if round_ < 0:
+            end_s = requests[0].arrival_s + SETTLE_S
+            requests = [request for request in requests if request.arrival_s <= end_s]
         assert self.found.base_tpot_ms is not None
         work = marked(requests, self.found.classes, self.found.base_tpot_ms)
         generator = await replay(arm, work, TARGET_NAME, self.plan.temperature)

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ from faser.controller.engine.load_summary import RequestResult
 from faser.controller.engine.machine import Machine, Noise
 from faser.controller.errors import EngineError, UsageError
 from faser.env.estimate.objectives import TimeObjective
+from faser.env.workload.workload import TimedRequest
 from faser.models.embedded.pair import EmbeddedPair
 
 from .fake_arm import FakeArm
@@ -446,7 +448,15 @@ def test_an_open_loop_is_measured_at_every_peak_and_counts_all_of_its_answers(
     replay = Replay("azure-conv", 1.0, 4.0, warp=20.0)
     wanted = class_bench(monkeypatch, pairs=1, loads=(), replays=(replay,), peaks=(1.0, 2.0))
     arms = {"none": ClassArm("none", step_s=0.003), "faser": ClassArm("faser", step_s=0.003, burst=3)}
+    spans_s, replayed = [], class_course.replay
+
+    async def noted(arm: Arm, work: Sequence[TimedRequest], *rest: Any) -> Any:
+        spans_s.append(work[-1].arrival_s - work[0].arrival_s)
+        return await replayed(arm, work, *rest)
+
+    monkeypatch.setattr(class_course, "replay", noted)
     found = measure(wanted, tmp_path, monkeypatch, arms)
+    assert sum(span_s <= class_course.SETTLE_S for span_s in spans_s) == len(spans_s) // 2 == 4  # who settles
     assert found.points() == ["azure-conv at 4/s", "azure-conv at 8/s"]
     for each in found.class_turns:
         assert sum(count.finished for count in each.classes.values()) == each.turn.requests > 0
@@ -471,6 +481,12 @@ def test_without_a_server_without_speculation_there_is_no_pace(tmp_path: Path, m
 def test_answers_longer_than_a_turn_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineError, match=r"no answer ended within 0\.3 s"):
         measure(class_bench(monkeypatch, seconds=0.3, max_tokens=96), tmp_path, monkeypatch, {})
+
+
+def test_answers_in_one_piece_are_no_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arms = {"none": ClassArm("none", step_s=0.05, burst=300)}
+    with pytest.raises(EngineError, match=r"a token takes 0 ms; expected them token by token"):
+        measure(class_bench(monkeypatch), tmp_path, monkeypatch, arms)
 
 
 @pytest.mark.engine
