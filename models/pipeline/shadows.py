@@ -18,7 +18,7 @@ from ...env.pipeline.view import WINDOWS_S
 
 SETS: Final = (
     *((4, count) for count in (1, 2, 3, 4, 5, 6, 8, 10, 12)),
-    *((8, count) for count in (1, 2, 3, 4, 5, 6)),
+    *((8, count) for count in (1, 2, 3, 4, 5, 6, 7, 8)),
     *((16, count) for count in (1, 2, 3, 4)),
     *((32, count) for count in (1, 2)),
 )

@@ -28,13 +28,13 @@ LEAST_RPS: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class WeighSettings:
-    """Chosen on seeds and loads that no table shows; settling on its loads, at other seeds."""
+    """Chosen on seeds and loads that no table shows; settling and doubt on its loads, at other seeds."""
 
     horizon_s: float = 120.0  # a saving is trusted to last so long
     margin: float = 1.5  # of the move's price, what it must save
     octaves: float = 0.35  # how like rates are: the width of the mean over remembered seconds
     memory_s: float = 1800.0  # remembered seconds lose their weight
-    doubt: float = 0.5  # standard errors by which a saving must be above zero
+    doubt: float = 1.0  # standard errors by which a saving must be above zero
     burst_s: float = 10.0  # seconds that depend on each other, for the standard error
     return_s: float = 10.0  # what is released is paid for so many seconds more: it may have to come back
     patience_s: float = 30.0  # after a move that found no room
