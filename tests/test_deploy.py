@@ -18,6 +18,7 @@ from faser.controller.config_layers import OTHER_VARIABLES, load
 from faser.controller.daemon.metrics import METRICS
 from faser.controller.daemon.web import OPEN_PATHS
 from faser.controller.engine.launch import SCHEDULER_CLASS, WORKER_CLASS
+from faser.controller.fleet.fleet_metrics import FLEET_METRICS
 from faser.controller.fleet.front import OWN
 from faser.controller.fleet.options import FleetOptions, size_rule
 from faser.controller.fleet.placement import place
@@ -25,14 +26,15 @@ from faser.controller.home import config_file
 
 DEPLOY = Path(faser.__file__).parent / "deploy"
 OPERATIONS = DEPLOY.parent / "docs" / "guide" / "operations.md"
-DASHBOARD = json.loads((DEPLOY / "grafana" / "faser.json").read_text())
+DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in sorted((DEPLOY / "grafana").glob("*.json"))}
 ALERTS = yaml.safe_load((DEPLOY / "kubernetes" / "alerts.yaml").read_text())
-KNOWN = {figure.name: figure for figure in METRICS}
+KNOWN: dict[str, Any] = {figure.name: figure for figure in (*METRICS, *FLEET_METRICS)}
 
 
 def expressions() -> list[str]:
-    panels = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
-    variables = [entry["query"] for entry in DASHBOARD["templating"]["list"]]
+    boards = DASHBOARDS.values()
+    panels = [target["expr"] for board in boards for panel in board["panels"] for target in panel["targets"]]
+    variables = [entry["query"] for board in boards for entry in board["templating"]["list"]]
     rules = [rule["expr"] for group in ALERTS["spec"]["groups"] for rule in group["rules"]]
     return [*panels, *variables, *rules]
 
@@ -42,16 +44,26 @@ def test_every_expression_names_metrics_labels_and_values_that_exist(expression:
     assert set(re.findall(r"faser_\w+", expression)) <= set(KNOWN)
     for name, matchers in re.findall(r"(faser_\w+)\{([^}]*)\}", expression):
         assert set(re.findall(r"(\w+)=~?", matchers)) <= set(KNOWN[name].labels), expression
-    for name in re.findall(r"rate\((faser_\w+)", expression):
+    for name in re.findall(r"(?:rate|increase)\((faser_\w+)", expression):
         assert name.endswith("_total"), f"rate of a gauge: {expression}"
 
 
-def test_the_dashboards_legends_use_labels_that_the_metric_has() -> None:
-    for panel in DASHBOARD["panels"]:
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_the_dashboards_legends_use_labels_that_the_metric_has(name: str) -> None:
+    panels = DASHBOARDS[name]["panels"]
+    for panel in panels:
         for target in panel["targets"]:
-            labels = {label for name in re.findall(r"faser_\w+", target["expr"]) for label in KNOWN[name].labels}
+            labels = {label for each in re.findall(r"faser_\w+", target["expr"]) for label in KNOWN[each].labels}
             assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= labels, target
-    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
+    assert len(set(places)) == len(places)
+
+
+def test_the_fleets_dashboard_shows_all_of_its_metrics() -> None:
+    shown = json.dumps(DASHBOARDS["fleet"])
+    assert all(figure.name in shown for figure in FLEET_METRICS)
+    assert DASHBOARDS["fleet"]["uid"] != DASHBOARDS["faser"]["uid"]
 
 
 def test_every_alert_has_a_runbook_section() -> None:

@@ -13,7 +13,9 @@ from faser.controller.cli.evaluate import decided
 from faser.env.simulator.simulated_engine import SimulatedEngine
 from faser.models.evaluation.attainment import Attained, serve
 from faser.models.evaluation.objective_table import (
+    A_THIRD,
     BOUNDS,
+    EVEN_FORESIGHT,
     RULES,
     UNAWARE,
     ObjectivePlan,
@@ -28,6 +30,7 @@ from faser.models.learned.learned import RELEASED
 from faser.models.learned.network import load_network
 from faser.models.registry import make_policy
 
+ENDS = ("", "_half_urgent")
 EMBEDDED = next(world for world in held_out() if world.name == "cpu-embedded")
 
 
@@ -155,6 +158,11 @@ def test_where_price_stands_is_told_as_the_committed_runs_say() -> None:
     assert f"{over['goodput_over_unaware_half_urgent']} where half is urgent" in told
     assert f"in hindsight {over['goodput_over_best_rule']}: one policy for all" in told
     assert f"at most {known[-1][1]:.3f} with {known[-1][0]:.2f} of them" in told
+    clairvoyant, even = found["frontier"]["clairvoyant"], found["standing"][EVEN_FORESIGHT]
+    assert f"has {max(gain for late, gain in clairvoyant if late <= A_THIRD):.3f} with a third" in told
+    whole, half = ("{ratio:.3f} ({low:.3f} to {high:.3f})".format(**even[f"goodput_over_unaware{end}"]) for end in ENDS)
+    assert f"has {whole}, with {even['violations_over_unaware']:.2f} of the violations, and {half} where half" in told
+    assert f"at most {clairvoyant[-1][1]:.3f} with {clairvoyant[-1][0]:.2f} of the violations" in told
 
 
 def test_the_documents_table_is_the_committed_runs() -> None:
