@@ -17,6 +17,7 @@ SHADES = ("#b7c3cf", "#8ea3b8", "#5f7f9f", "#31577f")  # fixed sets, by stages
 MARKS = {
     "flexpipe": ("s", "#c0392b"),
     "weigh": ("o", "#1e8449"),
+    "weigh:1.5": ("D", "#52be80"),
     "learned": ("P", "#8e44ad"),
     "hindsight": ("*", "#111111"),
 }

@@ -95,3 +95,15 @@ class PlanningView(msgspec.Struct, frozen=True, eq=False, gc=False):
             return times_s
         # It is known of steps without prompts.
         return np.where(np.asarray(rows) <= self.requests, times_s * (1.0 + off * (1.0 - prompts.share)), times_s)
+
+    def draft_s(self, rows: Floats | float, rounds: Floats | float, drafted: Floats | float, within: float) -> Floats:
+        """Return seconds of drafting in steps of `within` requests.
+
+        Where all draft the longest, a short draft costs as much; only its verification is spared.
+
+        :param rows: through the target
+        :param rounds: of the longest draft
+        :param drafted: draft tokens that are verified
+        """
+        drawn = drafted if self.capabilities.is_ragged else rounds * within
+        return self.cost.draft_time_s(rows, rounds, drawn)

@@ -17,13 +17,13 @@ import numpy as np
 
 from ...env.pipeline.arrivals import LOADS, RATE_RPS, Arrivals, draw_arrivals
 from ...env.pipeline.cluster import Cluster
-from ...env.pipeline.constants import STAGES, PipelineConstants
+from ...env.pipeline.constants import PipelineConstants
 from ..evaluation.standing import interval
 from .names import DEFAULT, make_pipeline_policy
 from .pipeline_policy import LoadHint, PipelinePolicy
 from .rules import StaticStages
+from .shadows import SETS
 
-MOST_STATIC: Final = {4: 12, 8: 8, 16: 4, 32: 2}  # pipelines that find room on 82 GPUs
 ANOTHER_DAY: Final = 1000  # added to a seed: what operators know of a load is another day of it
 
 
@@ -71,7 +71,7 @@ class PipelineComparison:
 
     def cells(self) -> list[PipelineCell]:
         """Return all runs, those of every fixed set included."""
-        fixed = [f"static:{stages}:{count}" for stages in STAGES for count in range(1, MOST_STATIC[stages] + 1)]
+        fixed = [f"static:{stages}:{count}" for stages, count in SETS]
         return [
             PipelineCell(load, policy, seed, self.duration_s, self.rate_rps, self.is_serial)
             for load in self.loads

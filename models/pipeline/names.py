@@ -21,8 +21,8 @@ PIPELINE_POLICIES: Final = {
     "static:S": "pipelines of S stages for 75 % of the peak; static:S:N for N of them",
     "reactive:S": "as many pipelines of S stages as requests under way ask for, as Ray Serve scales",
     "flexpipe": "rival: the rule of FlexPipe (arXiv 2510.11938)",
-    "weigh": "changes stages and pipelines where that saves more than the move costs; weigh:W counts a second of a "
-    f"request as W late ones, {LATENCY_WEIGHT:g} without",
+    "weigh": "changes stages and pipelines where that saves more than the move costs; weigh:W counts each second of "
+    f"latency as W late requests, weigh as {LATENCY_WEIGHT:g}",
     "learned": "a network trained by imitation of weigh, then PPO; learned:PATH takes another manifest",
     "hindsight": "bound: plans with the whole trace known",
 }
@@ -66,5 +66,5 @@ def _weight(text: str) -> float:
     except ValueError:
         weight = math.nan
     if not 0.0 <= weight <= MOST_WEIGHT:
-        raise PolicyError(f"pipeline policy 'weigh:{text}'; expected a number from 0 to {MOST_WEIGHT:g} ")
+        raise PolicyError(f"pipeline policy 'weigh:{text}'", f"a number from 0 to {MOST_WEIGHT:g} behind the colon")
     return weight

@@ -28,7 +28,7 @@ LEAST_RPS: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class WeighSettings:
-    """Chosen on seeds and loads that no table shows; settling and doubt on its loads, at other seeds."""
+    """Chosen on seeds and loads that no table shows; settling_s and doubt on the table's loads, at other seeds."""
 
     horizon_s: float = 120.0  # a saving is trusted to last so long
     margin: float = 1.5  # of the move's price, what it must save
@@ -89,9 +89,9 @@ class Weigh:
 
     def start(self, hint: LoadHint) -> tuple[int, int]:
         """Remember another day, and begin with what was cheapest then."""
-        for at_s, octave, cost in _day(hint.arrival_s, self._shadows()):
+        for at_s, octave, cost in _day(hint.arrival_s, self._new_shadows()):
             self.memory.add(at_s, octave, cost)
-        self.shadows = self._shadows()
+        self.shadows = self._new_shadows()
         if len(self.memory.cost):
             self.target = SETS[int(self.memory.cost.mean(axis=0).argmin())]
         return self.target
@@ -147,7 +147,7 @@ class Weigh:
         found[now] = 0.0
         return found
 
-    def _shadows(self) -> Shadows:
+    def _new_shadows(self) -> Shadows:
         return Shadows(self.constants, self.settings.latency_weight)
 
     def _capacity(self, pipelines: tuple[int, int]) -> float:

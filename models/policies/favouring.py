@@ -60,8 +60,7 @@ def choose_favouring(table: Floats, view: PlanningView, groups: FavouredGroups, 
     rows, drafted = requests + mixed[ROWS], mixed[DRAFTED]
     rounds = np.maximum(table[ROUNDS][:, :, None], table[ROUNDS][:, None, :])
     value = some * dear * (1.0 + each[TOKENS][:, :, None]) + others * cheap * (1.0 + each[TOKENS][:, None, :])
-    drawn = drafted if view.capabilities.is_ragged else rounds * requests
-    step_s = view.verify_s(rows) + view.cost.draft_time_s(rows, rounds, drawn)
+    step_s = view.verify_s(rows) + view.draft_s(rows, rounds, drafted, requests)
     first = each[DRAFTED, :, min(1, each.shape[2] - 1)]
     share = np.where(np.arange(each.shape[2]) > 0, 1.0, 0.0)
     drafting = (some * share[:, None] + others * share[None, :]) / requests

@@ -39,10 +39,10 @@ def expected(view: PlanningView, within: Bools, lengths: Ints, emitted: Floats) 
     own = msgspec.structs.replace(view, decoding=within, requests=len(chosen))
     drafts = lengths[chosen]
     rows, drafted, rounds = float(len(chosen) + drafts.sum()), float(drafts.sum()), float(drafts.max())
-    drawn = drafted if view.capabilities.is_ragged else rounds * len(chosen)
     seconds = float(own.verify_s(np.array([rows]))[0])
     if drafted:
-        seconds += float(np.asarray(own.cost.draft_time_s(np.array([rows]), np.array([rounds]), np.array([drawn])))[0])
+        at = np.array([[rows], [rounds], [drafted]])
+        seconds += float(own.draft_s(at[0], at[1], at[2], len(chosen))[0])
     tokens[chosen] = emitted[chosen, drafts]
     return ExpectedStep(seconds, tokens)
 

@@ -53,9 +53,7 @@ def choose(table: Floats, view: PlanningView, reading_s: float, verify_s: Floats
     drafted, _, rows, rounds = table
     if verify_s is None:
         verify_s = view.verify_s(rows)
-    # Where all draft the longest, a short draft costs as much; only its verification is spared.
-    drawn = drafted if view.capabilities.is_ragged else rounds * view.requests
-    draft_s = view.cost.draft_time_s(rows, rounds, drawn)
+    draft_s = view.draft_s(rows, rounds, drafted, view.requests)
     even_rates = np.empty(table.shape[2])
     chosen = _best(table, verify_s, draft_s, reading_s, view.requests, even_rates)
     return Choice(*chosen, even_rates)

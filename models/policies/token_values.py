@@ -104,8 +104,8 @@ def _shortest_s(view: PlanningView, late: int, idle: int) -> Floats:
     if most:
         awake = msgspec.structs.replace(view, requests=view.requests - idle)
         steps_s = (1.0 - share) * steps_s + share * awake.verify_s(rows - idle)
-    drafting = late if view.capabilities.is_ragged else view.requests - share * idle
-    seconds: Floats = steps_s + view.cost.draft_time_s(rows - share * idle, rounds, rounds * drafting)
+    resting = share * idle
+    seconds: Floats = steps_s + view.draft_s(rows - resting, rounds, rounds * late, view.requests - resting)
     return seconds
 
 

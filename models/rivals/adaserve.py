@@ -54,7 +54,7 @@ class StepForecast:
         """Return the seconds of a step with these lengths, (n,)."""
         view, drafted = self.view, float(lengths.sum())
         rows, rounds = view.requests + drafted, int(lengths.max(initial=0))
-        return float(view.verify_s(rows)) + float(view.cost.draft_time_s(rows, rounds, drafted)) + self.prompts_s
+        return float(view.verify_s(rows)) + float(view.draft_s(rows, rounds, drafted, view.requests)) + self.prompts_s
 
 
 def in_time(forecast: StepForecast, needs: Needs, wished: Ints) -> tuple[Ints, Bools]:

@@ -75,7 +75,8 @@ class ClassForecast:
     def _step_s(self, drafted: float, rounds: int) -> float:
         """Return seconds of a step that verifies so many drafts and makes as many, with the prompts that come along."""
         rows = self._requests + drafted
-        return float(self._view.verify_s(rows)) + float(self._view.cost.draft_time_s(rows, rounds, drafted))
+        drafting_s = float(self._view.draft_s(rows, rounds, drafted, self._requests))
+        return float(self._view.verify_s(rows)) + drafting_s
 
 
 class PacedPolicy:

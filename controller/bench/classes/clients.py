@@ -62,6 +62,11 @@ class ClassLoad:
         whole = [each for results in self.results.values() for each in self.whole(results)]
         return [value for each in whole if (value := each.tpot_ms) is not None]
 
+    def pieces(self) -> tuple[int, int]:
+        """Return in how many pieces the whole answers came, and how many tokens these were."""
+        whole = [each for results in self.results.values() for each in self.whole(results)]
+        return sum(len(each.token_times_s) for each in whole), sum(each.output_tokens for each in whole)
+
 
 def tokens_between(result: RequestResult, begin_s: float, end_s: float) -> int:
     """Return the tokens that a request received after one moment, until another."""

@@ -25,10 +25,11 @@ from ..result import name_of
 from ..turn import Slice
 from ..workload import Mix, Replay, closed_stream
 from .clients import ClassLoad, open_load, serve_classes
-from .plan import ClassPlan, dealt, marked
+from .plan import ClassPlan, busiest, dealt, marked
 from .result import PHASE, ClassResults, ClassTurn, write_class_results
 
 SETTLE_S: Final = 20.0  # of each arm at each load point, unmeasured: FASER has to learn the load
+LEAST_PIECES: Final = 0.5  # a token, without speculation: where a busy server joins more, times per token mean little
 _BASE_ROUND: Final = -2  # of prompts, for the time per token without speculation
 _SETTLE_ROUND: Final = -1
 _CLOSE_S: Final = 0.3  # for a server to notice that clients are gone
@@ -65,12 +66,13 @@ class ClassCourse(Bench):
                 f"no answer ended within {self.found.seconds:g} s without speculation",
                 "some", "pass a longer --class-seconds or a shorter --max-tokens",
             )  # fmt: skip
-        if (base_tpot_ms := round(float(np.median(times_ms)), 3)) <= 0.0:
+        pieces, tokens = load.pieces()
+        if pieces < LEAST_PIECES * tokens:
             raise EngineError(
-                "answers came in one piece, so that a token takes 0 ms", "them token by token",
+                f"without speculation {tokens} tokens came in {pieces} pieces", "one by one",
                 "let less run beside the benchmark",
             )  # fmt: skip
-        self.found.base_tpot_ms = base_tpot_ms
+        self.found.base_tpot_ms = round(float(np.median(times_ms)), 3)
         told = ", ".join(f"{each.name} {each.pace * self.found.base_tpot_ms:.1f}" for each in self.found.classes)
         self.tell(f"no speculation takes {self.found.base_tpot_ms:.1f} ms a token; objectives, ms a token: {told}")
         self._write()
@@ -122,8 +124,7 @@ class ClassCourse(Bench):
             return await self._closed_load(arm, round_, seconds)
         requests = each.requests(self._mix, self.plan.seed + round_ + 1, self._prompts(self._mix))
         if round_ < 0:
-            end_s = requests[0].arrival_s + SETTLE_S
-            requests = [request for request in requests if request.arrival_s <= end_s]
+            requests = busiest(requests, SETTLE_S)
         assert self.found.base_tpot_ms is not None
         work = marked(requests, self.found.classes, self.found.base_tpot_ms)
         generator = await replay(arm, work, TARGET_NAME, self.plan.temperature)

@@ -7,6 +7,7 @@ controller/bench/classes/course.py, which follows it.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -144,6 +145,14 @@ def dealt(
         share = order[at % len(order)]
         work[share.name].append(promised(request, share, base_tpot_ms))
     return work
+
+
+def busiest(requests: Sequence[TimedRequest], seconds: float) -> list[TimedRequest]:
+    """Return the requests of the stretch of so many seconds in which most arrive, the first of them at once."""
+    times_s = [request.arrival_s for request in requests]
+    ends = [bisect_right(times_s, begin_s + seconds) for begin_s in times_s]
+    first = max(range(len(requests)), key=lambda at: ends[at] - at)
+    return [replace(each, arrival_s=each.arrival_s - times_s[first]) for each in requests[first : ends[first]]]
 
 
 def marked(requests: Sequence[TimedRequest], classes: Sequence[ClassShare], base_tpot_ms: float) -> list[TimedRequest]:

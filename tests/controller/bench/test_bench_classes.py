@@ -33,7 +33,7 @@ from faser.controller.bench.classes.bench import (
 from faser.controller.bench.classes.clients import ClassLoad, tokens_between
 from faser.controller.bench.classes.course import ClassCourse
 from faser.controller.bench.classes.markdown import class_page
-from faser.controller.bench.classes.plan import ClassPlan, ClassShare, dealt, in_shares, marked, parse_classes
+from faser.controller.bench.classes.plan import ClassPlan, ClassShare, busiest, dealt, in_shares, marked, parse_classes
 from faser.controller.bench.classes.result import (
     ClassCount,
     ClassResults,
@@ -167,6 +167,15 @@ def test_each_class_has_its_clients_first_answers_and_its_own_objective() -> Non
     assert sorted(each.max_tokens for each in firsts) == [24, 48, 72, 96], "staggered: the load is at once as it stays"
     assert {each.prompt for each in firsts} == {each.prompt for each in stream[:4]}
     assert all(each.tpot_ms is None for each in dealt(stream, CLASSES, None)["batch"])
+
+
+def test_who_settles_replays_where_most_arrive() -> None:
+    times_s = (0.0, 5.0, 10.0, 11.0, 12.5, 20.0, 29.0)
+    requests = [TimedRequest(time_s, f"p{at}", "chat", 8) for at, time_s in enumerate(times_s)]
+    settled = busiest(requests, 3.0)
+    assert [(each.prompt, each.arrival_s) for each in settled] == [("p2", 0.0), ("p3", 1.0), ("p4", 2.5)]
+    assert busiest(requests, 1e3) == requests
+    assert [each.prompt for each in busiest(requests, 0.5)] == ["p0"]
 
 
 def test_a_replays_requests_keep_their_times_and_get_classes() -> None:
@@ -485,7 +494,7 @@ def test_answers_longer_than_a_turn_are_told_of(tmp_path: Path, monkeypatch: pyt
 
 def test_answers_in_one_piece_are_no_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arms = {"none": ClassArm("none", step_s=0.05, burst=300)}
-    with pytest.raises(EngineError, match=r"a token takes 0 ms; expected them token by token"):
+    with pytest.raises(EngineError, match=r"tokens came in \d+ pieces; expected one by one"):
         measure(class_bench(monkeypatch), tmp_path, monkeypatch, arms)
 
 

@@ -20,12 +20,8 @@ def committed() -> dict[str, Any]:
 
 
 def section() -> str:
-    return (
-        (ROOT / "docs" / "results.md")
-        .read_text()
-        .partition("## Pipeline stages in simulation")[2]
-        .partition("\n## ")[0]
-    )
+    page = (ROOT / "docs" / "results.md").read_text()
+    return page.partition("## Pipeline stages in simulation")[2].partition("\n## ")[0]
 
 
 def over_fixed(row: dict[str, Any]) -> str:
@@ -54,15 +50,40 @@ def test_the_table_is_the_committed_runs() -> None:
     assert told == expected
 
 
-def test_what_is_said_of_bursts_and_swells_is_in_the_table() -> None:
+def test_what_is_said_of_swells_bursts_and_smooth_loads_is_in_the_table() -> None:
     loads, said = committed(), " ".join(section().split())
     weigh, heavy, known = (
         {load: over_fixed(rows[name]) for load, rows in loads.items()} for name in ("weigh", "weigh:1.5", "hindsight")
     )
-    assert f"On swell {weigh['swell']}: {loads['swell']['weigh']['gpus']['mean']:.1f} GPUs" in said
-    bursts = [heavy[load] for load in ("azure-code", "gamma-4", "gamma-8")]
-    assert "`weigh:1.5` has {} on azure-code, {} on gamma-4, {} on gamma-8".format(*bursts) in said
-    assert f"`weigh` {weigh['azure-code']}, {weigh['gamma-4']} and {weigh['gamma-8']}." in said
-    assert f"has {known['azure-code']}, {known['gamma-4']} and {known['gamma-8']}: gamma gaps" in said
+    gpus = {name: f"{row['gpus']['mean']:.1f}" for name, row in loads["swell"].items()}
+    assert f"On swell {weigh['swell']}: {gpus['weigh']} GPUs are faster" in said
+    assert f"holds {gpus['weigh:1.5']} and is at {heavy['swell']}" in said
+    assert f"hindsight needs {gpus['hindsight']}" in said
+    assert (
+        "azure-conv {}, mooncake {}, gamma-1 {};".format(*(weigh[n] for n in ("azure-conv", "mooncake", "gamma-1")))
+        in said
+    )
+    bursts = ("azure-code", "gamma-4", "gamma-8")
+    assert "`weigh:1.5` has {} on azure-code, {} on gamma-4, {} on gamma-8".format(*(heavy[n] for n in bursts)) in said
+    assert "`weigh` {}, {} and {}: with".format(*(weigh[n] for n in bursts)) in said
+    assert "has {}, {} and {}: gamma gaps".format(*(known[n] for n in bursts)) in said
     slowest = max(rows[name]["decision_ms"]["mean"] for rows in loads.values() for name in ("weigh", "weigh:1.5"))
     assert f"A decision takes at most {slowest:.1f} ms" in said
+
+
+def test_what_is_said_of_costs_is_in_the_table() -> None:
+    loads, said = committed(), " ".join(section().split())
+
+    def costs(load: str) -> tuple[str, str, str]:
+        weigh, hindsight = loads[load]["weigh"], loads[load]["hindsight"]
+        told = weigh["cost"]["mean"], weigh["fixed"]["cheapest_cost"], hindsight["cost"]["mean"]
+        return f"{told[0]:.3f}", f"{told[1]:.3f}", f"{told[2]:.3f}"
+
+    assert (
+        "it is at {} on azure-code, the cheapest fixed set (static:32:2) at {}, hindsight at {};".format(
+            *costs("azure-code")
+        )
+        in said
+    )
+    assert "on gamma-8 {}, {} and {}; on gamma-4 {}, {} and {}.".format(*costs("gamma-8"), *costs("gamma-4")) in said
+    assert loads["azure-code"]["weigh"]["fixed"]["cheapest"] == "static:32:2"
