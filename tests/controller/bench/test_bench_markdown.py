@@ -256,7 +256,7 @@ def test_a_file_that_holds_no_results_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("file", "arms"), [("bench_classes", 4), ("bench_classes_xeon", 8), ("bench_classes_starts", 4)]
+    ("file", "arms"), [("bench_classes", 4), ("bench_classes_all", 8), ("bench_classes_starts", 4)]
 )
 def test_the_classes_table_in_the_documents_is_its_files(file: str, arms: int) -> None:
     """The page leaves out intervals and columns; the documents' shares have their intervals, its rates none."""
