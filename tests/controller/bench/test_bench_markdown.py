@@ -271,3 +271,20 @@ def test_the_classes_table_in_the_documents_is_its_files(file: str, arms: int) -
         assert seen_batch.startswith(batch)
         seen = [float(each.split()[0]) for each in (seen_rate, seen_goodput)]
         assert [float(rate), float(goodput)] == pytest.approx(seen, abs=0.51)
+
+
+def test_the_table_of_rising_load_in_the_documents_is_its_file() -> None:
+    """Goodput and the interactive class's share at every peak."""
+    section = (
+        (ROOT / "docs" / "results.md").read_text().partition("`bench_classes_open.json`")[2].partition("\n### ")[0]
+    )
+    told = {name.strip("`"): figures for name, *figures in map(cells_of, rows_of(section)[1:])}
+    page_of = class_page(read_class_results(RESULTS / "bench_classes_open.json", "--table"))
+    seen: dict[str, list[list[str]]] = {}
+    for name, *figures in map(cells_of, rows_of(page_of)):
+        seen.setdefault(name, []).append(figures)
+    assert len(told) == 8
+    for name, figures in told.items():
+        goodput, shares = figures[:3], figures[3:]
+        assert goodput == [point[4].split()[0] for point in seen[name]]
+        assert shares == [point[0].split("%")[0] + " %" for point in seen[name]]
