@@ -45,8 +45,6 @@ def objectives(
 
 def drawn(result: dict[str, Any]) -> str:
     """Return the summary as text."""
-    from ...models.evaluation.objective_table import FORESIGHT
-
     lines = []
     for name, rows in result["runs"].items():
         lines += [
@@ -63,9 +61,11 @@ def drawn(result: dict[str, Any]) -> str:
         keys = ("goodput_over_unaware", "goodput_over_best_rule", "goodput_over_price")
         over = {key: row[key] for key in keys if row[key] is not None}
         told = ", ".join(f"{key.replace('_', ' ')} {_told(value)}" for key, value in over.items())
-        name = f"{policy}, a bound" if policy.startswith(FORESIGHT) else policy
-        lines.append(f"{name}: violations {row['violations_over_unaware']:.2f} of the best unaware rival's, {told}")
-    names = {"clairvoyant": "who knows what will be accepted", "known": "the best known policy of each world"}
+        lines.append(f"{policy}: violations {row['violations_over_unaware']:.2f} of the best unaware rival's, {told}")
+    names = {
+        "clairvoyant": "who knows what will be accepted", "even_clairvoyant": "who knows it, and no objectives",
+        "known": "the best known policy of each world",
+    }  # fmt: skip
     lines += [f"{name}: {_told_frontier(result['frontier'][key])}" for key, name in names.items()]
     return "\n".join([*lines, f"{len(result['worlds'])} worlds, {result['seeds']} seeds"])
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from ..evaluation.objective_table import FORESIGHT
 from ..learned.network import Network, load_network, save_network
 from ..policies.policy import PolicyError
 
@@ -33,8 +32,7 @@ def _results(evaluation: dict[str, Any], manifest: str) -> dict[str, object]:
     name = f"learned:{manifest}"
     standing, worlds = evaluation.get("standing"), evaluation.get("worlds")
     if not isinstance(standing, dict) or not isinstance(worlds, list) or not isinstance(standing.get(name), dict):
-        known = [each for each in standing if not each.startswith(FORESIGHT)] if isinstance(standing, dict) else []
-        seen = ", ".join(known) or "no policy with objectives"
+        seen = ", ".join(map(str, standing)) if isinstance(standing, dict) else "no policy with objectives"
         raise PolicyError(
             f"the evaluation has {seen}; expected {name} among them: "
             f"faser evaluate --objectives --policies 'price {name}'"
