@@ -41,8 +41,8 @@ def expected(view: PlanningView, within: Bools, lengths: Ints, emitted: Floats) 
     rows, drafted, rounds = float(len(chosen) + drafts.sum()), float(drafts.sum()), float(drafts.max())
     seconds = float(own.verify_s(np.array([rows]))[0])
     if drafted:
-        at = np.array([[rows], [rounds], [drafted]])
-        seconds += float(own.draft_s(at[0], at[1], at[2], len(chosen))[0])
+        at_rows, at_rounds, at_drafted = np.array([[rows], [rounds], [drafted]])
+        seconds += float(own.draft_s(at_rows, at_rounds, at_drafted, len(chosen))[0])
     tokens[chosen] = emitted[chosen, drafts]
     return ExpectedStep(seconds, tokens)
 

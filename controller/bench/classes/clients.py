@@ -59,13 +59,15 @@ class ClassLoad:
 
     def times_per_token_ms(self) -> list[float]:
         """Return the time per token of every whole answer."""
-        whole = [each for results in self.results.values() for each in self.whole(results)]
-        return [value for each in whole if (value := each.tpot_ms) is not None]
+        return [value for each in self._all_whole() if (value := each.tpot_ms) is not None]
 
     def pieces(self) -> tuple[int, int]:
         """Return in how many pieces the whole answers came, and how many tokens these were."""
-        whole = [each for results in self.results.values() for each in self.whole(results)]
+        whole = self._all_whole()
         return sum(len(each.token_times_s) for each in whole), sum(each.output_tokens for each in whole)
+
+    def _all_whole(self) -> list[RequestResult]:
+        return [each for results in self.results.values() for each in self.whole(results)]
 
 
 def tokens_between(result: RequestResult, begin_s: float, end_s: float) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from itertools import takewhile
 from pathlib import Path
 from statistics import geometric_mean, mean, median
@@ -15,6 +16,7 @@ import pytest
 import faser
 from faser.controller.bench.bench import print_tables
 from faser.controller.bench.classes.markdown import class_page
+from faser.controller.bench.classes.result import figures as points_of
 from faser.controller.bench.classes.result import read_class_results
 from faser.controller.bench.markdown import page
 from faser.controller.bench.result import BenchSettings, Results, Turn, read_results
@@ -288,3 +290,28 @@ def test_the_table_of_rising_load_in_the_documents_is_its_file() -> None:
         goodput, shares = figures[:3], figures[3:]
         assert goodput == [point[4].split()[0] for point in seen[name]]
         assert shares == [point[0].split("%")[0] + " %" for point in seen[name]]
+
+
+def test_what_is_said_of_classes_is_in_their_files() -> None:
+    """Requests in time over all starts, and goodput at the knee."""
+    kept, ended, seen = Counter[tuple[str, int]](), Counter[tuple[str, int]](), Counter[tuple[int, str]]()
+    closed = read_class_results(RESULTS / "bench_classes_all.json", "--table")
+    for each in closed.class_turns:
+        start = each.turn.start, each.turn.arm
+        turn = each.turn.arm, seen[start]  # the arm's first turn of a start, or its second
+        kept[turn] += each.classes["interactive"].in_time
+        ended[turn] += each.classes["interactive"].finished
+        seen[start] += 1
+    page, readme = (" ".join((ROOT / name).read_text().split()) for name in ("docs/results.md", "README.md"))
+    first, second = ((kept["faser", turn], ended["faser", turn]) for turn in (0, 1))
+    assert f"it keeps {first[0]} of {first[1]}, in the second {second[0]} of {second[1]}" in page
+    assert f"FASER keeps {first[0] + second[0]} of {first[1] + second[1]} interactive requests" in page
+    shares = {arm.arm: arm.attainment["interactive"].value or 0.0 for arm in points_of(closed)[0].arms}
+    assert f"FASER keeps {shares.pop('faser'):.0%} of these".replace("%", " %") in readme
+    assert shares["none"] == shares["table"] == 0.0
+    assert f"up to {max(shares.values()):.0%};".replace("%", " %") in readme
+    (_, knee, _) = points_of(read_class_results(RESULTS / "bench_classes_open.json", "--table"))
+    over = [arm.over.value for arm in knee.arms if arm.arm != "faser" and arm.over.value is not None]
+    low, high = min(over), max(over)
+    assert f"FASER has {low:.2f} to {high:.2f} times the goodput of every other arm" in page
+    assert f"{low:.1f} to {high:.1f} times that of every rival at the knee" in readme

@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from faser.controller.cli.main import app
 from faser.controller.errors import FaserError
+from faser.controller.pipeline.picture import MARKS, OTHERS
+from faser.models.pipeline.names import DEFAULT
 
 SHORT = ["evaluate", "--pipeline", "--minutes", "1", "--traces", "gamma-2", "--seeds", "2"]
 
@@ -29,6 +31,11 @@ def test_the_table_the_json_and_the_picture_tell_the_same(tmp_path: Path) -> Non
     picture = output.with_suffix(".svg").read_text()
     assert "gamma-2" in picture
     assert "flexpipe" in picture
+
+
+def test_policies_of_the_default_table_have_marks_of_their_own() -> None:
+    judged = [name for name in DEFAULT if not name.startswith(("static:", "reactive:"))]
+    assert len({MARKS[name] for name in judged} | {OTHERS}) == len(judged) + 1
 
 
 @pytest.mark.parametrize(

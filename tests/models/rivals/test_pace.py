@@ -14,9 +14,10 @@ from faser.engine_adapter.protocol import MatchRule, RequestEvent, RequestRow, S
 from faser.env.estimate.engine_state import EngineState, observe
 from faser.env.spaces import Action, Capabilities
 from faser.models.policies.policy import Policy, PolicyError
-from faser.models.policies.price import Plan
+from faser.models.policies.price import Plan, PricePolicy
 from faser.models.registry import make_policy
-from faser.models.rivals.pace import Pace, PacedPolicy, _stripped
+from faser.models.rivals.adaserve import StepForecast
+from faser.models.rivals.pace import ClassForecast, Pace, PacedPolicy, _stripped
 
 CAPABILITIES = Capabilities(k_max=4)
 REQUESTS = 8  # every other one is of the less urgent class 5
@@ -175,3 +176,21 @@ def test_an_empty_batch_is_none_of_its_business() -> None:
     """Nobody is late."""
     action = make_policy("price:pace=0:1", CAPABILITIES).act(EngineState(CAPABILITIES))
     assert not action.lengths.any()
+
+
+def test_where_all_draft_the_longest_one_draft_costs_what_all_would() -> None:
+    """For AdaServe's forecast as for this one."""
+    state = EngineState(CAPABILITIES)
+    for record in steps_of():
+        observe(state, record)
+    one, pace, price = np.array([4] + [0] * (REQUESTS - 1)), Pace.parse("0:1,5:1"), PricePolicy(CAPABILITIES)
+    price.act(state)
+    plan = price.plan
+    assert plan is not None
+    own, longest = (
+        msgspec.structs.replace(state.view(), capabilities=replace(CAPABILITIES, is_ragged=is_ragged))
+        for is_ragged in (True, False)
+    )
+    assert StepForecast.of(longest).step_s(one) > StepForecast.of(own).step_s(one)
+    late = [ClassForecast(pace, view, plan, is_ruled=False).lateness(one)[0] for view in (longest, own)]
+    assert late[0] > late[1]
