@@ -17,8 +17,9 @@ from faser.env.cost.split_cost import IdealSplit
 from faser.env.estimate.engine_state import EngineState, observe
 from faser.env.estimate.planning_view import PlanningView
 from faser.env.spaces import Action, Capabilities
-from faser.models.policies.favouring import FavouredGroups
+from faser.models.policies.favouring import FavouredGroups, choose_favouring
 from faser.models.policies.policy import PolicyError
+from faser.models.policies.resting import expected
 from faser.models.policies.token_values import (
     CROWD,
     GIVING_UP,
@@ -267,6 +268,25 @@ def test_where_all_draft_the_longest_the_shortest_step_drafts_for_all_who_are_in
         mixed_s = 0.25 * view.verify_s(rows) + 0.75 * awake.verify_s(rows - idle)
         draft_s = view.cost.draft_time_s(rows - 0.75 * idle, rounds, rounds * drafting)
         assert _shortest_s(view, late, idle) == pytest.approx(mixed_s + draft_s)
+
+
+def test_where_all_draft_the_longest_a_step_without_some_drafts_for_the_others() -> None:
+    """And not for who rests."""
+    view, within = view_of(3, is_ragged=False), np.arange(REQUESTS) < 5
+    step = expected(view, within, np.where(within, np.arange(REQUESTS) % 3, 0), np.ones((REQUESTS, 5)))
+    own = msgspec.structs.replace(view, requests=5)
+    rows, rounds, drafted = 5.0 + 4.0, 2.0, 2.0 * 5
+    assert step.seconds == pytest.approx(float(own.verify_s(rows) + view.cost.draft_time_s(rows, rounds, drafted)))
+
+
+def test_where_all_draft_the_longest_favouring_some_drafts_for_everybody() -> None:
+    """Of one length for all half of the drafts are kept: they are made all the same."""
+    view, depths = view_of(0, is_ragged=False), np.arange(5.0)
+    drafted = 0.5 * REQUESTS * depths
+    table = np.array([drafted, REQUESTS + 0.5 * drafted, REQUESTS + drafted, depths])[:, None, :]
+    groups = FavouredGroups(np.arange(REQUESTS) < 3, (3, REQUESTS - 3), (1.0, 1.0))
+    step_s = view.verify_s(table[2, 0]) + view.cost.draft_time_s(table[2, 0], depths, REQUESTS * depths)
+    assert choose_favouring(table, view, groups, 0.0).even_rates == pytest.approx(table[1, 0] / step_s)
 
 
 @pytest.mark.parametrize("most", [0, 3])
