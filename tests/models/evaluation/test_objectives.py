@@ -16,7 +16,6 @@ from faser.models.evaluation.attainment import Attained, serve
 from faser.models.evaluation.objective_table import (
     A_THIRD,
     BOUNDS,
-    EVEN_FORESIGHT,
     RULES,
     UNAWARE,
     ObjectivePlan,
@@ -158,16 +157,16 @@ def test_where_price_stands_is_told_as_the_committed_runs_say() -> None:
     assert f"{over['goodput_over_unaware_half_urgent']} where half is urgent" in told
     assert f"in hindsight {over['goodput_over_best_rule']}: one policy for all" in told
     assert f"at most {known[-1][1]:.3f} with {known[-1][0]:.2f} of them" in told
-    even, half = over_unaware(found, (EVEN_FORESIGHT,)), over_unaware(found, ("price", *RULES, *UNAWARE), ", 50%")
-    late, clairvoyant = found["standing"][EVEN_FORESIGHT]["violations_over_unaware"], found["frontier"]["clairvoyant"]
+    half = over_unaware(found, ("price", *RULES, *UNAWARE), ", 50%")
+    ((late, even),), clairvoyant = found["frontier"]["even_clairvoyant"], found["frontier"]["clairvoyant"]
     kept, gained = next((late, gain) for late, gain in clairvoyant if late > A_THIRD)
     assert f"where half is urgent, {half:.3f} at most" in told
     assert f"has {even:.3f} of the best unaware policy's goodput without following objectives, with {late:.2f}" in told
     assert f"keeps {kept:.2f} of the violations at {gained:.3f}, and has {clairvoyant[-1][1]:.3f} at most" in told
 
 
-def over_unaware(found: dict[str, Any], names: tuple[str, ...], among: str = "") -> float:
-    """Return the goodput of whoever of these is best in each world over the best unaware policy's."""
+def over_unaware(found: dict[str, Any], names: tuple[str, ...], among: str) -> float:
+    """Return the goodput of whoever of these is best in each such world over the best unaware policy's."""
     worlds = [{name: row["goodput"] for name, row in rows.items()} for at, rows in found["runs"].items() if among in at]
     logs = [math.log(max(rows[name] for name in names) / max(rows[name] for name in UNAWARE)) for rows in worlds]
     return math.exp(sum(logs) / len(logs))
