@@ -20,6 +20,7 @@ from ...engine_adapter.protocol import Mode
 from ..config import Value
 from ..config_layers import Effective, as_json, as_toml, load
 from ..errors import FaserError, UsageError
+from ..interrupts import remember_interrupts
 from .bench import bench
 from .drafter import app as drafter_app
 from .evaluate import evaluate
@@ -244,13 +245,14 @@ def sidecar(
     config: ConfigFile = None,
 ) -> None:
     """Run the daemon that answers the engines' step records with draft lengths."""
+    interrupts = remember_interrupts()  # before imports whose machine code swallows what a signal raises
     from ..daemon.sidecar import run_sidecar
 
     flags: dict[str, Value | None] = {
         "link.endpoint": endpoint, "policy.spec": policy, "store.path": store, "store.enabled": record,
         "trace.enabled": trace,
     }  # fmt: skip
-    raise typer.Exit(run_sidecar(_load(config, flags).config, lambda: _load(config, flags).config))
+    raise typer.Exit(run_sidecar(_load(config, flags).config, lambda: _load(config, flags).config, interrupts))
 
 
 @app.command()

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Final
 
@@ -32,12 +32,12 @@ COLLECTED_AT: Final = (20_000, 20, 20)
 logger = logging.getLogger(__name__)
 
 
-def run_sidecar(config: Config, reload: Callable[[], Config] | None = None) -> int:
+def run_sidecar(config: Config, reload: Callable[[], Config], interrupts: Sequence[int] = ()) -> int:
     """Serve until SIGTERM or SIGINT, then give the leases back, flush the store and return 0.
 
     :param reload: reads the configuration again, for SIGHUP; what it raises rejects the change.
+    :param interrupts: signals noted before this was called or since; after one it ends as soon as it could serve.
     """
-    interrupts = _remember_interrupts()
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     set_up_logging(config.log)
@@ -68,29 +68,6 @@ def run_sidecar(config: Config, reload: Callable[[], Config] | None = None) -> i
         daemon.close()
     logger.info("sidecar ended, leases given back")
     return 0
-
-
-def _remember_interrupts() -> list[int]:
-    """Return where a Ctrl-C is noted that comes before the daemon is there.
-
-    It raises KeyboardInterrupt as always; but what is imported here runs code of C and of destructors, in which an
-    exception is printed or lost. It is noted, so Python need not print it.
-    """
-    seen: list[int] = []
-    print_unraisable = sys.unraisablehook
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        seen.append(number)
-        signal.default_int_handler(number, frame)
-
-    def print_others(unraisable: sys.UnraisableHookArgs) -> None:
-        if not isinstance(unraisable.exc_value, KeyboardInterrupt):
-            print_unraisable(unraisable)
-
-    sys.unraisablehook = print_others
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the shell said to ignore it
-        signal.signal(signal.SIGINT, interrupt)
-    return seen
 
 
 def _start_http(config: Config, daemon: Daemon) -> WebServer | None:
