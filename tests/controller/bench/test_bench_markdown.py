@@ -310,6 +310,22 @@ def test_what_is_said_of_classes_is_in_their_files() -> None:
     assert f"FASER keeps {shares.pop('faser'):.0%} of these".replace("%", " %") in readme
     assert shares["none"] == shares["table"] == 0.0
     assert f"up to {max(shares.values()):.0%};".replace("%", " %") in readme
+    again = read_class_results(RESULTS / "bench_classes_again.json", "--table")
+    starts = [
+        [
+            each.classes["interactive"]
+            for each in again.class_turns
+            if (each.turn.arm, each.turn.start) == ("faser", start)
+        ]
+        for start in (0, 1)
+    ]
+    (kept_0, ended_0), (kept_1, ended_1) = (
+        (sum(each.in_time for each in start), sum(each.finished for each in start)) for start in starts
+    )
+    share = f"{(kept_0 + kept_1) / (ended_0 + ended_1):.0%}".replace("%", " %")
+    assert f"FASER kept {kept_0 + kept_1} of {ended_0 + ended_1} interactive requests, {share}" in page
+    assert f"{kept_0} of {ended_0} in the first start, {kept_1} of {ended_1} in the second" in page
+    assert f"behind the look that sets objectives {share}." in readme
     (_, knee, _) = points_of(read_class_results(RESULTS / "bench_classes_open.json", "--table"))
     over = [arm.over.value for arm in knee.arms if arm.arm != "faser" and arm.over.value is not None]
     low, high = min(over), max(over)
