@@ -172,6 +172,7 @@ class SteeredScheduler(SchedulerHooks):
 
     steering: Steering | None = None
     _started_s = 0.0
+    _noted_s = 0.0  # when the newest step's tokens had come
     ping_pong: PingPong | None = None  # None: all requests are verified in every step
     _latched: dict[str, int] | None = None
     _sampled: SampledTokens | None = None  # of the step that vLLM digests
@@ -200,7 +201,7 @@ class SteeredScheduler(SchedulerHooks):
         order = steering.order(output.num_scheduled_tokens, self._started_s)
         self._latched = order.longest()
         if self.ping_pong is not None:
-            self._latched = self.ping_pong.latch(self._latched)
+            self._latched = self.ping_pong.latch(order.step, self._latched)
             order.split = self.ping_pong.in_force(order.split)
             # A draft that waits for its turn was drawn before the prune order of the step that verifies it.
             order.is_deferred, order.prune, order.next_prune = self.ping_pong.is_deferred, None, None
@@ -259,8 +260,10 @@ class SteeredScheduler(SchedulerHooks):
             stages=None if self.stages is None else self.stages.standing(),
         )
         if self.ping_pong is not None:
-            emitted = sum(outcome.delivered.values())
-            self.ping_pong.note(outcome.scheduled, emitted, time.monotonic() - self._started_s, outcome.report)
+            emitted, now_s = sum(outcome.delivered.values()), time.monotonic()
+            time_s = now_s - max(order.started_s, self._noted_s)  # under async scheduling steps overlap
+            self.ping_pong.note(order.step, outcome.scheduled, emitted, time_s, outcome.report)
+            self._noted_s = now_s
         steering.record(order, outcome)
 
     def add_request(self, request: Request) -> None:

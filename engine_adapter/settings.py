@@ -212,7 +212,7 @@ SETTINGS: Final = {
         "FASER_PING_PONG",
         NEVER,
         "When one half of the batch drafts while the other is verified: never, auto (where measured to be "
-        "faster) or always; needs FASER_DRAFTER_CORES or FASER_SPLITS.",
+        "faster) or always; on the V1 runner needs FASER_DRAFTER_CORES or FASER_SPLITS.",
         _choice(NEVER, AUTO, ALWAYS),
     ),
     "splits": Setting(

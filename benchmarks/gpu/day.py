@@ -49,7 +49,7 @@ class Part:
 def plan(is_dry: bool) -> list[Part]:
     """Return every part, those of most worth first."""
     exact = [Part(f"exact/{arm}", "vllm", "part_exact", {"arm": arm}, 30.0) for arm in
-             ("none", "async", "sync", "adaptive")]  # fmt: skip
+             ("none", "async", "sync", "adaptive", "groups")]  # fmt: skip
     arms = ["faser", "none", "lengths", "adaptive", "faser-adaptive", "k1", "k3", "k5"]
     if is_dry:
         arms = arms[:-3]

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ REQUESTS, ANSWER_TOKENS = 16, 96
 
 
 def measure(is_dry: bool, arm: str) -> dict[str, Any]:
-    """Generate with one arm; `none`, or how FASER runs: `sync`, `async`, `adaptive`."""
+    """Generate with one arm; `none`, or how FASER runs: `sync`, `async`, `adaptive`, `groups` that take turns."""
     engines.require_vllm()
     # Triton's products of float32 are tf32 unless told so: good for speed, not for comparing tokens.
     os.environ["TRITON_F32_DEFAULT"] = "ieee"
@@ -31,6 +32,7 @@ def measure(is_dry: bool, arm: str) -> dict[str, Any]:
     sys.path.insert(0, str(engines.TESTS))
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"FASER_RUNTIME_DIR": folder, "FASER_ENDPOINT": f"ipc://{folder}/nobody", "FASER_DEFAULT_K": "0"}
+        os.environ["FASER_PING_PONG"] = "always" if arm == "groups" else "never"
         return generate(arm, *(tiny_pair(Path(folder)) if is_dry else real_pair()), is_dry)
 
 
@@ -81,11 +83,18 @@ def generate(arm: str, model: str, chosen: dict[str, Any], prompts: list[Any], i
     if arm == "none":
         return told | {"gaps": [[_gap(place) for place in answer.logprobs] for answer in answers]}
     check = steer.check()
+    late = engines.runner_of(llm).late
+    told |= {"is_beside": late is not None and late.is_on, "turns": _turns(steer.log)}
     return told | {
         name: check[name]
         for name in ("obeyed", "disobeyed", "misreported", "lengths", "records", "without_report", "rounds",
                      "draft_rows", "rows_if_uniform", "confident", "drafting", "timed")
     }  # fmt: skip
+
+
+def _turns(log: list[dict[str, Any]]) -> int:
+    """Return in how many steps nobody was who was in the step before."""
+    return sum(before["rows"].keys().isdisjoint(now["rows"]) for before, now in pairwise(log))
 
 
 def _gap(place: dict[int, Any]) -> float:

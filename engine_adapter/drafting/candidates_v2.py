@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..operator_log import operator_log
-from ..patches.v2_speculator import watch_logits
+from ..patches.speculators.rounds import watch_logits
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,9 +15,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from ..hook_guard import HookGuard
+from ..patches.speculators.first_pass import (
+    LaterPass,
+    after_load,
+    drafters_tables,
+    has_pictures,
+    may_skip,
+    steps_under_way,
+)
+from ..patches.speculators.rounds import has_peers
 from ..patches.v2 import watch_blocks, watch_ends
-from ..patches.v2_first_pass import LaterPass, after_load, drafters_tables, has_pictures, may_skip, steps_under_way
-from ..patches.v2_speculator import has_peers
 from .kept_rows import CacheTables, KeptRows, Missed
 
 if TYPE_CHECKING:

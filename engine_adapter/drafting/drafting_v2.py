@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..hook_guard import HookGuard
-from ..patches.v2_speculator import bounded_rounds, cuts_rounds, keeps_its_own_rounds
+from ..patches.speculators.rounds import bounded_rounds, cuts_rounds, keeps_its_own_rounds
 from .catch_up_v2 import CatchUpV2
 from .late_confidences import Drawn, LateConfidences
 from .ragged_v2 import RaggedV2

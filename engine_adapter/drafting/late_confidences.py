@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..host_copy import HostCopy
 from ..operator_log import operator_log
-from ..patches.v2_speculator import watch_logits
+from ..patches.speculators.rounds import watch_logits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +53,7 @@ class LateConfidences:
         return Drawn(HostCopy(values, self._is_pinned), names, lengths)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Drawn:
     """Confidences of one step's drafts, on their way to the host."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from ..operator_log import operator_log
-from ..patches.v2_speculator import DecodeRounds, around_decode, has_peers
+from ..patches.speculators.rounds import DecodeRounds, around_decode, has_peers
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ..gate import Gate
-from ..patches.v2_speculator import has_peers
+from ..patches.speculators.rounds import has_peers
 from ..settings import ALWAYS, load_settings
 
 if TYPE_CHECKING:

@@ -1,22 +1,23 @@
 """Ping-pong groups on vLLM's requests: who is left out of the next step, and whether two groups pay.
 
 Owned by the scheduler mixin, on the engine thread only. Reads public attributes of vLLM's Request (0.32) and writes
-one: `next_decode_eligible_step`, which keeps a request out of a step. Where groups are dealt nobody else writes it: no
-request rests (steering/resting.py), and vLLM's async scheduler never runs beside a drafter's process.
+one: `next_decode_eligible_step`, which keeps a request out of a step. Where groups are dealt no request rests
+(steering/resting.py); vLLM's asynchronous scheduler writes it too, but only of those whom it has just scheduled. That
+one schedules a step before the last one's tokens are known: so what a step was is kept until its report is there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..drafter_process.choice import chosen_drafter
 from ..gate import Gate
 from ..operator_log import operator_log
 from ..settings import ALWAYS, AUTO, NEVER, Settings
 from ..steering.orders import StepReport
 from .groups import Groups, GroupTurn, PhasePace
-from .splits import are_offered, chosen_splits
+from .splits import are_offered, chosen_splits, no_groups_reason
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,17 +26,27 @@ logger = operator_log(__name__)
 
 
 def chosen_groups(settings: Settings, config: VllmConfig) -> PingPong | None:
-    """Return what deals groups, None where nobody asked for them or no drafter's process can be had."""
+    """Return what deals groups, None where nobody asked for them or nobody could draft beside the target."""
     if are_offered(chosen_splits(settings, config)):
         return PingPong(ALWAYS if settings.ping_pong == ALWAYS else AUTO, by_split=True)
     if settings.ping_pong == NEVER:
         return None
-    command, reason = chosen_drafter(settings.drafter_cores, config)
-    if command:
+    reason = no_groups_reason(settings, config)
+    if reason is None:
         return PingPong(settings.ping_pong)
-    seen = reason or "FASER_DRAFTER_CORES is not set; name the cores of the drafter's process"
-    logger.warning("FASER deals no ping-pong groups: %s", seen)
+    logger.warning("FASER deals no ping-pong groups: %s", reason)
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class DealtStep:
+    """How one step was dealt."""
+
+    turn: GroupTurn
+    split: int
+    decoding: frozenset[str]
+    could_part: bool  # two groups could have been had
+    is_between: bool  # it begins or ends two groups
 
 
 class PingPong:
@@ -57,19 +68,18 @@ class PingPong:
         self._is_ready = False  # the drafter's process takes jobs
         self._turn = GroupTurn()
         self._latched: dict[str, int] = {}  # draft length of every request whose draft may still come
-        self._decoding: frozenset[str] = frozenset()
         self._could_part = False
-        self._is_between = False  # the step that was dealt last begins or ends two groups
+        self._newest = DealtStep(self._turn, 0, frozenset(), False, False)
+        self._dealt: dict[int, DealtStep] = {}  # steps whose report is still to come
 
     def deal(self, running: Iterable[Any], next_step: int) -> None:
         """Keep those out of the next step whose turn it is not; requests in the middle of a prompt have none."""
         decoding = {
             request.request_id: request
             for request in running
-            if request.num_output_tokens and not request.is_prefill_chunk
+            if (request.num_output_tokens or request.num_output_placeholders) and not request.is_prefill_chunk
         }
         weights = {name: self._weight(name) for name in decoding}
-        self._decoding = frozenset(weights)
         was_deferred, before = self._turn.is_deferred, self._split
         self._turn = self._groups.turn(weights, self._is_wanted(weights))
         if self._turn.is_deferred:
@@ -79,7 +89,8 @@ class PingPong:
         # The first step of two groups verifies drafts for which the step before it waited; the one behind the last
         # verifies a half, and waits for both halves' drafts. Neither tells what a step of its kind takes.
         is_other_split = self._turn.is_deferred and self._split != before
-        self._is_between = self._turn.is_deferred != was_deferred or is_other_split
+        is_between = self._turn.is_deferred != was_deferred or is_other_split
+        self._newest = DealtStep(self._turn, self._split, frozenset(weights), self._could_part, is_between)
         for name in self._turn.held:
             decoding[name].next_decode_eligible_step = next_step + 1
 
@@ -111,8 +122,9 @@ class PingPong:
         """Whether nobody waits for the drafts of the step that was dealt last."""
         return self._turn.is_deferred
 
-    def latch(self, lengths: dict[str, int]) -> dict[str, int]:
+    def latch(self, step: int, lengths: dict[str, int]) -> dict[str, int]:
         """Take in the draft lengths of a step; return those of all requests whose drafts may come in it."""
+        self._dealt[step] = self._newest
         self._latched = {name: self._latched.get(name, 0) for name in self._turn.held} | lengths
         return self._latched
 
@@ -120,8 +132,10 @@ class PingPong:
         """Refuse the draft that is under way for a request that ended or lost its KV cache."""
         self._latched.pop(name, None)
 
-    def note(self, scheduled: Mapping[str, int], emitted: int, time_s: float, report: StepReport | None) -> None:
-        """Take in what became of the step that was dealt last.
+    def note(
+        self, step: int, scheduled: Mapping[str, int], emitted: int, time_s: float, report: StepReport | None
+    ) -> None:
+        """Take in what became of a step.
 
         :param scheduled: rows of each request
         :param emitted: tokens that the step emitted
@@ -129,19 +143,23 @@ class PingPong:
         self._is_ready = report is not None and report.is_drafter_ready
         if self._turn.is_deferred and not self._is_ready:
             self._groups.land()
-        if report is None or not scheduled.keys() <= self._decoding:
+        dealt = self._dealt.pop(step, None)
+        for older in [each for each in self._dealt if each < step]:  # they had no tokens
+            del self._dealt[older]
+        if report is None or dealt is None or not scheduled.keys() <= dealt.decoding:
             return  # rows of prompts would count as decoding
         tokens = sum(report.rounds or ())
         self.pace.note(report.verify_s, sum(scheduled.values()), report.draft_s, tokens)
-        if not self._turn.is_deferred and not self._turn.held:
+        is_deferred = dealt.turn.is_deferred
+        if not is_deferred and not dealt.turn.held:
             self.pace.note_whole(report.verify_s, report.draft_s)
         # Behind a split vLLM's drafter reads what it sat out: a cost of the split that would speak for it.
-        if self._could_part and not self._is_between and not (self.by_split and report.caught_up):
-            for gate in self._told_gates():
-                gate.note(len(self._decoding), self._turn.is_deferred, time_s, emitted)
+        if dealt.could_part and not dealt.is_between and not (self.by_split and report.caught_up):
+            for gate in self._told_gates(dealt):
+                gate.note(len(dealt.decoding), is_deferred, time_s, emitted)
 
-    def _told_gates(self) -> list[Gate]:
-        """Return the gates that the newest step is evidence for: one without groups is for every split's."""
+    def _told_gates(self, dealt: DealtStep) -> list[Gate]:
+        """Return the gates that a step is evidence for: one without groups is for every split's."""
         if not self.by_split:
             return [self._gate]
-        return [self._gate_of(self._split)] if self._turn.is_deferred else list(self._gates.values())
+        return [self._gate_of(dealt.split)] if dealt.turn.is_deferred else list(self._gates.values())

@@ -14,6 +14,7 @@ from ..drafter_process.choice import chosen_drafter
 from ..partition.cpu import CpuDevice
 from ..partition.shares import Partitions, opened
 from ..settings import ANYWHERE, NEVER, Settings
+from .late_choice import late_refusal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,10 +38,20 @@ def are_offered(splits: Partitions) -> bool:
 
 
 def can_deal_groups(settings: Settings, config: VllmConfig) -> bool:
-    """Tell whether requests may be dealt into two groups: by a split, or by a process that drafts."""
+    """Tell whether requests may be dealt into two groups: by a split, a process that drafts, or a stream of its own."""
     if are_offered(chosen_splits(settings, config)):
         return True
-    return settings.ping_pong != NEVER and bool(chosen_drafter(settings.drafter_cores, config)[0])
+    return settings.ping_pong != NEVER and no_groups_reason(settings, config) is None
+
+
+def no_groups_reason(settings: Settings, config: VllmConfig) -> str | None:
+    """Return why nobody could draft for one group while the other is verified, None if somebody can."""
+    if config.use_v2_model_runner:
+        return late_refusal(config)
+    command, reason = chosen_drafter(settings.drafter_cores, config)
+    if command:
+        return None
+    return reason or "FASER_DRAFTER_CORES is not set; name the cores of the drafter's process"
 
 
 def _refusal(settings: Settings, config: VllmConfig) -> str | None:

@@ -49,6 +49,7 @@ class Proposal:
     batch: Any  # vLLM's InputBatch
     rounds: int | None
     named: Callable[[], dict[str, Any]]  # its arguments by name
+    propose: Callable[..., Any]  # the speculator's own, for other arguments
 
 
 def around_propose(runner: Any, hook: Callable[[Proposal], Any]) -> bool:
@@ -68,7 +69,7 @@ def around_propose(runner: Any, hook: Callable[[Proposal], Any]) -> bool:
         if kwargs.get("dummy_run"):  # which vLLM calls with names only
             return inherited(*args, **kwargs)
         rounds = kwargs.get("num_speculative_tokens")
-        return hook(Proposal(lambda: inherited(*args, **kwargs), args[0], rounds, named))
+        return hook(Proposal(lambda: inherited(*args, **kwargs), args[0], rounds, named, inherited))
 
     speculator.propose = propose
     return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .v2_speculator import is_autoregressive
+from .speculators.rounds import is_autoregressive
 
 
 def unsupported_backend(runner: Any) -> str | None:

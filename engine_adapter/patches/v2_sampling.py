@@ -6,7 +6,7 @@ from collections.abc import Callable
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-from .v2_speculator import on_device
+from .speculators.rounds import on_device
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from .v2_speculator import on_device
+from .speculators.rounds import on_device
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -47,6 +47,8 @@ def _make_cuda_event() -> Any:
 class StepEvents:
     """Events at named moments of one step."""
 
+    is_late = False  # its drafting runs beside the next step
+
     def __init__(self, make_event: Callable[[], Any]) -> None:
         self._make_event = make_event
         self._events: dict[str, Any] = {}
@@ -66,15 +68,23 @@ class StepEvents:
         return float(started.elapsed_time(ended)) / 1000.0
 
 
-def fill_times(report: StepReport, step: StepEvents, previous: StepEvents | None) -> None:
+def fill_times(
+    report: StepReport, step: StepEvents, previous: StepEvents | None, earlier: StepEvents | None = None
+) -> None:
     """Fill in the device's times once the step's tokens are on the host.
 
     Everything before those tokens on the stream is done by then: this step's verification and sampling, and the
     drafting of the step before. This step's own drafting may still run, so `draft_s` and `runner_s` are one step old.
+
+    :param earlier: of the step before `previous`, whose drafting is told where that of `previous` may still run
     """
     report.verify_s = step.seconds("forward", "verified")
     report.sample_s = step.seconds("logits", "sampled")
     report.prune_s = step.seconds("look", "cut")
     if previous is not None:
-        report.draft_s = previous.seconds("draft", "drafted")
         report.runner_s = previous.seconds("begin", "end")
+    drafting = earlier if previous is not None and previous.is_late else previous
+    if drafting is not None and (drafting is previous or drafting.is_late):  # else it was told a step ago
+        report.draft_s = drafting.seconds("draft", "drafted")
+        # Nobody waited for it before "met", where the engine's stream came to need its drafts.
+        report.overlap_s = max(min(drafting.seconds("draft", "met"), report.draft_s), 0.0)

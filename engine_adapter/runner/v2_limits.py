@@ -79,9 +79,10 @@ LIMITS_V2: Final = (
     ),
     Limit(
         "pruning and overlap",
-        "rows leave the target early on a CPU only, and with --enforce-eager; drafting starts after sampling",
-        "rows behind a certain rejection are computed to the last layer",
-        "none on GPUs in this version",
+        "rows leave the target early on a CPU only, and with --enforce-eager; nothing is drafted ahead; two groups of "
+        "requests draft and verify side by side only where FASER_PING_PONG asks for them",
+        "rows behind a certain rejection are computed to the last layer; drafting starts after sampling",
+        "FASER_PING_PONG=auto keeps two groups where they are measured to be faster",
     ),
     Limit(
         "block verification",

@@ -14,8 +14,8 @@ import faser
 
 FOLDER = Path(faser.__file__).parent / "benchmarks" / "gpu"
 ENGINE_PARTS = [
-    "exact/none", "exact/async", "exact/sync", "exact/adaptive", "serve/faser", "serve/none", "serve/lengths",
-    "serve/adaptive", "serve/faser-adaptive",
+    "exact/none", "exact/async", "exact/sync", "exact/adaptive", "exact/groups", "serve/faser", "serve/none",
+    "serve/lengths", "serve/adaptive", "serve/faser-adaptive",
 ]  # fmt: skip
 PARTS = [*ENGINE_PARTS, "decoder", "kernel", "splits", "pruning", "overlap"]
 
@@ -68,13 +68,15 @@ def test_nothing_is_left_out_of_the_rehearsal(content: dict[str, Any]) -> None:
 def test_fasers_answers_are_the_targets_on_the_v2_runner_and_every_length_is_obeyed(
     parts: dict[str, Any], told: str
 ) -> None:
-    for arm, scheduler in (("async", "FaserAsyncScheduler"), ("sync", "FaserScheduler")):
+    arms = {"async": "FaserAsyncScheduler", "sync": "FaserScheduler", "groups": "FaserAsyncScheduler"}
+    for arm, scheduler in arms.items():
         found = parts[f"exact/{arm}"]
         assert found["tokens"] == parts["exact/none"]["tokens"]
         assert found["engine"]["runner"] == "faser.engine_adapter.runner.v2.FaserCPUModelRunner"
         assert (found["engine"]["scheduler"], found["engine"]["faults"]) == (scheduler, {})
         assert (found["disobeyed"], found["misreported"], found["without_report"]) == ([], [], 0)
         assert len(found["lengths"]) > 2
+        assert (found["is_beside"], found["turns"] > 0) == (arm == "groups", arm == "groups")
         assert f"exact/{arm}: equal, 0 of 2 answers apart; {found['obeyed']} lengths obeyed, 0 not" in told
 
 

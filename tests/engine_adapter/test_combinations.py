@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace as Config
 from typing import Any
@@ -15,7 +16,7 @@ import faser
 from faser.engine_adapter import hello
 from faser.engine_adapter.drafter_process.choice import chosen_drafter
 from faser.engine_adapter.matching.choice import match_refusal
-from faser.engine_adapter.overlap.splits import chosen_splits
+from faser.engine_adapter.overlap.splits import can_deal_groups, chosen_splits, no_groups_reason
 from faser.engine_adapter.pruning.exit_file import pruning_refusal
 from faser.engine_adapter.settings import Settings, load_settings
 from faser.engine_adapter.stages import refusal
@@ -33,7 +34,14 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (tmp_path / "model.safetensors").touch()
-    drafter = Config(dtype="torch.float32", quantization=None, get_vocab_size=lambda: 64)
+    drafter = Config(
+        dtype="torch.float32",
+        quantization=None,
+        get_vocab_size=lambda: 64,
+        is_moe=False,
+        use_mla=False,
+        model=str(tmp_path),
+    )
     return Config(
         speculative_config=Config(
             method="draft_model", model=str(tmp_path), draft_sample_method="greedy", draft_model_config=drafter,
@@ -47,7 +55,8 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         compilation_config=Config(mode=0, cudagraph_mode=Config(name="NONE"), cudagraph_capture_sizes=[]),
         model_config=Config(
             architectures=["LlamaForCausalLM"], get_vocab_size=lambda: 64, model="/target", dtype="torch.float32",
-            enforce_eager=True, quantization=None, hf_text_config=Config(num_hidden_layers=30),
+            enforce_eager=True, quantization=None, is_moe=False, use_mla=False,
+            hf_text_config=Config(num_hidden_layers=30),
         ),
         lora_config=None, kv_transfer_config=None, use_v2_model_runner=False,
     )  # fmt: skip
@@ -72,6 +81,7 @@ REFUSALS: list[Callable[[Any, Settings], str | None]] = [
     match_refusal,
     lambda config, _: pruning_refusal(config),
     lambda config, _: chosen_drafter("all", config)[1],
+    lambda config, settings: no_groups_reason(replace(settings, drafter_cores="all"), config),
     splits_refusal,
     lambda config, _: stages_refusal(config) or drafting_refusal(staged(config)),
 ]
@@ -140,7 +150,35 @@ def test_pairs_that_are_not_to_be_had_are_refused(engine: Any) -> None:
     assert stages == ["not", "together", "not", "not", "not", "not"]
     ranks = changed(engine, CHANGES["pipeline ranks"] | {"speculative_config.method": "ngram"})
     found = [refused(ranks, load_settings({"FASER_SPLITS": "1:1"})) is None for refused in REFUSALS]
-    assert found == [True, False, False, False, True]
+    assert found == [True, False, False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "seen"),
+    [
+        ({}, None),
+        ({"speculative_config.method": "ngram_gpu"}, "method ngram_gpu"),
+        ({"speculative_config.enable_adaptive_verification": True}, "adaptive verification"),
+        ({"speculative_config.draft_sample_method": "probabilistic"}, "'probabilistic'; expected 'greedy'"),
+        ({"parallel_config.data_parallel_size": 2}, "2 ranks"),
+        ({"lora_config": object()}, "LoRA"),
+        ({"kv_transfer_config": object()}, "KV connector"),
+        ({"model_config.is_moe": True}, "/target: kernels of experts"),
+        ({"model_config.use_mla": True}, "/target: kernels of experts, MLA"),
+        ({"model_config.quantization": "fp8"}, "/target: kernels of experts, MLA or quantized weights"),
+        ({"scheduler_config.async_scheduling": True}, None),
+    ],
+)
+def test_groups_on_the_v2_runner_are_refused_in_one_line(
+    engine: Any, changes: dict[str, Any], seen: str | None
+) -> None:
+    config = changed(engine, {"use_v2_model_runner": True} | changes)
+    reason = no_groups_reason(load_settings({"FASER_PING_PONG": "always"}), config)
+    assert (reason is None) == (seen is None)
+    assert (seen or "") in (reason or "")
+    assert "\n" not in (reason or "")
+    assert can_deal_groups(load_settings({"FASER_PING_PONG": "auto"}), config) == (seen is None)
+    assert not can_deal_groups(load_settings({}), config)
 
 
 def test_nothing_is_pruned_where_groups_can_be(engine: Any, monkeypatch: pytest.MonkeyPatch, vllm_log: Any) -> None:

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from faser.engine_adapter.drafting.late_confidences import LateConfidences
 from faser.engine_adapter.drafting.ragged_v2 import RaggedV2, draft_ragged
+from faser.engine_adapter.patches.speculators.rounds import DecodeRounds, around_decode
 from faser.engine_adapter.patches.v2 import around_propose
-from faser.engine_adapter.patches.v2_speculator import DecodeRounds, around_decode
 
 from ..graph_managers import vllm_module
 
@@ -65,7 +65,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> Any:
         decode._sure[rows, step] = owner.draft_token_confidence_probs[:left, step]
 
     monkeypatch.setattr(DecodeRounds, "run", run)
-    monkeypatch.setattr("faser.engine_adapter.patches.v2_speculator._masks_freed_blocks", lambda: False)
+    monkeypatch.setattr("faser.engine_adapter.patches.speculators.rounds.masks_freed_blocks", lambda: False)
     monkeypatch.setattr(DecodeRounds, "_dispatched", lambda _, rows: SimpleNamespace(num_tokens=rows))
 
     def make(owner: Any) -> DecodeRounds:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from faser.engine_adapter.gate import EVIDENCE_STEPS
-from faser.engine_adapter.overlap import ping_pong
+from faser.engine_adapter.overlap import splits
 from faser.engine_adapter.overlap.groups import GroupTurn
 from faser.engine_adapter.overlap.ping_pong import PingPong, chosen_groups
 from faser.engine_adapter.settings import load_settings
@@ -24,6 +24,7 @@ class Request:
     request_id: str
     num_output_tokens: int = 5
     is_prefill_chunk: bool = False
+    num_output_placeholders: int = 0  # tokens that are under way, under asynchronous scheduling
     spec_token_ids: list[int] = field(default_factory=list)
     next_decode_eligible_step: int = 0
 
@@ -48,9 +49,9 @@ class Engine:
             request.spec_token_ids = []
         for request in come if self.groups.is_deferred else [*come, *ready]:
             request.spec_token_ids = [0] * LENGTH
-        self.groups.latch(dict.fromkeys(scheduled, LENGTH))
+        self.groups.latch(self.step, dict.fromkeys(scheduled, LENGTH))
         report = StepReport(verify_s=verify_s, draft_s=draft_s, is_drafter_ready=is_ready)
-        self.groups.note(scheduled, len(scheduled), time_s, report)
+        self.groups.note(self.step, scheduled, len(scheduled), time_s, report)
         return set(scheduled)
 
 
@@ -138,9 +139,9 @@ def test_only_drafts_that_may_still_come_keep_their_length() -> None:
     one.run()
     first = one.run()
     held = one.run()
-    assert one.groups.latch({}) == dict.fromkeys(first, LENGTH), "their drafts come in this step"
+    assert one.groups.latch(one.step, {}) == dict.fromkeys(first, LENGTH), "their drafts come in this step"
     one.groups.drop(min(first))
-    assert one.groups.latch({})[min(first)] == 0, "it was preempted meanwhile"
+    assert one.groups.latch(one.step, {})[min(first)] == 0, "it was preempted meanwhile"
     assert held.isdisjoint(first)
 
 
@@ -148,8 +149,8 @@ def test_nobody_is_kept_out_where_nobody_drafts() -> None:
     one = engine()
     for _ in range(3):
         one.groups.deal(one.running, one.step + 1)
-        one.groups.latch(dict.fromkeys(ALL, 0))
-        one.groups.note(dict.fromkeys(ALL, 1), 4, 1.0, StepReport(is_drafter_ready=True))
+        one.groups.latch(one.step, dict.fromkeys(ALL, 0))
+        one.groups.note(one.step, dict.fromkeys(ALL, 1), 4, 1.0, StepReport(is_drafter_ready=True))
         assert not one.groups.is_deferred
 
 
@@ -222,10 +223,11 @@ def test_steps_in_which_the_drafter_catches_up_are_no_evidence_against_being_uns
         one.run_asked(1)
     gate = one.groups._gates[1]
     gate.note = lambda requests, has_used, time_s, tokens: told.append(has_used)  # type: ignore[method-assign]
-    one.groups._turn, one.groups._is_between = GroupTurn(), False
+    one.groups._newest = replace(one.groups._newest, turn=GroupTurn(), could_part=True, is_between=False)
     for caught_up in [5, 0]:
         report = StepReport(is_drafter_ready=True, caught_up=caught_up)
-        one.groups.note(dict.fromkeys(ALL, 1), 4, 1.0, report)
+        one.groups.latch(one.step, {})
+        one.groups.note(one.step, dict.fromkeys(ALL, 1), 4, 1.0, report)
     assert told == [False]
 
 
@@ -238,18 +240,18 @@ def test_without_splits_on_offer_none_is_in_force() -> None:
 def test_a_setting_that_nothing_can_be_made_of_is_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config: Any = SimpleNamespace()
+    config: Any = SimpleNamespace(use_v2_model_runner=False)
     given = {"FASER_PING_PONG": "always", "FASER_ENDPOINT": "inproc://x"}
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     assert chosen_groups(load_settings({"FASER_ENDPOINT": "inproc://x"}), config) is None
     assert caplog.messages == []
     assert chosen_groups(load_settings(given), config) is None
     assert "FASER_DRAFTER_CORES is not set" in caplog.messages[-1]
-    monkeypatch.setattr(ping_pong, "chosen_drafter", lambda cores, config: ([], "method ngram"))
+    monkeypatch.setattr(splits, "chosen_drafter", lambda cores, config: ([], "method ngram"))
     assert chosen_groups(load_settings(given | {"FASER_DRAFTER_CORES": "1"}), config) is None
     assert "method ngram" in caplog.messages[-1]
     assert len(caplog.messages) == 2
-    monkeypatch.setattr(ping_pong, "chosen_drafter", lambda cores, config: (["drafter"], None))
+    monkeypatch.setattr(splits, "chosen_drafter", lambda cores, config: (["drafter"], None))
     made = chosen_groups(load_settings(given | {"FASER_DRAFTER_CORES": "1"}), config)
     assert made is not None
     assert made.mode == "always"

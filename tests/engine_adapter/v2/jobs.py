@@ -142,7 +142,7 @@ def _failing(name: str) -> Callable[[Engine], None]:
 
 def _failing_rounds(engine: Engine) -> None:
     """Let ragged drafting fail in the middle of a step, behind rounds that went well."""
-    from faser.engine_adapter.patches.v2_speculator import DecodeRounds
+    from faser.engine_adapter.patches.speculators.rounds import DecodeRounds
 
     run, count = DecodeRounds.run, iter(range(100))
 
@@ -166,7 +166,7 @@ def _raise(*_: Any, **__: Any) -> Any:
 
 def _neighbours_rounds(engine: Engine) -> None:
     """Let each row that goes on drafting carry on the state of its neighbour."""
-    from faser.engine_adapter.patches.v2_speculator import DecodeRounds
+    from faser.engine_adapter.patches.speculators.rounds import DecodeRounds
 
     keep = DecodeRounds.keep
     DecodeRounds.keep = lambda rounds, places: keep(rounds, places[1:] + places[:1])  # type: ignore[method-assign]
@@ -188,6 +188,20 @@ def _neighbours_proposals(engine: Engine) -> None:
     sampler = engine.runner.rejection_sampler
     verify = sampler._verify
     sampler._verify = lambda logits, proposals, *rest: verify(logits, proposals.roll(1, 1), *rest)
+
+
+def _judged_by_value(engine: Engine) -> None:
+    """Let drafts be left out of verification for what was drawn: even tokens pass for doubtful, odd ones for sure."""
+    manager = engine.runner.adaptive_verification
+    record = manager.record_confidences
+
+    def recorded(probabilities: Any, batch: Any) -> None:
+        drafts = engine.runner.req_states.draft_tokens[batch.idx_mapping]
+        told = probabilities.clone()
+        told[: len(drafts)] = 0.02 + 0.96 * (drafts % 2).to(told.dtype)
+        record(told, batch)
+
+    manager.record_confidences = recorded
 
 
 def _failing_draws(engine: Engine) -> None:
@@ -218,6 +232,7 @@ CONTROLS: dict[str, Callable[[Engine], None]] = {
     "": _whole,
     "vLLM's rule": _vllms_rule,
     "neighbour's proposals": _neighbours_proposals,
+    "judged by value": _judged_by_value,
     "failing draws": _failing_draws,
     "neighbour rows": _neighbour_rows,
     "uncut placeholders": _uncut_placeholders,

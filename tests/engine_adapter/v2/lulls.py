@@ -12,7 +12,7 @@ from jobs import Engine, Gauntlet, counted, prompts
 from tiny_models import VOCABULARY
 
 from faser.engine_adapter.drafting.kept_rows import KeptRows
-from faser.engine_adapter.patches.v2_first_pass import LaterPass
+from faser.engine_adapter.patches.speculators.first_pass import LaterPass
 
 
 def _raise(*_: Any, **__: Any) -> Any:

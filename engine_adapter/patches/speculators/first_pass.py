@@ -9,14 +9,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .v2_speculator import has_more_state, is_autoregressive, keeps_its_own_rounds
+from .rounds import has_more_state, is_autoregressive, keeps_its_own_rounds
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from ..drafting.kept_rows import Missed
+    from ...drafting.kept_rows import Missed
 
 
 def may_skip(speculator: Any) -> bool:

@@ -81,7 +81,7 @@ def has_peers() -> bool:
 
 
 @cache
-def _masks_freed_blocks() -> bool:
+def masks_freed_blocks() -> bool:
     """Tell whether gathering block tables leaves out blocks that were freed (0.33)."""
     from vllm.v1.worker.gpu.block_table import BlockTables
 
@@ -130,7 +130,9 @@ class DecodeRounds:
         from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 
         graphs = self._speculator.decode_cudagraph_manager
-        return dispatch_cg_and_sync_dp(graphs, rows, rows, uniform_token_count=1, dp_size=1, dp_rank=0)[0]
+        return dispatch_cg_and_sync_dp(
+            graphs, rows, rows, uniform_token_count=1, dp_size=1, dp_rank=0, need_eager=graphs is None
+        )[0]
 
     def keep(self, places: list[int]) -> None:
         """Go on with the rows at these places of the batch only, in this order."""
@@ -147,7 +149,7 @@ class DecodeRounds:
         speculator.idx_mapping[left:].fill_(-1)
         buffers.seq_lens[left:].fill_(0)
         buffers.query_start_loc[left + 1 :].fill_(left)
-        masked = {"num_computed_tokens": self._computed} if _masks_freed_blocks() else {}
+        masked = {"num_computed_tokens": self._computed} if masks_freed_blocks() else {}
         slots = speculator.idx_mapping[:left]
         speculator.block_tables.gather_block_tables(slots, num_reqs_padded=self.requests, **masked)
 

@@ -1,0 +1,69 @@
+"""The drafter's stream against a device that runs work late and out of order wherever events allow."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from faser.engine_adapter.overlap.side_stream import CudaSideStream, NoSideStream, side_stream
+
+from ..late_device import LateCuda, LateDevice
+
+
+def add(number: torch.Tensor, seen: torch.Tensor, turn: int) -> None:
+    number.add_(1)
+    seen[turn : turn + 1].copy_(number)
+
+
+def handed_back_and_forth(seed: int, *, is_waited_for: bool = True, is_behind: bool = True) -> list[int]:
+    """Let both streams add to one number in turn; return what each saw."""
+    device = LateDevice(seed)
+    side = CudaSideStream(None, LateCuda(device))
+    if not is_behind:
+        side._handed.record = lambda *_: None  # type: ignore[method-assign]
+    number, seen = torch.zeros(1), torch.zeros(6)
+    device.own(number, seen)
+    with device:
+        for turn in range(0, 6, 2):
+            add(number, seen, turn)
+            side.launch(partial(add, number, seen, turn + 1))
+            if is_waited_for:
+                side.wait()
+        device.drain()
+    return [int(value) for value in seen]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_work_runs_behind_what_was_launched_before_it_and_is_waited_for(seed: int) -> None:
+    assert handed_back_and_forth(seed) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("missing", ["is_waited_for", "is_behind"])
+def test_a_missing_event_is_found(missing: str) -> None:
+    seen = [handed_back_and_forth(seed, **{missing: False}) for seed in range(20)]
+    assert any(each != [1, 2, 3, 4, 5, 6] for each in seen)
+
+
+def test_work_that_fails_leaves_an_event_to_wait_for() -> None:
+    device = LateDevice(0)
+    side = CudaSideStream(None, LateCuda(device))
+
+    def fail() -> None:
+        raise RuntimeError("broken on purpose")
+
+    with device:
+        with pytest.raises(RuntimeError, match="on purpose"):
+            side.launch(fail)
+        side.wait()
+        device.drain()
+
+
+def test_a_device_without_streams_does_the_work_at_once() -> None:
+    side, done = side_stream(SimpleNamespace(type="cpu")), list[int]()
+    assert isinstance(side, NoSideStream)
+    side.launch(lambda: done.append(1))
+    side.wait()
+    assert done == [1]
