@@ -16,7 +16,7 @@ from ..engine.machine import provenance
 from ..errors import UsageError
 
 HEADER = (
-    f"{'load':11} {'policy':14} {'mean s':>13} {'p99 s':>6} {'in time':>8} {'GPUs':>5} {'moves':>6} "
+    f"{'load':20} {'policy':14} {'mean s':>13} {'p99 s':>6} {'in time':>8} {'GPUs':>5} {'moves':>6} "
     f"{'cost':>6}  {'fixed, as many GPUs: s':>22} {'in time':>8}  latency over theirs"
 )
 
@@ -75,7 +75,7 @@ def _line(load: str, policy: str, row: dict[str, Any]) -> str:
     span = "" if fixed["ci"] is None else " ({:.3f} to {:.3f})".format(*fixed["ci"])
     sets = " ".join(name.removeprefix("static:") for name in fixed["sets"])
     return (
-        f"{load:11} {policy:14} {seconds:>13} {row['p99_s']['mean']:6.2f} {row['attainment']['mean']:8.2%} "
+        f"{load:20} {policy:14} {seconds:>13} {row['p99_s']['mean']:6.2f} {row['attainment']['mean']:8.2%} "
         f"{row['gpus']['mean']:5.1f} {row['moves']['mean']:6.0f} {row['cost']['mean']:6.3f}  "
         f"{sets + format(fixed['mean_s'], '8.3f'):>22} {fixed['attainment']:8.2%}  {fixed['latency_ratio']:.3f}{span}"
     )

@@ -3,7 +3,8 @@
 Called by env/pipeline/pipeline_serving.py and models/pipeline. Shipped traces last half an hour at 3 to 6 requests/s;
 they are run faster until they come at the wanted rate, and blocks of them are drawn with replacement, so that a run may
 be longer than the trace and seeds differ. Inside a block every burst is as recorded, on the faster clock. ServeGen's
-clients keep their clock.
+clients keep their clock. So does azure-code-own-clock: there bursts and calms last as long as recorded, and it is the
+rate that is higher.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from ..workload.workload import Swell
 
 RATE_RPS: Final = 20.0  # the paper's
 BLOCK_S: Final = 30.0
+OWN_CLOCK_BLOCK_S: Final = 180  # longer than the longest calm, 174 s
 GAMMAS: Final = (1, 2, 4, 8)
 SERVEGEN: Final = "servegen"
 SWELL: Final = "swell"
+OWN_CLOCK: Final = "azure-code-own-clock"
 WEEK_S: Final = 604_200.0  # of ServeGen's windows
-LOADS: Final = (*SHIPPED, SERVEGEN, SWELL, *(f"gamma-{cv}" for cv in GAMMAS))
+LOADS: Final = (*SHIPPED, OWN_CLOCK, SERVEGEN, SWELL, *(f"gamma-{cv}" for cv in GAMMAS))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +66,8 @@ def draw_arrivals(name: str, seed: int, duration_s: float, rate_rps: float = RAT
     random = np.random.default_rng([seed, *name.encode()])
     if name in SHIPPED:
         return _blocks(name, _shipped(name), duration_s, rate_rps, random)
+    if name == OWN_CLOCK:
+        return _own_clock(duration_s, rate_rps, random)
     if name == SERVEGEN:
         return _servegen(seed, duration_s, rate_rps, random)
     if name == SWELL:
@@ -105,6 +110,28 @@ def _blocks(name: str, trace: Trace, duration_s: float, rate_rps: float, random:
     joined, lengths = (np.concatenate(each) for each in zip(*parts, strict=True))
     inside = joined < duration_s
     return Arrivals(name, joined[inside], lengths[inside])
+
+
+def _own_clock(duration_s: float, rate_rps: float, random: np.random.Generator) -> Arrivals:
+    """Join blocks of azure-code's rate by the second, on its own clock; requests come at random within a second.
+
+    The rate is as many times the recorded one as gives the wanted mean: so many more people doing the same at the same
+    time. Independent ones would not be calm together.
+    """
+    trace = _shipped("azure-code")
+    span_s = float(trace.arrival_s[-1])
+    recorded = np.bincount(trace.arrival_s.astype(np.int64))[: int(span_s)]
+    faster, size = rate_rps * span_s / len(trace), (math.ceil(duration_s / OWN_CLOCK_BLOCK_S), 1)
+    counts = np.zeros(0, np.int64)
+    while not counts.any():  # a calm may be longer than a short run
+        starts = random.integers(len(recorded) - OWN_CLOCK_BLOCK_S + 1, size=size)
+        rates = recorded[starts + np.arange(OWN_CLOCK_BLOCK_S)].ravel()[: math.ceil(duration_s)]
+        counts = random.poisson(faster * rates)
+    second = np.repeat(np.arange(len(counts)), counts)
+    times = np.sort(second + random.random(len(second)))
+    times = times[times < duration_s]
+    lengths = _tokens(trace)
+    return Arrivals(OWN_CLOCK, times, lengths[random.integers(len(lengths), size=len(times))])
 
 
 def _servegen(seed: int, duration_s: float, rate_rps: float, random: np.random.Generator) -> Arrivals:

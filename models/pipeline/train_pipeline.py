@@ -34,7 +34,7 @@ from .pipeline_policy import LoadHint, toward
 from .weigh import Weigh
 
 TRAINING_LOADS: Final = ("servegen", "swell", "gamma-1", "gamma-2", "gamma-4", "gamma-8")
-HELD_OUT: Final = ("azure-code", "azure-conv", "mooncake")
+HELD_OUT: Final = ("azure-code", "azure-code-own-clock", "azure-conv", "mooncake")
 HIDDEN: Final = 64
 EPISODE_S: Final = 300.0
 REWARD_SCALE: Final = 0.05  # a second's cost of a few tens becomes about one

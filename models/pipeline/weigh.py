@@ -2,8 +2,10 @@
 
 What flexpipe lacks: what every fixed set would have cost under the arrivals that came (models/pipeline/shadows.py), and
 the price of a move: how long it loads, bytes on links, GPUs held twice, coming back. Seconds are remembered with the
-rate before them, of another day and of this one; what a set will cost is the mean of the remembered seconds that had
-about the present rate. So a load that swells is followed at once, and one that bursts at random is left alone.
+rate before them, of another day and of this one; what a set will cost is the mean of what followed on the remembered
+seconds that had about the present rate. So a load that swells is followed at once, and one that bursts at random is
+left alone. What followed is 20 seconds, not the next one: who gives GPUs back in a calm meets the burst that ends it
+with what is left, and sees and loads while it lasts.
 """
 
 from __future__ import annotations
@@ -28,17 +30,21 @@ LEAST_RPS: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class WeighSettings:
-    """Chosen on seeds and loads that no table shows; settling_s and doubt on the table's loads, at other seeds."""
+    """Chosen on seeds and loads that no table shows.
 
+    The first four are chosen on the table's loads, at other seeds.
+    """
+
+    octaves: float = 0.3  # how like rates are: the width of the mean over remembered seconds
+    ahead_s: int = 20  # how much of what followed on a second counts; a decision a second
+    doubt: float = 1.0  # standard errors by which a saving must be above zero
+    settling_s: float = 30.0  # at the beginning nothing moves: there is no rate yet to go by
     horizon_s: float = 120.0  # a saving is trusted to last so long
     margin: float = 1.5  # of the move's price, what it must save
-    octaves: float = 0.35  # how like rates are: the width of the mean over remembered seconds
     memory_s: float = 1800.0  # remembered seconds lose their weight
-    doubt: float = 1.0  # standard errors by which a saving must be above zero
     burst_s: float = 10.0  # seconds that depend on each other, for the standard error
     return_s: float = 10.0  # what is released is paid for so many seconds more: it may have to come back
     patience_s: float = 30.0  # after a move that found no room
-    settling_s: float = 30.0  # at the beginning nothing moves: there is no rate yet to go by
     latency_weight: float = LATENCY_WEIGHT  # missed requests that a second of one request is worth
 
 
@@ -58,17 +64,26 @@ class Memory:
         self.cost = np.concatenate((self.cost[-self.most :], cost[None]))
 
     def saving(self, now: int, at_s: float, octave: float, settings: WeighSettings) -> Floats:
-        """Return (sets,) what each surely saves per second over the set `now` at such a rate."""
-        if not len(self.at_s):
+        """Return (sets,) what each surely saves per second over the set `now` behind seconds at such a rate."""
+        cost = self._ahead(settings.ahead_s)
+        if not len(cost):
             return np.zeros(len(SETS))
-        weight = np.exp(-0.5 * ((self.octave - octave) / settings.octaves) ** 2) + 1e-9
-        weight *= np.exp(-(at_s - self.at_s) / settings.memory_s)
+        weight = np.exp(-0.5 * ((self.octave[: len(cost)] - octave) / settings.octaves) ** 2) + 1e-9
+        weight *= np.exp(-(at_s - self.at_s[: len(cost)]) / settings.memory_s)
         weight /= weight.sum()
-        difference = self.cost[:, now : now + 1] - self.cost
+        difference = cost[:, now : now + 1] - cost
         mean = weight @ difference
         spread = weight @ (difference - mean) ** 2
-        error = np.sqrt(spread * settings.burst_s * float(weight @ weight))
+        error = np.sqrt(spread * (settings.burst_s + settings.ahead_s) * float(weight @ weight))
         return np.asarray(mean - settings.doubt * error)
+
+    def _ahead(self, ahead_s: int) -> Floats:
+        """Return (seconds, sets) what each set cost per second in so many seconds from each remembered one on.
+
+        The last of them are not known yet. Another day goes on with this one.
+        """
+        total = np.concatenate((np.zeros((1, len(SETS))), np.cumsum(self.cost, axis=0)))
+        return np.asarray((total[ahead_s:] - total[:-ahead_s]) / ahead_s)
 
 
 @dataclass(slots=True)

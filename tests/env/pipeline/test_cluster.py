@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from faser.engine_adapter.errors import UsageError
-from faser.env.pipeline.arrivals import GAMMAS, LOADS, Arrivals, draw_arrivals
+from faser.env.pipeline.arrivals import GAMMAS, LOADS, OWN_CLOCK, Arrivals, draw_arrivals
 from faser.env.pipeline.cluster import ACTIVE, Cluster, PipelineMove
 from faser.env.pipeline.constants import GIGA, SEGMENTS, STAGES, TABLE_2, Granularity, PipelineConstants
 from faser.env.pipeline.gpus import NOBODY, Gpus
 from faser.env.pipeline.serve_kernel import best_batch
+from faser.env.workload.request_trace import shipped_trace
 
 ALONE = PipelineConstants(sharing_base=0.0, is_serial=True)  # nobody beside us, one request a batch
 
@@ -225,6 +226,21 @@ def test_loads_come_at_the_wanted_rate_and_repeat_by_seed(name: str) -> None:
     assert first.arrival_s[-1] < 600.001
     assert len(first) == pytest.approx(12_000, rel=0.6)
     assert (first.tokens > 0).all()
+
+
+def test_on_its_own_clock_a_load_is_calm_for_as_long_as_recorded() -> None:
+    """Its rate is six times the recorded one, not its pace."""
+    own, faster = draw_arrivals(OWN_CLOCK, 1, 3600.0), draw_arrivals("azure-code", 1, 3600.0)
+    recorded_s = shipped_trace("azure-code").arrival_s
+    idle = 1.0 - len(np.unique(recorded_s.astype(np.int64))) / recorded_s[-1]
+    assert 1.0 - len(np.unique(own.arrival_s.astype(np.int64))) / 3600.0 == pytest.approx(idle, abs=0.05)
+    assert np.diff(own.arrival_s).max() > 0.8 * np.diff(recorded_s).max()
+    assert np.diff(faster.arrival_s).max() < 0.3 * np.diff(recorded_s).max()
+    assert len(own) / 3600.0 == pytest.approx(20.0, rel=0.2)
+
+
+def test_somebody_comes_however_short_a_run_is() -> None:
+    assert all(len(draw_arrivals(OWN_CLOCK, seed, 10.0)) for seed in range(50))
 
 
 @pytest.mark.parametrize("variation", GAMMAS)

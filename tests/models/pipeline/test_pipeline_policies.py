@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from faser.env.pipeline.arrivals import draw_arrivals
+from faser.env.pipeline.arrivals import OWN_CLOCK, draw_arrivals
 from faser.env.pipeline.cluster import STAY, Cluster, PipelineMove
 from faser.env.pipeline.constants import STAGES, PipelineConstants
 from faser.env.pipeline.view import ClusterView
@@ -157,7 +157,7 @@ def test_weigh_begins_with_the_best_of_another_day_and_grows_with_the_load() -> 
 
 
 def test_a_saving_counts_at_rates_like_it_was_seen_at_and_only_when_it_is_sure() -> None:
-    random, settings = np.random.default_rng(0), WeighSettings()
+    random, settings = np.random.default_rng(0), WeighSettings(ahead_s=1)
     slow, fast = np.zeros(len(SETS)), np.zeros(len(SETS))
     slow[0], fast[0] = -1.0, 5.0  # the first set saves at a low rate and costs at a high one
     costs = np.vstack([np.tile(slow, (400, 1)), np.tile(fast, (400, 1))])
@@ -167,6 +167,29 @@ def test_a_saving_counts_at_rates_like_it_was_seen_at_and_only_when_it_is_sure()
     memory.cost[:, 0] += random.normal(0.0, 100.0, 800)
     assert memory.saving(1, 0.0, 1.0, settings)[0] < 0.5
     assert Memory().saving(1, 0.0, 1.0, settings).max() == 0.0
+
+
+def test_what_is_given_back_in_a_calm_is_missed_in_the_burst_behind_it() -> None:
+    """In calm seconds a small set saves; with what follows on them it does not."""
+    settings, calm, busy = WeighSettings(), -3.0, 6.0
+    is_busy = np.arange(800) % 40 >= 30
+    costs = np.ones((800, len(SETS)))
+    costs[:, 0] = np.where(is_busy, 40.0, 0.0)
+    memory = Memory(np.arange(-800.0, 0.0), np.where(is_busy, busy, calm), costs)
+    assert memory.saving(1, 0.0, calm, replace(settings, ahead_s=1))[0] > 0.5
+    assert memory.saving(1, 0.0, calm, settings)[0] < -1.0
+    assert memory.saving(0, 0.0, calm, settings)[1] > 1.0  # and who is small grows before the burst
+
+
+def test_weigh_holds_what_the_next_burst_needs() -> None:
+    """Who looks at the next second alone gives it back in calms, and is late where a trace keeps its clock."""
+    arrivals, day = (draw_arrivals(OWN_CLOCK, seed, 600.0) for seed in (301, 1301))
+    short, far = (
+        serve_load(Weigh(CONSTANTS, settings), arrivals, LoadHint.of(day), CONSTANTS, 301)[0]
+        for settings in (WeighSettings(ahead_s=1), WeighSettings())
+    )
+    assert far.latency_s.mean() < 0.7 * short.latency_s.mean()
+    assert far.totals.missed < 0.5 * short.totals.missed
 
 
 def test_weigh_follows_a_swelling_load_with_fewer_gpus_than_a_fixed_set_as_fast() -> None:
@@ -188,7 +211,7 @@ def test_a_move_without_room_is_not_asked_for_again_at_once() -> None:
     policy.start(HINT)
     policy.target = (4, 2)
     free = np.where(np.arange(len(SETS)) == SETS.index((16, 1)), 0.0, 1e6)
-    policy.memory = Memory(np.zeros(2), np.zeros(2), np.tile(free, (2, 1)))
+    policy.memory = Memory(np.zeros(60), np.zeros(60), np.tile(free, (60, 1)))
     first = policy.decide(view(now_s=30.0, serving=(2, 0, 0, 0)))
     assert first.is_refactor
     assert policy.decide(view(now_s=30.0, serving=(2, 0, 0, 0))) == STAY
@@ -202,7 +225,7 @@ def test_nothing_moves_before_there_is_a_rate_to_go_by() -> None:
         policy.start(HINT)
         policy.target = (4, 2)
         free = np.where(np.arange(len(SETS)) == SETS.index((16, 1)), 0.0, 1e6)
-        policy.memory = Memory(np.zeros(2), np.zeros(2), np.tile(free, (2, 1)))
+        policy.memory = Memory(np.zeros(60), np.zeros(60), np.tile(free, (60, 1)))
         moves.append(policy.decide(view(now_s=now_s, serving=(2, 0, 0, 0))))
     assert moves[0] == STAY
     assert moves[1].is_refactor

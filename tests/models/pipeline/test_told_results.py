@@ -63,7 +63,14 @@ def test_what_is_said_of_swells_bursts_and_smooth_loads_is_in_the_table() -> Non
         "azure-conv {}, mooncake {}, gamma-1 {};".format(*(weigh[n] for n in ("azure-conv", "mooncake", "gamma-1")))
         in said
     )
+    own = "azure-code-own-clock"
+    costs = loads[own]["weigh"]["cost"]["mean"], loads[own]["weigh"]["fixed"]["cheapest_cost"]
+    assert f"and has {weigh[own]} at a cost of {costs[0]:.3f}, `weigh:1.5` {heavy[own]};" in said
+    assert f"({loads[own]['weigh']['fixed']['cheapest']}) is at {costs[1]:.3f}. Fixed sets" in said
+    assert f"Hindsight has {known[own]}: it loads" in said
     bursts = ("azure-code", "gamma-4", "gamma-8")
+    moves = max(loads[load][name]["moves"]["mean"] for load in bursts for name in ("weigh", "weigh:1.5"))
+    assert f"with at most {moves:.0f} moves in 20 minutes" in said
     assert "`weigh:1.5` has {} on azure-code, {} on gamma-4, {} on gamma-8".format(*(heavy[n] for n in bursts)) in said
     assert "`weigh` {}, {} and {}: with".format(*(weigh[n] for n in bursts)) in said
     assert "has {}, {} and {}: gamma gaps".format(*(known[n] for n in bursts)) in said
