@@ -19,6 +19,7 @@ _ROUND_GRAPHS: Final = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudag
 _EAGLE_LAYERS: Final = "vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils"
 _REQUESTS: Final = "vllm.v1.worker.gpu.states"
 _CACHE: Final = "vllm.v1.kv_cache_interface"
+_SCHEDULED: Final = "vllm.v1.core.sched.output"
 _STATE: Final = "vllm.v1.worker.gpu.model_states.interface"
 
 # (module, class or "" for the module itself, attribute, parameters after self; None for what is not a function)
@@ -331,6 +332,8 @@ V2_ATTRIBUTES: Final = (
     (_BATCH, "InputBatch", "num_reqs_after_padding"),
     ("vllm.v1.worker.utils", "AttentionGroup", "backend"),
     (_REQUESTS, "RequestState", "draft_tokens"),
+    *((_SCHEDULED, "SchedulerOutput", name) for name in ("finished_req_ids", "preempted_req_ids")),
+    (_SCHEDULED, "SchedulerOutput", "new_block_ids_to_zero"),
     (_REQUESTS, "RequestState", "num_computed_tokens_np"),
     *((_RUNNER, "GPUModelRunner", name) for name in ("req_states", "block_tables", "kv_cache_config")),
     *((_RUNNER, "GPUModelRunner", name) for name in ("use_aux_hidden_state_outputs", "model", "model_config")),

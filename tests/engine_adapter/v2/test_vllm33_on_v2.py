@@ -71,6 +71,14 @@ def test_outputs_are_the_targets_and_every_length_is_obeyed(newer: Any, tiny: An
         assert run["check"]["draft_rows"] < 0.8 * run["check"]["rows_if_uniform"]
 
 
+def test_two_groups_take_turns(newer: Any, tiny: Any) -> None:
+    whole = newer("generate", **tiny.without("eagle3"))
+    run = newer("sides:beside", **tiny.scenario("eagle3"), is_async=True, rule=RANDOM, chance=0.2)
+    assert run["tokens"] == whole["tokens"]
+    assert (run["faults"], run["miscounted"], run["is_late_on"]) == ({}, 0, True)
+    assert max(run["lateness"]) > 4
+
+
 def test_length_0_leaves_out_the_drafter(newer: Any, tiny: Any) -> None:
     run = newer("generate", **tiny.scenario("eagle3"), is_async=True, rule={"fixed": 0})
     assert run["check"]["rounds"] == 0
