@@ -335,7 +335,9 @@ def test_groups_that_take_turns_are_not_pruned_and_nothing_is_noted_for_it() -> 
     scheduler: Any = SteeredScheduler()
     order = StepOrder({"a": 2}, prune=PRUNE, next_prune=PRUNE)
     scheduler.steering = SimpleNamespace(order=lambda *_: order, cost_s=0.0)
-    scheduler.ping_pong = SimpleNamespace(latch=lambda step, lengths: lengths, is_deferred=True, in_force=lambda split: split)
+    scheduler.ping_pong = SimpleNamespace(
+        latch=lambda step, lengths: lengths, is_deferred=True, in_force=lambda split: split
+    )
     scheduler.before_latch(output := SimpleNamespace(num_scheduled_tokens={"a": 3}))
     assert output.faser is order
     assert (order.prune, order.next_prune, order.is_deferred) == (None, None, True)
