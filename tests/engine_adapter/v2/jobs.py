@@ -190,20 +190,6 @@ def _neighbours_proposals(engine: Engine) -> None:
     sampler._verify = lambda logits, proposals, *rest: verify(logits, proposals.roll(1, 1), *rest)
 
 
-def _judged_by_value(engine: Engine) -> None:
-    """Let drafts be left out of verification for what was drawn: even tokens pass for doubtful, odd ones for sure."""
-    manager = engine.runner.adaptive_verification
-    record = manager.record_confidences
-
-    def recorded(probabilities: Any, batch: Any) -> None:
-        drafts = engine.runner.req_states.draft_tokens[batch.idx_mapping]
-        told = probabilities.clone()
-        told[: len(drafts)] = 0.02 + 0.96 * (drafts % 2).to(told.dtype)
-        record(told, batch)
-
-    manager.record_confidences = recorded
-
-
 def _failing_draws(engine: Engine) -> None:
     from faser.engine_adapter.runner import v2
 
@@ -232,7 +218,6 @@ CONTROLS: dict[str, Callable[[Engine], None]] = {
     "": _whole,
     "vLLM's rule": _vllms_rule,
     "neighbour's proposals": _neighbours_proposals,
-    "judged by value": _judged_by_value,
     "failing draws": _failing_draws,
     "neighbour rows": _neighbour_rows,
     "uncut placeholders": _uncut_placeholders,
