@@ -32,11 +32,11 @@ COLLECTED_AT: Final = (20_000, 20, 20)
 logger = logging.getLogger(__name__)
 
 
-def run_sidecar(config: Config, reload: Callable[[], Config], interrupts: Sequence[int] = ()) -> int:
+def run_sidecar(config: Config, reload: Callable[[], Config], interrupts: Sequence[int]) -> int:
     """Serve until SIGTERM or SIGINT, then give the leases back, flush the store and return 0.
 
     :param reload: reads the configuration again, for SIGHUP; what it raises rejects the change.
-    :param interrupts: signals noted before this was called or since; after one it ends as soon as it could serve.
+    :param interrupts: signals that are noted until it serves; after one it ends as soon as it could.
     """
     os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
     sys.setswitchinterval(SWITCH_INTERVAL_S)

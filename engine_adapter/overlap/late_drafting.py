@@ -1,9 +1,9 @@
 """Drafts that nobody waits for, on the V2 runner: they are made beside the next step's verification.
 
 The scheduler's part (ping_pong.py) says in which steps, and leaves their requests out of the next one. The drafter runs
-on a stream of its own, from copies of what that step overwrites; the engine's stream waits for it before a step that
-verifies its drafts, and before the drafter runs again. So one drafting is under way at most, and the drafter's KV
-cache, buffers and graphs see their work in the order in which vLLM would give it. Called by the runner mixin.
+on a stream of its own, from copies of what that step overwrites. The engine's stream waits for it before the drafter
+runs again, and before a step in which one of its requests is or has left: so one drafting is under way at most, and
+nobody else touches what it reads and writes by request. Called by the runner mixin.
 """
 
 from __future__ import annotations

@@ -64,12 +64,9 @@ class PingPong:
         self._gate = Gate()  # of groups that no split asks for
         self._gates: dict[int, Gate] = {}  # of each split
         self._asked = 0  # the split to deal groups for from the next step on; 0: none
-        self._split = 0  # of the step that was dealt last
         self._is_ready = False  # the drafter's process takes jobs
-        self._turn = GroupTurn()
         self._latched: dict[str, int] = {}  # draft length of every request whose draft may still come
-        self._could_part = False
-        self._newest = DealtStep(self._turn, 0, frozenset(), False, False)
+        self._newest = DealtStep(GroupTurn(), 0, frozenset(), False, False)
         self._dealt: dict[int, DealtStep] = {}  # steps whose report is still to come
 
     def deal(self, running: Iterable[Any], next_step: int) -> None:
@@ -80,18 +77,17 @@ class PingPong:
             if (request.num_output_tokens or request.num_output_placeholders) and not request.is_prefill_chunk
         }
         weights = {name: self._weight(name) for name in decoding}
-        was_deferred, before = self._turn.is_deferred, self._split
-        self._turn = self._groups.turn(weights, self._is_wanted(weights))
-        if self._turn.is_deferred:
-            self._split = self._asked
-        elif not self._turn.held:  # else the process is still at their drafts
-            self._split = 0
+        could_part, before = self._could_part(weights), self._newest
+        turn, split = self._groups.turn(weights, could_part and self._is_wanted(len(weights))), before.split
+        if turn.is_deferred:
+            split = self._asked
+        elif not turn.held:  # else the process is still at their drafts
+            split = 0
         # The first step of two groups verifies drafts for which the step before it waited; the one behind the last
         # verifies a half, and waits for both halves' drafts. Neither tells what a step of its kind takes.
-        is_other_split = self._turn.is_deferred and self._split != before
-        is_between = self._turn.is_deferred != was_deferred or is_other_split
-        self._newest = DealtStep(self._turn, self._split, frozenset(weights), self._could_part, is_between)
-        for name in self._turn.held:
+        is_between = turn.is_deferred != before.turn.is_deferred or (turn.is_deferred and split != before.split)
+        self._newest = DealtStep(turn, split, frozenset(weights), could_part, is_between)
+        for name in turn.held:
             decoding[name].next_decode_eligible_step = next_step + 1
 
     def _weight(self, name: str) -> float:
@@ -99,12 +95,13 @@ class PingPong:
         length = self._latched.get(name, 0)
         return self.pace.weight(1 + length, length)
 
-    def _is_wanted(self, weights: Mapping[str, float]) -> bool:
-        drafts = any(self._latched.get(name) for name in weights)
-        self._could_part = self._is_ready and drafts and len(weights) > 1
-        if not self._could_part or (self.by_split and not self._asked):
+    def _could_part(self, weights: Mapping[str, float]) -> bool:
+        return self._is_ready and len(weights) > 1 and any(self._latched.get(name) for name in weights)
+
+    def _is_wanted(self, requests: int) -> bool:
+        if self.by_split and not self._asked:
             return False
-        return self.mode == ALWAYS or (self.pace.may_pay() and self._gate_of(self._asked).ask(len(weights)))
+        return self.mode == ALWAYS or (self.pace.may_pay() and self._gate_of(self._asked).ask(requests))
 
     def _gate_of(self, split: int) -> Gate:
         return self._gates.setdefault(split, Gate()) if split else self._gate
@@ -115,17 +112,17 @@ class PingPong:
         :param asked: an index of HELLO's splits; None: none is offered
         """
         self._asked = asked or 0
-        return None if asked is None else self._split
+        return None if asked is None else self._newest.split
 
     @property
     def is_deferred(self) -> bool:
         """Whether nobody waits for the drafts of the step that was dealt last."""
-        return self._turn.is_deferred
+        return self._newest.turn.is_deferred
 
     def latch(self, step: int, lengths: dict[str, int]) -> dict[str, int]:
         """Take in the draft lengths of a step; return those of all requests whose drafts may come in it."""
         self._dealt[step] = self._newest
-        self._latched = {name: self._latched.get(name, 0) for name in self._turn.held} | lengths
+        self._latched = {name: self._latched.get(name, 0) for name in self._newest.turn.held} | lengths
         return self._latched
 
     def drop(self, name: str) -> None:
@@ -141,7 +138,7 @@ class PingPong:
         :param emitted: tokens that the step emitted
         """
         self._is_ready = report is not None and report.is_drafter_ready
-        if self._turn.is_deferred and not self._is_ready:
+        if self.is_deferred and not self._is_ready:
             self._groups.land()
         dealt = self._dealt.pop(step, None)
         for older in [each for each in self._dealt if each < step]:  # they had no tokens

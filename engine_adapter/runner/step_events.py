@@ -63,7 +63,7 @@ class StepEvents:
     def seconds(self, first: str, last: str) -> float:
         """Return the device's time between two moments; 0.0 if either was not marked or is still to come."""
         started, ended = self._events.get(first), self._events.get(last)
-        if started is None or ended is None or not ended.query():
+        if started is None or ended is None or not (started.query() and ended.query()):  # on two streams, perhaps
             return 0.0
         return float(started.elapsed_time(ended)) / 1000.0
 

@@ -229,12 +229,15 @@ class FaserRunnerV2(RunnerV2Hooks, PruningRunnerV2):
             drafts, rows = proposal.run(), (proposal.batch.num_reqs,) * rounds
         else:
             drafts = self.drafting.draft(proposal, lengths, rounds)
-            rows, drawn = self.drafting.rounds, self.drafting.drawn
-            if drawn is not None:
-                told = (name for name, length in zip(drawn.names, drawn.lengths, strict=True) if length)
-                self._untold |= dict.fromkeys(told, drawn)
+            rows = self.drafting.rounds
+            self._guard("note on confidences", partial(self._note_drawn, self.drafting.drawn))
         self._mark("drafted", events)
         return drafts, rows
+
+    def _note_drawn(self, drawn: Drawn | None) -> None:
+        if drawn is not None:
+            names = (name for name, length in zip(drawn.names, drawn.lengths, strict=True) if length)
+            self._untold |= dict.fromkeys(names, drawn)
 
     def _draft_late(self, late: LateDrafting) -> None:
         """Launch what was put off in this step; whenever it is done, it is this step's."""

@@ -209,7 +209,7 @@ def test_each_split_has_its_own_evidence() -> None:
     one, late = split_engine("auto"), dict[int, list[int | None]]()
     for step in range(40 * EVIDENCE_STEPS):
         asked = 1 + step // 64 % 2
-        apart_s = 0.7 if one.groups._split == 1 else 0.3
+        apart_s = 0.7 if one.groups._newest.split == 1 else 0.3
         one.run_asked(asked, time_s=apart_s if one.groups.is_deferred else 1.0)
         if step >= 20 * EVIDENCE_STEPS:
             late.setdefault(asked, []).append(one.splits[-1])
@@ -229,6 +229,32 @@ def test_steps_in_which_the_drafter_catches_up_are_no_evidence_against_being_uns
         one.groups.latch(one.step, {})
         one.groups.note(one.step, dict.fromkeys(ALL, 1), 4, 1.0, report)
     assert told == [False]
+
+
+def test_a_step_whose_report_comes_late_is_evidence_of_what_it_was() -> None:
+    """Under asynchronous scheduling the next step is dealt before."""
+    one, told = engine("auto"), list[tuple[int, bool]]()
+    one.groups._gate.note = lambda requests, has_used, time_s, tokens: told.append((requests, has_used))  # type: ignore[method-assign]
+    whole = replace(one.groups._newest, decoding=frozenset(ALL), could_part=True)
+    half = replace(whole, turn=GroupTurn(frozenset("cd"), is_deferred=True))
+    for step, dealt in enumerate([whole, half, whole], start=1):
+        one.groups._newest = dealt
+        one.groups.latch(step, {})
+    for step, scheduled in ((1, ALL), (2, "ab")):
+        one.groups.note(step, dict.fromkeys(scheduled, 1), 1, 1.0, StepReport(is_drafter_ready=True))
+    assert told == [(4, False), (4, True)]
+    one.groups.note(4, dict.fromkeys(ALL, 1), 1, 1.0, StepReport(is_drafter_ready=True))
+    assert (len(told), one.groups._dealt) == (2, {}), (
+        "a step that was never dealt says nothing, the third had no tokens"
+    )
+
+
+def test_a_request_whose_first_token_is_under_way_decodes() -> None:
+    one = engine()
+    one.running[0].num_output_tokens, one.running[0].num_output_placeholders = 0, 1
+    one.run()
+    assert len({name for _ in range(2) for name in one.run()}) == 4
+    assert len(one.run()) == 2
 
 
 def test_without_splits_on_offer_none_is_in_force() -> None:

@@ -67,6 +67,40 @@ def test_drafting_is_that_of_the_step_before() -> None:
     assert (report.verify_s, report.sample_s, report.draft_s, report.runner_s) == (0.0, 0.0, 7.0, 35.0)
 
 
+def test_drafting_beside_the_next_step_is_told_once_it_is_done_and_only_once() -> None:
+    stream, in_turn = Stream(), StepReport()
+    in_place, late, later = (step_on(stream) for _ in range(3))
+    late.is_late = later.is_late = True
+    stream.issued_s += 1.0
+    late.mark("met")
+    stream.done_s = stream.issued_s
+    step = step_on(stream)
+    told = {"late behind late": StepReport(), "late behind one in turn": StepReport(), "in turn": in_turn}
+    fill_times(told["late behind late"], step, later, late)
+    fill_times(told["late behind one in turn"], step, late, in_place)
+    fill_times(told["in turn"], step, in_place, late)
+    assert [report.draft_s for report in told.values()] == [7.0, 0.0, 7.0]
+    assert [report.overlap_s for report in told.values()] == [7.0, 0.0, 0.0]
+
+
+def test_drafting_that_was_waited_for_is_hidden_in_part() -> None:
+    stream, report = Stream(), StepReport()
+    events = StepEvents(lambda: DeviceEvent(stream))
+    for at_s, moment in ((1.0, "draft"), (3.0, "met"), (9.0, "drafted")):
+        stream.issued_s = at_s
+        events.mark(moment)
+    events.is_late, stream.done_s = True, stream.issued_s
+    fill_times(report, step_on(stream), step_on(stream), None)
+    fill_times(report, StepEvents(lambda: DeviceEvent(stream)), late_step(), events)
+    assert (report.draft_s, report.overlap_s) == (8.0, 2.0)
+
+
+def late_step() -> StepEvents:
+    events = StepEvents(HostEvent)
+    events.is_late = True
+    return events
+
+
 def test_a_moment_that_comes_twice_is_the_first_one() -> None:
     stream = Stream()
     events = step_on(stream)
