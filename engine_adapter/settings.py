@@ -218,8 +218,8 @@ SETTINGS: Final = {
     "splits": Setting(
         "FASER_SPLITS",
         "",
-        "Splits of the cores, drafter to target, that a lease may ask for from step to step (CPU), as 1:1 or 1:3,1:1; "
-        "empty: none.",
+        "Splits that a lease may ask for from step to step, of the cores, drafter to target, as 1:3,1:1, or of a GPU's "
+        "SMs on the V2 runner, as streams,1:15,1:7; empty: none.",
         _names,
     ),
     "server_key": Setting(

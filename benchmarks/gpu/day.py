@@ -49,12 +49,11 @@ class Part:
 def plan(is_dry: bool) -> list[Part]:
     """Return every part, those of most worth first."""
     exact = [Part(f"exact/{arm}", "vllm", "part_exact", {"arm": arm}, 30.0) for arm in
-             ("none", "async", "sync", "adaptive", "groups")]  # fmt: skip
-    arms = ["faser", "none", "lengths", "adaptive", "faser-adaptive", "k1", "k3", "k5"]
-    if is_dry:
-        arms = arms[:-3]
+             ("none", "async", "sync", "adaptive", "groups", "splits")]  # fmt: skip
+    arms, last = ["faser", "none", "lengths", "adaptive", "faser-adaptive"], ["faser-splits", "k1", "k3", "k5"]
     serve = {arm: Part(f"serve/{arm}", "vllm", "part_serve", {"arm": arm}) for arm in arms}
-    late = [serve.pop(arm) for arm in arms if arm[1:].isdigit()]  # `lengths` tells as much, but for vLLM's own fixed k
+    # The fixed lengths tell what `lengths` does, but for vLLM's own way to it.
+    late = [] if is_dry else [Part(f"serve/{arm}", "vllm", "part_serve", {"arm": arm}) for arm in last]
     kernels = [Part("decoder", "torch", "part_decoder", {}, 10.0), Part("kernel", "torch", "part_kernel", {}, 20.0)]
     below = [
         Part("splits", "torch", "part_splits", {}, 40.0), Part("pruning", "torch", "part_pruning", {}, 45.0),

@@ -28,6 +28,7 @@ SIDECAR: Final = (
 # Milliseconds of drafting by requests, of verifying by tokens.
 DRY_CURVES: Final = ([(1, 1.0), (8, 1.0)], [(1, 4.0), (8, 4.0), (16, 6.0), (256, 70.0)])
 IS_ADAPTIVE: Final = {"adaptive", "faser-adaptive"}  # arms with vLLM's adaptive verification on
+SPLITS: Final = ("streams", "1:15", "1:7", "1:3", "1:1")  # of the SMs, drafter to target
 
 
 def settings(is_dry: bool, dtype: str) -> dict[str, Any]:
@@ -48,13 +49,17 @@ def settings(is_dry: bool, dtype: str) -> dict[str, Any]:
 def drafting(arm: str, chosen: dict[str, Any], longest: int) -> dict[str, Any]:
     """Return vLLM's options of an arm.
 
-    :param arm: `none`, `kN`, `lengths`, `adaptive`, `faser` or `faser-adaptive`
+    :param arm: `none`, `kN`, `lengths`, `adaptive`, `faser`, `faser-adaptive` or `faser-splits`
     :param chosen: method and model of the drafter
     """
     if arm == "none":
         return {}
     config = chosen | {"num_speculative_tokens": int(arm[1:]) if arm[1:].isdigit() else longest}
-    if arm in ("lengths", "faser"):  # every length gets graphs of its own: in FASER's arm too, which may ask for any
+    if arm in (
+        "lengths",
+        "faser",
+        "faser-splits",
+    ):  # every length gets graphs of its own: in FASER's arm too, which may ask for any
         steps = [[place, place, place - 1] for place in range(1, longest + 1)]
         config["num_speculative_tokens_per_batch_size"] = [*steps, [longest + 1, 4096, longest]]
     if arm in IS_ADAPTIVE:
@@ -216,6 +221,8 @@ def sidecar(arm: str, is_dry: bool) -> Iterator[Callable[[], None]]:
             "FASER_ENDPOINT": f"ipc://{folder}/engine.sock", "FASER_STORE": f"{folder}/t.sqlite",
             "FASER_MODE_STATE": f"{folder}/modes.json", "XDG_CONFIG_HOME": folder, "FASER_RUNTIME_DIR": folder,
         }  # fmt: skip
+        if arm == "faser-splits":
+            os.environ["FASER_SPLITS"] = ",".join(SPLITS)
         if is_dry:  # an interpreted step may outlast a lease of a second
             os.environ["FASER_LEASE_MS"] = "60000"
         code = SIDECAR.format(folder=str(Path(__file__).resolve().parent))

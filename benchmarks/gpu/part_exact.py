@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import tempfile
 from itertools import pairwise
@@ -24,7 +25,9 @@ REQUESTS, ANSWER_TOKENS = 16, 96
 
 
 def measure(is_dry: bool, arm: str) -> dict[str, Any]:
-    """Generate with one arm; `none`, or how FASER runs: `sync`, `async`, `adaptive`, `groups` that take turns."""
+    """Generate with one arm; `none`, or how FASER runs: `sync`, `async`, `adaptive`, `groups` that take turns, `splits`
+    of the SMs, which change every few steps.
+    """
     engines.require_vllm()
     # Triton's products of float32 are tf32 unless told so: good for speed, not for comparing tokens.
     os.environ["TRITON_F32_DEFAULT"] = "ieee"
@@ -32,7 +35,8 @@ def measure(is_dry: bool, arm: str) -> dict[str, Any]:
     sys.path.insert(0, str(engines.TESTS))
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"FASER_RUNTIME_DIR": folder, "FASER_ENDPOINT": f"ipc://{folder}/nobody", "FASER_DEFAULT_K": "0"}
-        os.environ["FASER_PING_PONG"] = "always" if arm == "groups" else "never"
+        os.environ["FASER_PING_PONG"] = "always" if arm in ("groups", "splits") else "never"
+        os.environ["FASER_SPLITS"] = ",".join(engines.SPLITS) if arm == "splits" else ""
         return generate(arm, *(tiny_pair(Path(folder)) if is_dry else real_pair()), is_dry)
 
 
@@ -68,7 +72,8 @@ def generate(arm: str, model: str, chosen: dict[str, Any], prompts: list[Any], i
     if arm != "none":
         from steer import Steer, rule_of
 
-        steer = Steer(rule_of({"random": LONGEST, "seed": 1}))
+        splits = 1 + len(engines.SPLITS) if arm == "splits" else 1
+        steer = Steer(rule_of({"random": LONGEST, "seed": 1}), splits=splits)
     options = engines.settings(is_dry, "float32") | engines.drafting(kind, chosen, LONGEST)
     options |= {"skip_tokenizer_init": True} if is_dry else {"max_num_seqs": REQUESTS, "gpu_memory_utilization": 0.5}
     llm = engines.build(model, kind, options, is_dry, is_async=arm != "sync")
@@ -85,6 +90,7 @@ def generate(arm: str, model: str, chosen: dict[str, Any], prompts: list[Any], i
     check = steer.check()
     late = engines.runner_of(llm).late
     told |= {"is_beside": late is not None and late.is_on, "turns": _turns(steer.log)}
+    told |= {"splits": _by_split(steer.log)}
     return told | {
         name: check[name]
         for name in ("obeyed", "disobeyed", "misreported", "lengths", "records", "without_report", "rounds",
@@ -95,6 +101,24 @@ def generate(arm: str, model: str, chosen: dict[str, Any], prompts: list[Any], i
 def _turns(log: list[dict[str, Any]]) -> int:
     """Return in how many steps nobody was who was in the step before."""
     return sum(before["rows"].keys().isdisjoint(now["rows"]) for before, now in pairwise(log))
+
+
+def _by_split(log: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return by the split that was told how many steps it had, and medians of both phases, in ms."""
+    found: dict[str, list[list[float]]] = {}
+    for entry in log:
+        index = entry["splits"][1]
+        if index is not None and entry["times_s"] is not None:
+            verify_s, _, draft_s, _ = entry["times_s"]
+            found.setdefault(["unsplit", *engines.SPLITS][index], []).append([verify_s, draft_s])
+    return {
+        name: {"steps": len(times), "verify_ms": _median_ms(times, 0), "draft_ms": _median_ms(times, 1)}
+        for name, times in found.items()
+    }
+
+
+def _median_ms(times_s: list[list[float]], column: int) -> float:
+    return round(1e3 * statistics.median(each[column] for each in times_s), 4)
 
 
 def _gap(place: dict[int, Any]) -> float:

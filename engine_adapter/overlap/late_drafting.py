@@ -64,16 +64,17 @@ class LateDrafting:
             events.is_late = True
         return stand_in
 
-    def launch(self, draft: Callable[[Proposal, int], Tensor]) -> None:
+    def launch(self, draft: Callable[[Proposal, int], Tensor], split: int) -> None:
         """Draft what was put off, beside all that the engine's stream is given from here on.
 
         :param draft: drafts so many rounds
+        :param split: an index of HELLO's, on the drafter's share of which it runs
         """
         late, self._held = self._held, None
         if late is None:
             return
         self._flying = late
-        self._side.launch(lambda: self._draft(late, draft))
+        self._side.launch(lambda: self._draft(late, draft), split)
 
     def _draft(self, late: LateDraft, draft: Callable[[Proposal, int], Tensor]) -> None:
         """Draft from the copies; what goes wrong leaves the stand-ins in the drafts' place."""

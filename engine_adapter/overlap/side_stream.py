@@ -1,12 +1,17 @@
-"""Work beside the stream on which the engine launches its steps: a CUDA stream of its own, ordered by events.
+"""Work beside the stream on which the engine launches its steps: CUDA streams of its own, ordered by events.
 
-Owned by late_drafting.py. Nothing here waits on the host.
+There is one for each split of the device, whose kernels have no more than the drafter's share of the SMs, and one that
+may use all of them. Owned by late_drafting.py. Nothing here waits on the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
+
+from ..partition.shares import Partitions
+
+WHOLE_DEVICE: Final = 0  # the index of the split that is none
 
 
 class SideStream(Protocol):
@@ -14,29 +19,32 @@ class SideStream(Protocol):
 
     is_beside: bool  # whether it runs while the engine's stream goes on
 
-    def launch(self, work: Callable[[], None]) -> None:
-        """Launch work behind all that the engine's stream was given so far."""
+    def launch(self, work: Callable[[], None], split: int = WHOLE_DEVICE) -> None:
+        """Launch work behind all that the engine's stream was given so far; `split`: an index of HELLO's."""
 
     def wait(self) -> None:
         """Let what the engine's stream is given from here on come behind the newest work."""
 
 
 class CudaSideStream:
-    """A stream of one CUDA device. `cuda` is torch.cuda; tests put a device there that is late."""
+    """Streams of one CUDA device. `cuda` is torch.cuda; tests put a device there that is late."""
 
     is_beside = True
 
-    def __init__(self, device: Any, cuda: Any = None) -> None:
+    def __init__(self, device: Any, splits: Partitions | None = None, cuda: Any = None) -> None:
         if cuda is None:
             from torch import cuda
-        self._cuda, self._stream = cuda, cuda.Stream(device)
+        self._cuda, self._streams = cuda, [cuda.Stream(device)]
+        if splits is not None:
+            self._streams += [split.stream("draft") for split in splits.ready[1:]]
         self._handed, self._done = cuda.Event(), cuda.Event()
 
-    def launch(self, work: Callable[[], None]) -> None:
+    def launch(self, work: Callable[[], None], split: int = WHOLE_DEVICE) -> None:
         """Launch work behind all that the engine's stream was given so far."""
+        stream = self._streams[split]
         self._handed.record()
-        self._stream.wait_event(self._handed)
-        with self._cuda.stream(self._stream):
+        stream.wait_event(self._handed)
+        with self._cuda.stream(stream):
             try:
                 work()
             finally:
@@ -52,7 +60,7 @@ class NoSideStream:
 
     is_beside = False
 
-    def launch(self, work: Callable[[], None]) -> None:
+    def launch(self, work: Callable[[], None], split: int = WHOLE_DEVICE) -> None:
         """Do the work."""
         work()
 
@@ -60,6 +68,6 @@ class NoSideStream:
         """Do nothing: it is done."""
 
 
-def side_stream(device: Any) -> SideStream:
+def side_stream(device: Any, splits: Partitions) -> SideStream:
     """Return where work runs beside the steps of an engine on this device."""
-    return CudaSideStream(device) if device.type == "cuda" else NoSideStream()
+    return CudaSideStream(device, splits) if device.type == "cuda" else NoSideStream()

@@ -1,17 +1,20 @@
-"""Which splits of the cores a lease may ask for: HELLO's `splits`, what deals groups and what starts the process.
+"""Which splits of the device a lease may ask for: HELLO's `splits`, what deals groups and what drafts beside them.
 
 All three must say the same: they ask here. Under a split the requests are dealt into two groups, and while one is
-verified on the target's cores the drafter's process drafts for the other on its own. Unsplit, the target and vLLM's own
-drafter have all cores in turn, and the process sleeps. Reads public configuration only.
+verified the other is drafted for: on a CPU by a process with cores of its own, while the target has the others; on a
+GPU (V2 runner) on a stream that is confined to its share of the SMs, or to none of them, while the target's CUDA graphs
+have the whole device. Unsplit, the target and vLLM's own drafter have it in turn. Reads public configuration only.
 """
 
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import TYPE_CHECKING
 
 from ..drafter_process.choice import chosen_drafter
 from ..partition.cpu import CpuDevice
+from ..partition.cuda import CudaDevice
 from ..partition.shares import Partitions, opened
 from ..settings import ANYWHERE, NEVER, Settings
 from .late_choice import late_refusal
@@ -24,12 +27,22 @@ BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 
 def chosen_splits(settings: Settings, config: VllmConfig) -> Partitions:
     """Return the splits of this engine, unsplit first and often alone; `refused` has a line for what cannot be had."""
+    whole = opened(CpuDevice(), ())
     if not settings.splits:
-        return opened(CpuDevice(), ())
-    reason = _refusal(settings, config)
+        return whole
+    is_v2 = config.use_v2_model_runner
+    reason = _refusal_on_v2(config) if is_v2 else _refusal(settings, config)
     if reason is not None:
-        return Partitions(opened(CpuDevice(), ()).ready, (reason,))
-    return opened(CpuDevice(), settings.splits)
+        return Partitions(whole.ready, (reason,))
+    return shares_of_gpu(settings.splits) if is_v2 else opened(CpuDevice(), settings.splits)
+
+
+@cache
+def shares_of_gpu(names: tuple[str, ...]) -> Partitions:
+    """Return splits of the GPU that this process serves on: what HELLO offers is what the runner then has."""
+    import torch
+
+    return opened(CudaDevice(torch.cuda.current_device()), names)
 
 
 def are_offered(splits: Partitions) -> bool:
@@ -38,7 +51,7 @@ def are_offered(splits: Partitions) -> bool:
 
 
 def can_deal_groups(settings: Settings, config: VllmConfig) -> bool:
-    """Tell whether requests may be dealt into two groups: by a split, a process that drafts, or a stream of its own."""
+    """Tell whether requests may be dealt into two groups: by a split, a process that drafts, or a stream."""
     if are_offered(chosen_splits(settings, config)):
         return True
     return settings.ping_pong != NEVER and no_groups_reason(settings, config) is None
@@ -52,6 +65,15 @@ def no_groups_reason(settings: Settings, config: VllmConfig) -> str | None:
     if command:
         return None
     return reason or "FASER_DRAFTER_CORES is not set; name the cores of the drafter's process"
+
+
+def _refusal_on_v2(config: VllmConfig) -> str | None:
+    device, executor = config.device_config.device_type, config.parallel_config.distributed_executor_backend
+    if device != "cuda":
+        return f"device {device}: on vLLM's V2 runner a GPU's SMs are split; expected cuda"
+    if executor != "uni":
+        return f"the target runs in a process of its own (executor {executor}); expected uni"
+    return late_refusal(config)
 
 
 def _refusal(settings: Settings, config: VllmConfig) -> str | None:

@@ -18,9 +18,9 @@ from ..drafting.late_confidences import Drawn
 from ..hook_guard import HookGuard
 from ..host_copy import HostCopy
 from ..operator_log import operator_log
-from ..overlap.late_choice import late_refusal
 from ..overlap.late_drafting import LateDrafting
-from ..overlap.side_stream import side_stream
+from ..overlap.side_stream import WHOLE_DEVICE, side_stream
+from ..overlap.splits import can_deal_groups, chosen_splits
 from ..patches.speculators.draft_inputs import copying_refusal
 from ..patches.v2 import (
     Proposal,
@@ -37,7 +37,7 @@ from ..pruning.forward_v2 import CutNotes
 from ..pruning.runner_v2 import PruningRunnerV2
 from ..sampling.seeded_step import GUARDED
 from ..sampling.seeded_v2 import amended
-from ..settings import NEVER, load_settings
+from ..settings import load_settings
 from ..steering.orders import StepOrder, StepReport
 from .adaptive_verification import SteeredVerification
 from .step_events import StepEvents, event_maker, fill_times
@@ -117,12 +117,13 @@ class FaserRunnerV2(RunnerV2Hooks, PruningRunnerV2):
         super().shutdown()
 
     def _set_up_late(self) -> None:
-        if load_settings().ping_pong == NEVER or late_refusal(self.vllm_config) is not None:  # type: ignore[attr-defined]
+        settings, config = load_settings(), self.vllm_config  # type: ignore[attr-defined]
+        if not can_deal_groups(settings, config):
             return  # the scheduler's part says why
         if (reason := copying_refusal(self)) is not None:
             logger.warning("FASER deals no ping-pong groups: %s", reason)
             return
-        self.late = LateDrafting(self, side_stream(self.device))  # type: ignore[attr-defined]
+        self.late = LateDrafting(self, side_stream(self.device, chosen_splits(settings, config)))  # type: ignore[attr-defined]
 
     def _set_up_verification(self) -> None:
         self.verification = SteeredVerification.of(self, self._is_pinned, self._guard)
@@ -249,7 +250,7 @@ class FaserRunnerV2(RunnerV2Hooks, PruningRunnerV2):
                 self.rounds = rows
             return drafts
 
-        late.launch(draft)
+        late.launch(draft, (step.split or WHOLE_DEVICE) if step is not None else WHOLE_DEVICE)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Sample, draft for the next step, and attach the report."""
@@ -269,6 +270,8 @@ class FaserRunnerV2(RunnerV2Hooks, PruningRunnerV2):
             return
         report = StepReport(drafted=self._drafted(len(request_ids)), rounds=self.rounds, caught_up=self.caught_up)
         report.is_drafter_ready = self.late is not None and self.late.is_on
+        if self.order is not None and self.order.split is not None:
+            report.split = self.order.split if report.is_drafter_ready else WHOLE_DEVICE
         inner.faser = report
         if self.cut is not None:
             report.prune_layer, report.saved_rows = self.cut.layer, self.cut.saved_rows

@@ -181,7 +181,10 @@ def test_answers_that_part_where_rounding_decides_are_ties_and_others_are_not(gp
 def test_arms_ask_vllm_for_what_their_names_say(gpu: Module) -> None:
     drafting = gpu("engines").drafting
     chosen = {"method": "eagle3", "model": "head"}
-    config = {arm: drafting(arm, chosen, 5) for arm in ("none", "k3", "lengths", "adaptive", "faser", "faser-adaptive")}
+    config = {
+        arm: drafting(arm, chosen, 5)
+        for arm in ("none", "k3", "lengths", "adaptive", "faser", "faser-adaptive", "faser-splits")
+    }
     assert config["none"] == {}
     assert config["k3"] == {"speculative_config": chosen | {"num_speculative_tokens": 3}}
     table = config["lengths"]["speculative_config"]["num_speculative_tokens_per_batch_size"]
@@ -189,7 +192,7 @@ def test_arms_ask_vllm_for_what_their_names_say(gpu: Module) -> None:
     for arm in ("adaptive", "faser-adaptive"):
         asked_for = chosen | {"num_speculative_tokens": 5, "enable_adaptive_verification": True}
         assert config[arm]["speculative_config"] == asked_for
-    assert {arm for arm, own in config.items() if "scheduler_cls" in own} == {"faser", "faser-adaptive"}
+    assert {arm for arm, own in config.items() if "scheduler_cls" in own} == {"faser", "faser-adaptive", "faser-splits"}
 
 
 @pytest.mark.parametrize("part", ["part_serve", "part_exact"])

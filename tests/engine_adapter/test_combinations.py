@@ -16,7 +16,10 @@ import faser
 from faser.engine_adapter import hello
 from faser.engine_adapter.drafter_process.choice import chosen_drafter
 from faser.engine_adapter.matching.choice import match_refusal
+from faser.engine_adapter.overlap import splits
 from faser.engine_adapter.overlap.splits import can_deal_groups, chosen_splits, no_groups_reason
+from faser.engine_adapter.partition.cpu import CpuDevice
+from faser.engine_adapter.partition.shares import opened
 from faser.engine_adapter.pruning.exit_file import pruning_refusal
 from faser.engine_adapter.settings import Settings, load_settings
 from faser.engine_adapter.stages import refusal
@@ -31,6 +34,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     platform = Config(is_cpu=lambda: True, device_type="cpu")
     monkeypatch.setitem(sys.modules, "vllm.platforms", Config(current_platform=platform))
     monkeypatch.setattr(refusal, "_device", lambda: "cpu")
+    monkeypatch.setattr(splits, "shares_of_gpu", lambda names: opened(CpuDevice(), names))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (tmp_path / "model.safetensors").touch()
@@ -58,7 +62,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             enforce_eager=True, quantization=None, is_moe=False, use_mla=False,
             hf_text_config=Config(num_hidden_layers=30),
         ),
-        lora_config=None, kv_transfer_config=None, use_v2_model_runner=False,
+        device_config=Config(device_type="cpu"), lora_config=None, kv_transfer_config=None, use_v2_model_runner=False,
     )  # fmt: skip
 
 
@@ -91,10 +95,14 @@ def staged(config: Any) -> Any:
     return Config(**vars(config) | {"parallel_config": Config(pipeline_parallel_size=2)})
 
 
+ON_A_GPU: dict[str, Any] = {
+    "use_v2_model_runner": True, "device_config.device_type": "cuda",
+    "parallel_config.distributed_executor_backend": "uni",
+}  # fmt: skip
 CHANGES: dict[str, dict[str, Any]] = {
     "V1, sync": {},
     "V1, async scheduling": {"scheduler_config.async_scheduling": True},
-    "V2 runner": {"use_v2_model_runner": True},
+    "V2 runner": ON_A_GPU,
     "drafts drawn at random": {"speculative_config.draft_sample_method": "probabilistic"},
     "`ngram`": {"speculative_config.method": "ngram"},
     "tensor ranks": {"parallel_config.tensor_parallel_size": 2, "parallel_config.world_size": 2},
@@ -178,6 +186,8 @@ def test_groups_on_the_v2_runner_are_refused_in_one_line(
     assert (seen or "") in (reason or "")
     assert "\n" not in (reason or "")
     assert can_deal_groups(load_settings({"FASER_PING_PONG": "auto"}), config) == (seen is None)
+    on_a_gpu = changed(engine, ON_A_GPU | changes)
+    assert (seen or "") in (splits_refusal(on_a_gpu, load_settings({"FASER_SPLITS": "1:1"})) or "")
     assert not can_deal_groups(load_settings({}), config)
 
 

@@ -35,7 +35,8 @@ class Told:
         self.done.append(f"draft {','.join(taken['input_batch'].req_ids)}")
         draft(taken)
 
-    def launch(self, work: Callable[[], None]) -> None:
+    def launch(self, work: Callable[[], None], split: int) -> None:
+        assert split == 2
         self.done.append("launch")
         work()
 
@@ -65,7 +66,7 @@ def proposal(*names: str, **changes: Any) -> Proposal:
 
 def put_off(late: LateDrafting, *names: str) -> Any:
     stand_in = late.hold(proposal(*names), 4, None)
-    late.launch(lambda again, rounds: again.run())
+    late.launch(lambda again, rounds: again.run(), 2)
     return stand_in
 
 
@@ -100,7 +101,7 @@ def test_a_step_whose_drafts_are_needed_or_that_reads_a_prompt_drafts_at_once(to
     late = LateDrafting(None, told)
     put_off(late, "a")
     assert late.hold(proposal("b", **{waiting: True}), 4, None) is None
-    late.launch(lambda again, rounds: again.run())
+    late.launch(lambda again, rounds: again.run(), 2)
     assert told.done == ["copy", "launch", "draft a", "wait"]
 
 

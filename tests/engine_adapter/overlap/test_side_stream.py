@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from faser.engine_adapter.overlap.side_stream import CudaSideStream, NoSideStream, side_stream
+from faser.engine_adapter.partition.cpu import CpuDevice
+from faser.engine_adapter.partition.cuda import CudaDevice
+from faser.engine_adapter.partition.shares import opened
 
 from ..late_device import LateCuda, LateDevice
 
@@ -18,10 +21,13 @@ def add(number: torch.Tensor, seen: torch.Tensor, turn: int) -> None:
     seen[turn : turn + 1].copy_(number)
 
 
-def handed_back_and_forth(seed: int, *, is_waited_for: bool = True, is_behind: bool = True) -> list[int]:
-    """Let both streams add to one number in turn; return what each saw."""
+def handed_back_and_forth(
+    seed: int, *, is_waited_for: bool = True, is_behind: bool = True, splits: tuple[str, ...] = ()
+) -> list[int]:
+    """Let the engine's stream and another add to one number in turn, on each split in turn; return what each saw."""
     device = LateDevice(seed)
-    side = CudaSideStream(None, LateCuda(device))
+    cuda = LateCuda(device)
+    side = CudaSideStream(None, opened(CudaDevice(cuda=cuda), splits), cuda)
     if not is_behind:
         side._handed.record = lambda *_: None  # type: ignore[method-assign]
     number, seen = torch.zeros(1), torch.zeros(6)
@@ -29,27 +35,30 @@ def handed_back_and_forth(seed: int, *, is_waited_for: bool = True, is_behind: b
     with device:
         for turn in range(0, 6, 2):
             add(number, seen, turn)
-            side.launch(partial(add, number, seen, turn + 1))
+            side.launch(partial(add, number, seen, turn + 1), turn // 2 % (1 + len(splits)))
             if is_waited_for:
                 side.wait()
         device.drain()
     return [int(value) for value in seen]
 
 
+@pytest.mark.parametrize("splits", [(), ("streams",)])
 @pytest.mark.parametrize("seed", range(20))
-def test_work_runs_behind_what_was_launched_before_it_and_is_waited_for(seed: int) -> None:
-    assert handed_back_and_forth(seed) == [1, 2, 3, 4, 5, 6]
+def test_work_runs_behind_what_was_launched_before_it_and_is_waited_for(seed: int, splits: tuple[str, ...]) -> None:
+    assert handed_back_and_forth(seed, splits=splits) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("splits", [(), ("streams",)])
 @pytest.mark.parametrize("missing", ["is_waited_for", "is_behind"])
-def test_a_missing_event_is_found(missing: str) -> None:
-    seen = [handed_back_and_forth(seed, **{missing: False}) for seed in range(20)]
+def test_a_missing_event_is_found(missing: str, splits: tuple[str, ...]) -> None:
+    flags = {"is_waited_for": True, "is_behind": True} | {missing: False}
+    seen = [handed_back_and_forth(seed, **flags, splits=splits) for seed in range(20)]
     assert any(each != [1, 2, 3, 4, 5, 6] for each in seen)
 
 
 def test_work_that_fails_leaves_an_event_to_wait_for() -> None:
     device = LateDevice(0)
-    side = CudaSideStream(None, LateCuda(device))
+    side = CudaSideStream(None, cuda=LateCuda(device))
 
     def fail() -> None:
         raise RuntimeError("broken on purpose")
@@ -62,7 +71,7 @@ def test_work_that_fails_leaves_an_event_to_wait_for() -> None:
 
 
 def test_a_device_without_streams_does_the_work_at_once() -> None:
-    side, done = side_stream(SimpleNamespace(type="cpu")), list[int]()
+    side, done = side_stream(SimpleNamespace(type="cpu"), opened(CpuDevice(), ())), list[int]()
     assert isinstance(side, NoSideStream)
     side.launch(lambda: done.append(1))
     side.wait()

@@ -11,9 +11,14 @@ import pytest
 from faser.engine_adapter.overlap import splits
 from faser.engine_adapter.overlap.ping_pong import chosen_groups
 from faser.engine_adapter.overlap.splits import are_offered, chosen_splits
+from faser.engine_adapter.partition.cuda import CudaDevice
+from faser.engine_adapter.partition.shares import opened
 from faser.engine_adapter.settings import load_settings
 
-CONFIG: Any = SimpleNamespace()
+from ..late_device import LateCuda, LateDevice
+from ..partition.test_partition_cuda import Driver
+
+CONFIG: Any = SimpleNamespace(use_v2_model_runner=False)
 ENDPOINT = {"FASER_ENDPOINT": "inproc://x"}
 needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be split")
 
@@ -69,3 +74,49 @@ def test_no_process_and_settled_cores_are_one_line(monkeypatch: pytest.MonkeyPat
     assert chosen_splits(asked, CONFIG).refused == ("method ngram: it has no drafter",)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
     assert "nobind" in chosen_splits(asked, CONFIG).refused[0]
+
+
+GPU: Any = SimpleNamespace(
+    use_v2_model_runner=True,
+    device_config=SimpleNamespace(device_type="cuda"),
+    parallel_config=SimpleNamespace(distributed_executor_backend="uni"),
+)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of 132 SMs whose driver knows no green contexts: what is left are plain streams."""
+    device = CudaDevice(cuda=LateCuda(LateDevice(0)), driver=Driver(failing="cuGreenCtxCreate"))
+    monkeypatch.setattr(splits, "late_refusal", lambda config: None)
+    monkeypatch.setattr(splits, "shares_of_gpu", lambda names: opened(device, names))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_without_green_contexts_a_gpu_offers_streams_and_says_so_of_each_ratio() -> None:
+    found = chosen_splits(settings(FASER_SPLITS="streams,1:7,1:1"), GPU)
+    assert found.names == ["unsplit", "streams"]
+    assert [line[:15] for line in found.refused] == ["partition '1:7'", "partition '1:1'"]
+    assert all("no green contexts" in line for line in found.refused)
+    groups = chosen_groups(settings(FASER_SPLITS="streams"), GPU)
+    assert groups is not None
+    assert (groups.by_split, groups.mode) == (True, "auto")
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        ({"device_config": SimpleNamespace(device_type="cpu")}, "device cpu"),
+        ({"parallel_config": SimpleNamespace(distributed_executor_backend="mp")}, "executor mp"),
+    ],
+)
+def test_where_sms_cannot_be_split_it_is_one_line(change: dict[str, Any], seen: str) -> None:
+    config = SimpleNamespace(**vars(GPU) | change)
+    found = chosen_splits(settings(FASER_SPLITS="streams"), config)
+    assert (found.names, len(found.refused)) == (["unsplit"], 1)
+    assert seen in found.refused[0]
+
+
+def test_what_a_drafter_cannot_do_beside_the_target_goes_for_splits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splits, "late_refusal", lambda config: "LoRA")
+    assert chosen_splits(settings(FASER_SPLITS="streams"), GPU).refused == ("LoRA",)

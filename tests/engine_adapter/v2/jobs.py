@@ -53,7 +53,8 @@ class Engine:
             interpreter.log1p_by_log()
         self.steer: Steer | None = None
         if "rule" in given:
-            self.steer = Steer(rule_of(given["rule"]), given.get("admission"), given.get("is_resting", False))
+            splits = 1 + len(given.get("splits", ()))
+            self.steer = Steer(rule_of(given["rule"]), given.get("admission"), given.get("is_resting", False), splits)
             named |= FASER
         self.govern: Govern | None = None
         if "policy" in given:

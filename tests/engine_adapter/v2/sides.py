@@ -12,9 +12,10 @@ import jobs
 import torch
 from jobs import Engine
 
-from faser.engine_adapter.overlap import late_drafting
+from faser.engine_adapter.overlap import late_drafting, splits
 from faser.engine_adapter.overlap.late_drafting import LateDrafting
 from faser.engine_adapter.overlap.ping_pong import PingPong
+from faser.engine_adapter.partition.shares import Grain, Partition, Sizes, opened
 from faser.engine_adapter.patches.speculators import draft_inputs
 from faser.engine_adapter.patches.speculators.draft_inputs import DraftInputs
 from faser.engine_adapter.runner import v2
@@ -35,11 +36,13 @@ class LateSide:
         self._chance, self._random = chance, random.Random(seed)
         self._work: Callable[[], None] | None = None
         self.lateness: list[int] = []  # of each work, moments after which it ran
+        self.splits: list[int] = []  # of each work, on whose share
         self._moments = 0
 
-    def launch(self, work: Callable[[], None]) -> None:
-        self.go_on()  # a stream is in order in itself
+    def launch(self, work: Callable[[], None], split: int = 0) -> None:
+        self.go_on()  # streams are in order in themselves, and the engine's has waited for the others
         self._work, self._moments = work, 0
+        self.splits.append(split)
         self.moment()
 
     def moment(self) -> None:
@@ -55,6 +58,15 @@ class LateSide:
         if work is not None:
             self.lateness.append(self._moments)
             work()
+
+
+class Shares:
+    """A device like a GPU of 132 SMs, of which names and sizes are all that is asked here."""
+
+    grain = Grain("SMs", 132, 8, 8)
+
+    def open(self, name: str, asked: Sizes) -> Partition:
+        return Partition(name=name, unit=self.grain.unit, asked=asked, allocated=asked)
 
 
 def _raise(*_: Any, **__: Any) -> Any:
@@ -113,6 +125,13 @@ CONTROLS: dict[str, Callable[[], None]] = {
 }
 
 
+def _offer(names: list[str]) -> None:
+    """Let the engine be on a GPU of 132 SMs that can be split so."""
+    os.environ["FASER_SPLITS"] = ",".join(names)
+    splits._refusal_on_v2 = lambda config: None
+    splits.shares_of_gpu = lambda asked: opened(Shares(), asked)  # type: ignore[assignment]
+
+
 def _let_nobody_sit_out() -> None:
     """Put off drafts of requests that are in the next step all the same."""
     deal = PingPong.deal
@@ -128,11 +147,14 @@ def _let_nobody_sit_out() -> None:
 def beside(given: dict[str, Any]) -> dict[str, Any]:
     """Run `job` ("generate" or "everything") with groups, and a drafter's stream of the given `chance`.
 
-    :returns: what the job does; by step who was in it, with tokens verified and accepted; the stream's lateness
+    :returns: what the job does; by step who was in it, with tokens verified and accepted; the stream's lateness; by
+        drafting the split that it had, by step the one in force and the one that was told
     """
     os.environ["FASER_PING_PONG"] = given.get("mode", "always")
     side = LateSide(given.get("chance", 0.0), given.get("seed", 0))
-    v2.side_stream = lambda device: side
+    v2.side_stream = lambda device, splits: side
+    if names := given.get("splits"):
+        _offer(names)
     CONTROLS[given.get("break", "")]()
     if given.get("is_together"):
         _let_nobody_sit_out()
@@ -154,4 +176,6 @@ def beside(given: dict[str, Any]) -> dict[str, Any]:
         {name.split("-")[0]: [row["verified"], row["accepted"]] for name, row in entry["rows"].items()}
         for entry in run["log"]
     ]
-    return run | {"steps": steps, "lateness": side.lateness, "is_late_on": late is not None and late.is_on}
+    told = {"drafted_under": side.splits, "splits": [entry["splits"] for entry in run["log"]]}
+    is_on = late is not None and late.is_on
+    return run | told | {"steps": steps, "lateness": side.lateness, "is_late_on": is_on}

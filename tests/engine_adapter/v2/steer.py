@@ -16,6 +16,8 @@ from faser.engine_adapter.steering.steering import BatchOutcome, Steering
 
 Rule = Callable[[int, int], int]  # handle, step -> draft length
 
+STEPS_OF_SPLIT = 5
+
 
 def rule_of(spec: dict[str, Any]) -> Rule:
     """Return lengths that are fixed, cyclic over requests or over steps, or random for each request and step."""
@@ -40,7 +42,10 @@ def random_rest(handles: list[int], step: int) -> Rest | None:
 class Steer:
     """Gives every live request a length by a rule, through a lease of its own, and logs each step."""
 
-    def __init__(self, rule: Rule, admission: dict[str, Any] | None = None, is_resting: bool = False) -> None:
+    def __init__(
+        self, rule: Rule, admission: dict[str, Any] | None = None, is_resting: bool = False, splits: int = 1
+    ) -> None:
+        """`splits`: so many are offered, and asked for in turn."""
         self.log: list[dict[str, Any]] = []
         self.lost: set[str] = set()  # requests that were preempted: their drafts are gone
         self.held: set[str] = set()  # who is left out of the step that is scheduled now
@@ -67,6 +72,8 @@ class Steer:
                 action.admission = Admission(admission["rows"], admission["seconds"], weights)
             if is_resting:
                 action.rest = random_rest(handles, step)
+            if splits > 1:
+                action.split = step // STEPS_OF_SPLIT % splits
             return action
 
         def record(self: Steering, order: StepOrder, outcome: BatchOutcome) -> None:
@@ -106,6 +113,7 @@ class Steer:
         told = None if report is None else [report.verify_s, report.sample_s, report.draft_s, report.runner_s]
         rounds = None if report is None or report.rounds is None else list(report.rounds)
         self.log.append({"step": order.step, "rows": rows, "times_s": told, "rounds": rounds, "at_s": time.monotonic()})
+        self.log[-1]["splits"] = [order.split, report.split if report else None]
         self.log[-1]["caught_up"] = report.caught_up if report else 0
 
     def check(self) -> dict[str, Any]:

@@ -137,3 +137,31 @@ def test_everything_that_vllm_does_in_a_batch_goes_on_in_groups(forks: Any, tiny
     assert max(run["lateness"]) > 5
     assert run["preemptions"] > 0
     assert run["cached"] > 0
+
+
+SPLITS = ["streams", "1:7", "1:3"]
+
+
+@pytest.mark.parametrize("is_async", [pytest.param(False, marks=LATER), True], ids=["sync", "async"])
+def test_splits_change_from_step_to_step_and_drafts_stay_what_they_are(
+    forks: Any, tiny: Any, at_once: Any, is_async: bool
+) -> None:
+    """Each drafting runs on the share of the split that is in force, and records tell which one that was."""
+    asked = tiny.scenario("itself") | {"rule": RANDOM, "splits": SPLITS, "chance": 0.2}
+    run = forks("sides:beside", **asked, is_async=is_async)
+    assert run["tokens"] == at_once("itself")["tokens"]
+    assert (run["faults"], run["miscounted"], run["is_steered"], run["is_late_on"]) == ({}, 0, True, True)
+    drafted_under = set(run["drafted_under"])
+    assert drafted_under <= {1, 2, 3}, "without a split drafts are made in turn"
+    assert len(drafted_under) > 1
+    assert all(ordered == told for ordered, told in run["splits"])
+    assert {told for _, told in run["splits"]} == {0, *drafted_under}
+    assert taking_turns(run) > 5
+    assert acceptance(run) > 0.95
+
+
+def test_a_gate_that_is_not_convinced_leaves_the_device_whole(forks: Any, tiny: Any, at_once: Any) -> None:
+    asked = tiny.scenario("itself") | {"rule": RANDOM, "splits": SPLITS, "mode": "auto", "chance": 1.0}
+    run = forks("sides:beside", **asked, is_async=True)
+    assert run["tokens"] == at_once("itself")["tokens"]
+    assert len(run["drafted_under"]) < len(run["splits"]) / 4
