@@ -41,10 +41,10 @@ from ..engine.machine import commit, machine_facts
 from ..errors import ModelError, StoreError, UsageError
 from ..whole_file import replacing, require_place
 from .measured import Measured, ahead_steps, looks, match_trials, read_measured, trials
-from .report import acceptance_table, ahead_line, drift_range, error_table, exit_table, figures, match_line
+from .report import acceptance_table, ahead_line, drift_range, error_table, exit_table, figures, match_line, split_table
 from .starvation import freed, load_waiting
 
-_SAME: Final = ("model", "drafter", "method", "vllm_version", "device", "k_max", "graph_sizes")
+_SAME: Final = ("model", "drafter", "method", "vllm_version", "device", "k_max", "graph_sizes", "splits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,8 @@ def calibrate(options: CalibrateOptions, console: Console) -> int:
         fitted = profile_from(engine, base, fit_options(hello, options))
     except CalibrationError as error:
         raise ModelError(f"{', '.join(map(str, options.telemetry))}: {error}") from None
-    if fitted.ahead_refusal:
-        message = f"faser: drafting ahead is not fitted: {fitted.ahead_refusal}"
-        console.print(message, highlight=False, soft_wrap=True)
+    for line in fitted.refusals:
+        console.print(f"faser: {line}", highlight=False, soft_wrap=True)
     try:
         with replacing(options.output) as place:
             save_profile(fitted.profile, place)
@@ -111,7 +110,8 @@ def recorded_steps(measured: Measured) -> RecordedSteps:
     """Return a file's steps without what they waited for a core."""
     samples = freed(measured.samples, measured.steps, load_waiting(measured.path))
     steps = measured.steps
-    return RecordedSteps(steps.engine, steps.time_s, samples, ahead_steps(measured, samples), list(looks(measured)))
+    ahead = ahead_steps(measured, samples)
+    return RecordedSteps(steps.engine, steps.time_s, samples, ahead, steps.split, list(looks(measured)))
 
 
 def fit_options(hello: Hello, options: CalibrateOptions) -> FitOptions:
@@ -144,6 +144,8 @@ def print_tables(fitted: Fitted, drafts: list[DraftTrial]) -> None:
         out.print(exit_table(fitted.profile.exits, fitted.looks))
     if fitted.busy_steps and fitted.profile.ahead is not None:
         out.print(ahead_line(fitted.profile.ahead, fitted.busy_steps))
+    if len(fitted.profile.splits) > 1:
+        out.print(split_table(fitted.profile.splits))
     if fitted.profile.matches is not None:
         out.print(match_line(fitted.profile.matches))
 

@@ -57,6 +57,7 @@ class ProfileOptions:
     telemetry: Path | None = None
     minutes: float = 8.0
     seed: int = 0
+    splits: str = ""  # that the survey asks for in turn, with commas between them; empty: none
     smoke: bool = False
     json: bool = False
     command: str = ""
@@ -116,13 +117,19 @@ def measure(options: ProfileOptions, telemetry: Path, console: Console) -> None:
     """Run engine, sidecar and load for the time asked for; the telemetry file and what it waited remain."""
     with socket_folder("profile") as sockets, ExitStack() as stack, progress_bar(console) as show:
         config = _configure(options, sockets, telemetry)
-        launch = replace(_launch(options, config), environment_extra={"FASER_LEASE_MS": str(_LEASE_MS)})
+        launch = _launch(options, config)
+        launch = replace(launch, environment_extra={**launch.environment_extra, **_surveyed(options)})
         with deferred_interrupts():
             stack.enter_context(own_sidecar(config, telemetry.with_suffix(".sidecar.log")))
             engine = stack.enter_context(RunningEngine(launch, telemetry.with_suffix(".engine.log")))
         engine.wait_ready(_START_LIMIT_S, progress=show)
         hello = _introduction(telemetry)
         grid = _SMOKE_GRID if options.smoke else Grid()
+        if options.splits and len(hello.splits) == 1:
+            raise EngineError(
+                f"an engine that cannot be split: --splits {options.splits}",
+                remedy="see the engine's log for the reason",
+            )
         stops = grid.stops(hello.max_requests, _max_context(launch, hello), hello.kv_tokens)
         if not stops:
             raise EngineError(f"an engine with room for {hello.kv_tokens} KV tokens", "room for one request")
@@ -136,10 +143,19 @@ def measure(options: ProfileOptions, telemetry: Path, console: Console) -> None:
         console.print(f"faser: {load_.batches} batches of {len(stops)} kinds", highlight=False)
 
 
+def _surveyed(options: ProfileOptions) -> dict[str, str]:
+    """Return what the engine is told so that it does as the survey asks: no gate may go back."""
+    told = {"FASER_LEASE_MS": str(_LEASE_MS)}
+    return told | {"FASER_SPLITS": options.splits, "FASER_PING_PONG": "always"} if options.splits else told
+
+
 def _launch(options: ProfileOptions, config: Config) -> EngineLaunch:
     endpoint = config.link.endpoint
     if options.model == EMBEDDED:
-        return embedded_launch(ensure_embedded_pair(), endpoint, arguments=(*_EMBEDDED_ARGUMENTS, *options.arguments))
+        return embedded_launch(
+            ensure_embedded_pair(), endpoint, arguments=(*_EMBEDDED_ARGUMENTS, *options.arguments),
+            splits=options.splits,
+        )  # fmt: skip
     return model_launch(options.model, endpoint, options.arguments)
 
 

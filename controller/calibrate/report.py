@@ -6,6 +6,7 @@ Called by controller/calibrate/calibrate.py; nothing here fits.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -16,7 +17,7 @@ from ...engine_adapter.arrays import Floats
 from ...env.calibration.acceptance_fit import Description, DraftTrial, describe
 from ...env.calibration.exit_fit import PruneObservation
 from ...env.calibration.step_fit import COUNTED_REPEATS, Fit
-from ...env.profile.engine_profile import Ahead, EngineProfile, Exit
+from ...env.profile.engine_profile import Ahead, EngineProfile, Exit, Split
 from ...env.profile.match_model import MatchModel
 from ...env.profile.step_basis import Phase
 
@@ -86,6 +87,18 @@ def ahead_line(ahead: Ahead, steps: int) -> str:
     )
 
 
+def split_table(splits: Sequence[Split]) -> Table:
+    """Return what each split does to both phases."""
+    table = Table(title="splits, drafter to target: a group's steps over the same work on the whole device")
+    for name in ("split", "verifying", "drafting", "hidden"):
+        table.add_column(name, justify="left" if name == "split" else "right")
+    for split in splits:
+        factors = (f"{split.verify_factor:.3f}", f"{split.draft_factor:.3f}", _percent(split.overlap))
+        table.add_row(split.name, *factors)
+    table.caption = "verifying and drafting: times as long; hidden: of the shorter of both, while two groups take turns"
+    return table
+
+
 def match_line(matches: MatchModel) -> str:
     """Return what copied drafts came to."""
     whole, other = (_percent(1.0 / (1.0 + math.exp(-after))) for after in (matches.after_whole, matches.after_other))
@@ -120,6 +133,7 @@ def figures(fits: dict[Phase, Fit], profile: EngineProfile, drafts: list[DraftTr
     }
     found["exits"] = [msgspec.to_builtins(each) for each in profile.exits]
     found["matches"] = msgspec.to_builtins(profile.matches)
+    found["splits"] = [msgspec.to_builtins(each) for each in profile.splits]
     found["ahead"] = msgspec.to_builtins(profile.ahead)
     return found
 

@@ -27,6 +27,9 @@ def profile(
     minutes: Annotated[float, typer.Option(help="How long to measure.")] = 8.0,
     seed: Annotated[int, typer.Option(help="Seed of order and prompts.")] = 0,
     telemetry: Annotated[Path | None, typer.Option(help="Keep the measured telemetry in this new file.")] = None,
+    splits: Annotated[
+        str, typer.Option(help="Measure these splits of the device too, drafter to target, as 1:1 or streams,1:7.")
+    ] = "",
     smoke: Annotated[bool, typer.Option("--smoke", help="Measure a tiny grid, as a trial.")] = False,
     json: Json = False,
 ) -> None:
@@ -41,6 +44,7 @@ def profile(
         telemetry=telemetry,
         minutes=minutes,
         seed=seed,
+        splits=splits,
         smoke=smoke,
         json=json,
         command=command_line(("faser", *map(shlex.quote, sys.argv[1:]))),

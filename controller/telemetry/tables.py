@@ -33,7 +33,8 @@ class StepTable:
     """All steps of a file, by engine and then in the engine's order; arrays (n,). Units as in protocol.StepRecord.
 
     `decision_*` is NaN where no decision was made on a record, `draft_rounds` and `drawn_tokens` where the engine did
-    not say, `prune_layer` where no exit heads looked, `frontier` where nothing was to be drafted ahead.
+    not say, `prune_layer` where no exit heads looked, `frontier` where nothing was to be drafted ahead,
+    `split` where the engine offered none.
     """
 
     engine: Ints
@@ -72,6 +73,7 @@ class StepTable:
     drawn_tokens: Floats
     prune_layer: Floats
     frontier: Floats
+    split: Floats
     decision_sequence: Floats
     decision_is_sent: Floats
     decision_s: Floats

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
+from ..partition.cuda import CudaPartition
 from ..partition.shares import Partitions
 
 WHOLE_DEVICE: Final = 0  # the index of the split that is none
@@ -36,7 +37,7 @@ class CudaSideStream:
             from torch import cuda
         self._cuda, self._streams = cuda, [cuda.Stream(device)]
         if splits is not None:
-            self._streams += [split.stream("draft") for split in splits.ready[1:]]
+            self._streams += [split.stream("draft") for split in splits.ready[1:] if isinstance(split, CudaPartition)]
         self._handed, self._done = cuda.Event(), cuda.Event()
 
     def launch(self, work: Callable[[], None], split: int = WHOLE_DEVICE) -> None:

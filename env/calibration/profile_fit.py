@@ -1,11 +1,12 @@
 """From the measured steps of one kind of engine to its profile: step costs, acceptance, matches, exit heads, drafting
-ahead.
+ahead, splits.
 
 Called by controller/calibrate/calibrate.py, which reads the files and prints. Nothing here reads or writes any.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -22,6 +23,7 @@ from .ahead_fit import LEAST_STEPS, AheadSteps, fit_ahead
 from .drift import WINDOW_S, drift
 from .exit_fit import PruneObservation, fit_exits
 from .match_fit import MatchTrials, fit_matches
+from .split_fit import WHOLE, fit_splits, settled
 from .step_fit import HELD_OUT_SHARE, CalibrationError, Fit, domain_of, fit_phase, fitted_kinds, phase_level
 from .step_samples import StepSamples
 
@@ -40,6 +42,7 @@ class RecordedSteps:
     :param time_s: (n,) when each step ended, on its engine's clock
     :param samples: times without those of waiting for a core
     :param ahead: the same steps, with what was drafted ahead beside them
+    :param split: (n,) of HELLO's splits, which each step ran under; NaN: none is offered
     :param looks: what exit heads did
     """
 
@@ -47,6 +50,7 @@ class RecordedSteps:
     time_s: Floats
     samples: StepSamples
     ahead: AheadSteps
+    split: Floats
     looks: list[PruneObservation]
 
 
@@ -81,7 +85,7 @@ class Fitted:
     :param levels: how many times as long each phase took as in the base; empty where there was none, or it was kept
     :param slower: (n,) by what factor the machine was slower around each step
     :param busy_steps: beside which drafts were made ahead
-    :param ahead_refusal: why drafting ahead was not fitted, if it was not
+    :param refusals: why drafting ahead, or a split, was not fitted
     """
 
     profile: EngineProfile
@@ -90,7 +94,7 @@ class Fitted:
     slower: Floats
     looks: list[PruneObservation]
     busy_steps: int
-    ahead_refusal: str
+    refusals: list[str]
 
 
 def profile_from(measured: MeasuredEngine, base: EngineProfile | None, options: FitOptions) -> Fitted:
@@ -108,7 +112,8 @@ def profile_from(measured: MeasuredEngine, base: EngineProfile | None, options: 
     samples = StepSamples.joined(
         [one.samples.on_a_machine(part) for one, part in zip(measured.files, parts, strict=True)]
     )
-    alone = _alone(samples, steps)
+    split = np.concatenate([settled(one.engine, one.split) for one in measured.files])
+    alone = _alone(samples, steps, split)
     fits: dict[Phase, Fit] = {}
     levels: dict[Phase, float] = {}
     if base is None:
@@ -122,10 +127,13 @@ def profile_from(measured: MeasuredEngine, base: EngineProfile | None, options: 
     looks = [look for one in measured.files for look in one.looks]
     if looks:  # else a base keeps the exits that it has
         profile = msgspec.structs.replace(profile, exits=fit_exits(looks, measured.hello.released_prune))
-    refusal = ""
+    refusals: list[str] = []
     if steps.is_busy.any() and not options.keeps_costs:
-        profile, refusal = with_ahead(profile, steps)
-    return Fitted(profile, fits, levels, slower, looks, int(steps.is_busy.sum()), refusal)
+        profile, refusals = with_ahead(profile, steps)
+    if len(measured.hello.splits) > 1 and not options.keeps_costs:
+        profile, more = with_splits(profile, samples, split, measured.hello.splits)
+        refusals = refusals + more
+    return Fitted(profile, fits, levels, slower, looks, int(steps.is_busy.sum()), refusals)
 
 
 def _slower(files: list[RecordedSteps], held_out: bool) -> Floats:
@@ -140,28 +148,41 @@ def _slower(files: list[RecordedSteps], held_out: bool) -> Floats:
             clock_s.append(own_s - own_s[0] + start_s)
             start_s += own_s[-1] - own_s[0] + 2.0 * WINDOW_S
     samples = StepSamples.joined([one.samples for one in files])
-    kinds = fitted_kinds(samples, HELD_OUT_SHARE if held_out else 0.0)
+    is_whole = np.concatenate([settled(one.engine, one.split) == WHOLE for one in files])
+    kinds = np.where(is_whole, fitted_kinds(samples, HELD_OUT_SHARE if held_out else 0.0), -1)
     return drift(np.concatenate(clock_s), samples.verify_s, kinds)
 
 
-def _alone(samples: StepSamples, steps: AheadSteps) -> StepSamples:
-    """Return the steps beside which nothing was drafted: what a step costs by itself."""
-    found = samples.where(~steps.is_busy)
+def _alone(samples: StepSamples, steps: AheadSteps, split: Ints) -> StepSamples:
+    """Return the steps beside which nothing was drafted, on the whole device: what a step costs by itself."""
+    found = samples.where(~steps.is_busy & (split == WHOLE))
     if len(found) < LEAST_STEPS < len(samples):
         raise CalibrationError(
-            f"{len(found)} of {len(samples)} steps without drafting ahead; expected {LEAST_STEPS} or more; measure "
-            "with FASER_DRAFT_AHEAD=auto, or add such telemetry"
+            f"{len(found)} of {len(samples)} steps without drafting ahead or a split; expected {LEAST_STEPS} or more; "
+            "measure with FASER_DRAFT_AHEAD=auto and FASER_PING_PONG=auto, or add such telemetry"
         )
     return found
 
 
-def with_ahead(profile: EngineProfile, steps: AheadSteps) -> tuple[EngineProfile, str]:
+def with_ahead(profile: EngineProfile, steps: AheadSteps) -> tuple[EngineProfile, list[str]]:
     """Return the profile with what drafting ahead changes; unchanged, and the reason, where too few steps did."""
-    verify, draft = np.array(profile.verify.coefficients), np.array(profile.draft.coefficients)
     try:
-        return msgspec.structs.replace(profile, ahead=fit_ahead(steps, verify, draft, profile.graph_sizes)), ""
+        ahead = fit_ahead(steps, *_coefficients(profile), profile.graph_sizes)
     except CalibrationError as error:
-        return profile, str(error)
+        return profile, [f"drafting ahead is not fitted: {error}"]
+    return msgspec.structs.replace(profile, ahead=ahead), []
+
+
+def with_splits(
+    profile: EngineProfile, samples: StepSamples, split: Ints, names: Sequence[str]
+) -> tuple[EngineProfile, list[str]]:
+    """Return the profile with what splits change; and a line for each of which too little was measured."""
+    splits, refused = fit_splits(samples, split, names, *_coefficients(profile), profile.graph_sizes)
+    return msgspec.structs.replace(profile, splits=splits), [f"not fitted: {line}" for line in refused]
+
+
+def _coefficients(profile: EngineProfile) -> tuple[Floats, Floats]:
+    return np.array(profile.verify.coefficients), np.array(profile.draft.coefficients)
 
 
 def _fit_all(samples: StepSamples, options: FitOptions, graph_sizes: tuple[int, ...]) -> dict[Phase, Fit]:

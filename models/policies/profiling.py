@@ -1,7 +1,8 @@
 """The policy of `faser profile`: it serves nobody well, it shows every pattern of draft lengths again and again.
 
 For each number of requests it deals a shuffled deck: the same length for all, mixed lengths, and rests in which nobody
-drafts, so that drafters have something to catch up with. Deterministic, as every policy.
+drafts, so that drafters have something to catch up with. Where splits are offered each has some steps, with as many on
+the whole device in between. Deterministic, as every policy.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ...env.spaces import Action, Capabilities, Lengths
 from .policy import PolicyError
 
 REST_STEPS = (4, 8)  # steps without drafts, the catching up follows
+SPLIT_RECORDS = 24  # under a split, and as many before the next one
 PRUNED_SHARE = 0.5  # of the steps, where the engine has exit heads
 Pattern = tuple[int, ...]  # lengths, dealt to the requests in turn
 
@@ -46,6 +48,7 @@ class ProfilingPolicy:
         self._prune = capabilities.released_prune
         self._decks: dict[int, Deck] = {}
         self._rest_steps = 0
+        self._splits, self._decisions = len(capabilities.splits), 0
 
     @classmethod
     def parse(cls, text: str, capabilities: Capabilities) -> ProfilingPolicy:
@@ -60,8 +63,13 @@ class ProfilingPolicy:
         lengths = np.zeros(state.requests.size, np.int64)
         pattern = self._next(len(decoding))
         lengths[decoding] = dealt(pattern, len(decoding))
+        split = self._split() if self._splits > 1 else None
         prune = self._prune if self._prune is not None and self._chance.random() < PRUNED_SHARE else None
-        return Action(lengths, pattern[0], prune=prune, reason=f"{self.name}: {pattern}")
+        return Action(lengths, pattern[0], prune=prune, split=split, reason=f"{self.name}: {pattern}")
+
+    def _split(self) -> int:
+        turn, self._decisions = self._decisions // SPLIT_RECORDS, self._decisions + 1
+        return 1 + turn // 2 % (self._splits - 1) if turn % 2 else 0
 
     def _next(self, requests: int) -> Pattern:
         if self._rest_steps > 0:

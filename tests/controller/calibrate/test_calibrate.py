@@ -122,6 +122,57 @@ def make_records(batches: int = 30, noise: float = 0.01, seed: int = 0) -> list[
     return records
 
 
+SPLIT_STEPS = 40  # in turn
+
+
+def make_split_records(verify_factor: float, draft_factor: float, hidden: float, batches: int = 40) -> list[StepRecord]:
+    """Return steps of which every other few dozen ran under a split, the first three of each as if there were none."""
+    records, late_s = [], 0.0
+    for at, record in enumerate(make_records(batches)):
+        index, since = at // SPLIT_STEPS % 2, at % SPLIT_STEPS
+        verify_s, draft_s, overlap_s = record.step_s - record.draft_s, record.draft_s, 0.0
+        if index and since >= 3:
+            verify_s, draft_s = verify_s * verify_factor, draft_s * draft_factor
+            overlap_s = hidden * min(verify_s, draft_s)
+        step_s = verify_s + draft_s - overlap_s
+        late_s += step_s - record.step_s
+        records.append(
+            msgspec.structs.replace(
+                record, split=index, step_s=step_s, draft_s=draft_s, overlap_s=overlap_s,
+                time_s=record.time_s + late_s,
+            )
+        )  # fmt: skip
+    return records
+
+
+def test_splits_are_fitted_beside_what_unsplit_steps_cost(
+    telemetry: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hello = make_hello(splits=["unsplit", "1:1", "1:3"])
+    survey = write_telemetry(tmp_path / "splits.sqlite", make_split_records(1.5, 1.25, 0.8), hello)
+    said = StringIO()
+    options = CalibrateOptions((survey,), tmp_path / "p.json", held_out=False)
+    calibrate(options, Console(file=said, width=200))
+    split, plain = load_profile(tmp_path / "p.json").splits[1], load_profile(tmp_path / "p.json")
+    assert [each.name for each in plain.splits] == ["unsplit", "1:1"]
+    found = split.verify_factor, split.draft_factor, split.overlap
+    assert found == pytest.approx((1.5, 1.25, 0.8), rel=0.02)
+    assert "not fitted: split 1:3: 0 steps that verify and draft; expected 20 or more" in said.getvalue()
+    assert "1:1" in capsys.readouterr().out
+    calibrate(CalibrateOptions((telemetry,), tmp_path / "whole.json", held_out=False), CONSOLE)
+    whole = load_profile(tmp_path / "whole.json")
+    for phase in ("verify", "draft"):
+        costs = [sum(getattr(each, phase).coefficients) for each in (plain, whole)]
+        assert costs[0] == pytest.approx(costs[1], rel=0.06), "unsplit costs are of unsplit steps alone"
+
+
+def test_files_of_other_splits_are_not_put_together(telemetry: Path, tmp_path: Path) -> None:
+    split = make_hello(splits=["unsplit", "1:1"])
+    other = write_telemetry(tmp_path / "other.sqlite", make_records(6), split)
+    with pytest.raises(StoreError, match="splits"):
+        calibrate(CalibrateOptions((telemetry, other), tmp_path / "p.json"), CONSOLE)
+
+
 def write_telemetry(path: Path, records: list[StepRecord], hello: Hello | None = None) -> Path:
     """Write them as a sidecar does."""
     store = Store(path, RunEntry(1, 1, "test", "{}"), flush_s=0.01)
@@ -277,7 +328,7 @@ def test_drafting_ahead_is_found_again_from_telemetry_and_replayed(
     measured = read_measured(first)
     steps = ahead_steps(measured, measured.samples)
     few = replace(steps, is_busy=steps.is_busy & (np.cumsum(steps.is_busy) < 9))
-    same, refusal = with_ahead(profile, few)
+    same, (refusal,) = with_ahead(profile, few)
     assert same is profile
     assert "beside which drafts were made ahead" in refusal
     out = StringIO()

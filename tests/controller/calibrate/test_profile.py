@@ -16,7 +16,7 @@ from faser.env.estimate.engine_state import EngineState
 from faser.env.profile.engine_profile import load_profile
 from faser.env.spaces import Capabilities
 from faser.models.policies.policy import PolicyError
-from faser.models.policies.profiling import REST, Deck, ProfilingPolicy, dealt, patterns
+from faser.models.policies.profiling import REST, SPLIT_RECORDS, Deck, ProfilingPolicy, dealt, patterns
 from faser.models.registry import make_policy
 
 FASER = [sys.executable, "-P", "-c", "from faser.controller.cli.main import main; main()"]
@@ -74,6 +74,16 @@ def test_the_survey_prunes_in_half_of_the_steps_where_there_are_exit_heads() -> 
     asked = [pruning.act(state).prune for _ in range(200)]
     assert set(asked) == {None, Prune(5, 0.25)}
     assert 60 < asked.count(None) < 140
+
+
+def test_each_split_has_some_steps_between_as_many_on_the_whole_device() -> None:
+    capabilities = Capabilities(k_max=2, splits=("unsplit", "1:1", "1:3"))
+    state, survey = EngineState(capabilities), ProfilingPolicy(capabilities)
+    asked = [survey.act(state).split for _ in range(6 * SPLIT_RECORDS)]
+    assert asked[::SPLIT_RECORDS] == [0, 1, 0, 2, 0, 1]
+    assert len(set(asked[:SPLIT_RECORDS])) == 1
+    whole = Capabilities(k_max=2)
+    assert ProfilingPolicy(whole).act(EngineState(whole)).split is None
 
 
 @pytest.mark.parametrize("bad", [{"minutes": float("nan")}, {"minutes": 0.0}, {"seed": -1}])
