@@ -49,15 +49,21 @@ class ClassCourse(Bench):
     async def _measure_start(self, is_first: bool) -> None:
         """Measure every arm at every load point: attainment is no ratio, so none is left out for being behind."""
         await self._begin_start()
+        is_due = self.found.base_tpot_ms is None or self.plan.starts > 1
         for group in groups(self.plan.arms, OURS, self.arms.capacity()):
             running = await self._arrange(group)
-            if self.found.base_tpot_ms is None:
+            if is_due:  # the first group has no speculation in it
                 await self._measure_base()
+                is_due = False
             for name, each in self.class_plan.points.items():
                 await self._class_point(name, each, running)
 
     async def _measure_base(self) -> None:
-        """Measure the time per token without speculation, with as many requests as all classes have clients."""
+        """Measure the time per token without speculation, with as many requests as all classes have clients.
+
+        Once in each start: machines change, and an objective of yesterday's pace is another one today.
+        """
+        self.found.base_tpot_ms = None  # nobody is promised anything
         load = await self.arms.attempt(NONE, self._base)
         if load is None:
             raise EngineError(f"no server without speculation to take the pace from: {self.results.failed.get(NONE)}")
@@ -116,7 +122,8 @@ class ClassCourse(Bench):
         slices = [Slice(served, before, replace(after, finished=sum(count.finished for count in counts.values())))]
         failed = sum(result.outcome == "failed" for results in load.results.values() for result in results)
         turn = self._turn((PHASE, point, self._mix.name, round_), arm.name, slices, None, failed)
-        return ClassTurn(turn, counts, None if each is None else each.peak_rps)
+        peak_rps = None if each is None else each.peak_rps
+        return ClassTurn(turn, counts, peak_rps, self.found.base_tpot_ms)
 
     async def _load(self, each: Replay | None, round_: int, arm: Arm) -> ClassLoad:
         if each is None:

@@ -24,15 +24,20 @@ def class_page(results: ClassResults) -> str:
 
 
 def _conditions(results: ClassResults) -> Iterator[str]:
-    run, base_ms = results.run, results.base_tpot_ms
+    run, bases_ms = results.run, results.bases_ms()
     disturbed = sum(bool(each.turn.disturbed) for each in results.class_turns)
     yield f"{run.settings.target} on {run.machine.name}, {run.machine.cores} cores, {run.settings.threads} of them for"
     yield f"a server's threads; commit {run.commit}; {len(results.class_turns)} turns, {disturbed} of them disturbed by"
     yield f"other work; {run.wall_s / 60:.0f} minutes. Policy: {run.settings.policy}."
-    if base_ms is not None:
-        yield f"Without speculation a token takes {base_ms:.1f} ms with all clients. Objectives, ms a token:"
-        yield ", ".join(f"{each.name} {each.pace * base_ms:.1f} ({each.pace:g})" for each in results.classes) + "."
+    if bases_ms:
+        yield f"Without speculation a token takes {_each(bases_ms, 1.0)} ms with all clients. Objectives, ms a token:"
+        yield ", ".join(f"{each.name} {_each(bases_ms, each.pace)} ({each.pace:g})" for each in results.classes) + "."
     yield from (f"Left out: {name_of(arm)}: {reason}." for arm, reason in run.failed.items())
+
+
+def _each(bases_ms: list[float], pace: float) -> str:
+    """Return a multiple of each start's time per token."""
+    return "/".join(f"{pace * base_ms:.1f}" for base_ms in bases_ms)
 
 
 def _heading(point: PointFigures) -> str:

@@ -44,6 +44,7 @@ class ClassTurn(msgspec.Struct, frozen=True):
     turn: Turn
     classes: dict[str, ClassCount]
     peak_rps: float | None = None  # of a replay
+    base_tpot_ms: float | None = None  # its objectives are multiples of this; None: of the file's
 
     @property
     def goodput(self) -> float:
@@ -58,8 +59,15 @@ class ClassResults(msgspec.Struct):
     classes: tuple[ClassShare, ...]
     seconds: float  # of a closed loop's turn
     class_format: int = CLASS_FORMAT
-    base_tpot_ms: float | None = None  # median, without speculation, all classes' clients at once
+    # Median without speculation, all classes' clients at once; of the newest start, for machines change.
+    base_tpot_ms: float | None = None
     class_turns: list[ClassTurn] = []
+
+    def bases_ms(self) -> list[float]:
+        """Return the times per token, without speculation, that objectives were told by, in the order of starts."""
+        known = (each.base_tpot_ms or self.base_tpot_ms for each in self.class_turns)
+        found = list(dict.fromkeys(base for base in known if base is not None))
+        return found or ([] if self.base_tpot_ms is None else [self.base_tpot_ms])
 
     def points(self) -> list[str]:
         """Return the load points in the order in which they were measured, replays by their rates."""
@@ -217,13 +225,15 @@ def _over(ours: Floats, theirs: Floats) -> Figure:
 
 def summary(results: ClassResults) -> dict[str, Any]:
     """Return the JSON object that `faser bench --classes --json` ends with; it holds no NaN."""
-    run, base_ms = results.run, results.base_tpot_ms
+    run, bases_ms = results.run, results.bases_ms()
+    base_ms = _rounded(float(np.mean(bases_ms))) if bases_ms else None
     return {
         "classes": [
             msgspec.to_builtins(each) | {"tpot_ms": None if base_ms is None else _rounded(each.pace * base_ms)}
             for each in results.classes
         ],
         "base_tpot_ms": base_ms,
+        "bases_tpot_ms": bases_ms,
         "points": msgspec.to_builtins(figures(results)),
         "table": described(run.table),
         "failed": run.failed,

@@ -426,6 +426,27 @@ def test_requests_carry_their_objectives_and_the_pace_is_measured_without_any(
     assert asked[0.7 * found.base_tpot_ms] < asked[3.0 * found.base_tpot_ms]
 
 
+def test_each_start_tells_its_objectives_by_a_pace_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines change between starts: here a token takes twice as long in the second."""
+    arms = {"none": ClassArm("none"), "faser": ClassArm("faser")}
+    bench = class_bench(monkeypatch, pairs=1, starts=2)
+    arrange = ClassCourse._arrange
+
+    async def arranged(course: ClassCourse, group: Any) -> Any:
+        if course.found.class_turns:
+            for arm in arms.values():
+                arm.step_s = 0.02
+        return await arrange(course, group)
+
+    monkeypatch.setattr(ClassCourse, "_arrange", arranged)
+    found = measure(bench, tmp_path, monkeypatch, arms)
+    first, second = found.bases_ms()
+    assert second == pytest.approx(2.0 * first, rel=0.4)
+    assert [each.base_tpot_ms for each in found.class_turns] == [first, first, second, second]
+    assert f"interactive {0.7 * first:.1f}/{0.7 * second:.1f} (0.7)" in class_page(found)
+    assert summary(found)["bases_tpot_ms"] == [first, second]
+
+
 def test_no_arm_is_frozen_while_it_owes_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arms = {"none": ClassArm("none"), "faser": ClassArm("faser")}
     measure(class_bench(monkeypatch), tmp_path, monkeypatch, arms)
