@@ -37,7 +37,7 @@ class RoundsGate:
     """One engine's evidence."""
 
     def __init__(self) -> None:
-        self._gate = Gate()
+        self._gates: dict[bool, Gate] = {}  # of rounds beside a verification, which are slower, and of those in turn
         self._untold: deque[Untold] = deque(maxlen=MOST_UNTOLD)
 
     def ask(self, requests: int, rounds: int, events: StepEvents | None) -> bool:
@@ -48,7 +48,7 @@ class RoundsGate:
         if events is None:
             return True
         self._learn()
-        is_ragged = self._gate.ask(requests)
+        is_ragged = self._gate_of(events).ask(requests)
         events.mark(BEGIN)
         self._untold.append(Untold(events, requests, is_ragged, rounds))
         return is_ragged
@@ -57,7 +57,10 @@ class RoundsGate:
         """Take in what the device is past, in the order of steps; waits for nothing."""
         while self._untold and (time_s := self._untold[0].events.seconds(BEGIN, END)) > 0.0:
             first = self._untold.popleft()
-            self._gate.note(first.requests, first.is_ragged, time_s, first.rounds)
+            self._gate_of(first.events).note(first.requests, first.is_ragged, time_s, first.rounds)
+
+    def _gate_of(self, events: StepEvents) -> Gate:
+        return self._gates.setdefault(events.is_late, Gate())
 
 
 def rounds_gate() -> RoundsGate | None:

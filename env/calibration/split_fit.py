@@ -47,6 +47,7 @@ def fit_splits(
     found, refused = [Split(names[WHOLE])], []
     for index, name in enumerate(names[1:], 1):
         decodes = (split == index) & (samples.prompt_tokens == 0.0) & (samples.draft_tokens > 0.0)
+        decodes &= samples.drafting_requests > 0.0  # else there is nothing to hide
         own = samples.where(decodes & np.isfinite(samples.verify_s) & np.isfinite(samples.draft_s))
         if len(own) < LEAST_STEPS:
             refused.append(f"split {name}: {len(own)} steps that verify and draft; expected {LEAST_STEPS} or more")

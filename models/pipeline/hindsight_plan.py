@@ -32,13 +32,14 @@ class HindsightPlan:
     arrivals: Arrivals
     constants: PipelineConstants
     seed: int
+    latency_weight: float = LATENCY_WEIGHT  # missed requests that a second of one request is worth
     name: str = "hindsight"
     keeps_idle: bool = True
     plan: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # (epochs,) of SETS
 
     def start(self, hint: LoadHint) -> tuple[int, int]:
         """Plan, and begin with the plan's first set."""
-        costs = epoch_costs(self.arrivals, self.constants, self.seed)
+        costs = epoch_costs(self.arrivals, self.constants, self.seed, self.latency_weight)
         self.plan = best_plan(costs, *switching(self.constants))
         return SETS[int(self.plan[0])]
 
@@ -48,7 +49,9 @@ class HindsightPlan:
         return toward(view, *SETS[int(self.plan[epoch])])
 
 
-def epoch_costs(arrivals: Arrivals, constants: PipelineConstants, seed: int) -> Floats:
+def epoch_costs(
+    arrivals: Arrivals, constants: PipelineConstants, seed: int, latency_weight: float = LATENCY_WEIGHT
+) -> Floats:
     """Return (sets, epochs) what requests of each epoch and its GPUs cost where a set serves the whole trace."""
     epoch = (arrivals.arrival_s / EPOCH_S).astype(np.int64)
     count = int(epoch[-1]) + 1
@@ -59,7 +62,7 @@ def epoch_costs(arrivals: Arrivals, constants: PipelineConstants, seed: int) -> 
         while not cluster.is_done:
             cluster.advance(cluster.now_s + constants.decision_s)
         latency_s = cluster.latency_s
-        cost = LATENCY_WEIGHT * latency_s + (latency_s > constants.objective_s)
+        cost = latency_weight * latency_s + (latency_s > constants.objective_s)
         gpus = constants.gpu_weight * gpus_of(pipelines) * EPOCH_S
         rows.append(np.bincount(epoch, weights=cost, minlength=count) + gpus)
     return np.array(rows)

@@ -24,7 +24,7 @@ PIPELINE_POLICIES: Final = {
     "weigh": "changes stages and pipelines where that saves more than the move costs; weigh:W counts each second of "
     f"latency as W late requests, weigh as {LATENCY_WEIGHT:g}",
     "learned": "a network trained by imitation of weigh, then PPO; learned:PATH takes another manifest",
-    "hindsight": "bound: plans with the whole trace known",
+    "hindsight": "bound: plans with the whole trace known; hindsight:W weighs latency as weigh:W does",
 }
 MOST_WEIGHT: Final = 100.0  # missed requests that a second of one request is worth
 DEFAULT: Final = (
@@ -49,7 +49,9 @@ def make_pipeline_policy(spec: str, constants: PipelineConstants, arrivals: Arri
         if name == "hindsight":
             return HindsightPlan(arrivals, constants, seed)
     if name == "weigh":
-        return Weigh(constants, WeighSettings(latency_weight=_weight(argument)), spec.strip())
+        return Weigh(constants, WeighSettings(latency_weight=_weight(name, argument)), spec.strip())
+    if name == "hindsight":
+        return HindsightPlan(arrivals, constants, seed, _weight(name, argument), spec.strip())
     numbers = [int(part) for part in argument.split(":") if part.isdecimal()]
     if len(numbers) == argument.count(":") + 1 and numbers[0] in STAGES:
         if name == "static" and len(numbers) <= 2 and numbers[-1] > 0:
@@ -59,12 +61,12 @@ def make_pipeline_policy(spec: str, constants: PipelineConstants, arrivals: Arri
     raise PolicyError(f"unknown pipeline policy {spec!r}: possible are {', '.join(PIPELINE_POLICIES)}")
 
 
-def _weight(text: str) -> float:
+def _weight(name: str, text: str) -> float:
     """Return what a second is worth; raise PolicyError for what is no number in the bounds."""
     try:
         weight = float(text)
     except ValueError:
         weight = math.nan
     if not 0.0 <= weight <= MOST_WEIGHT:
-        raise PolicyError(f"pipeline policy 'weigh:{text}'", f"a number from 0 to {MOST_WEIGHT:g} behind the colon")
+        raise PolicyError(f"pipeline policy '{name}:{text}'", f"a number from 0 to {MOST_WEIGHT:g} behind the colon")
     return weight

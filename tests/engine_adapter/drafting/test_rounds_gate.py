@@ -23,8 +23,8 @@ class Clock:
 class FakeEvents:
     """The events of one step on such a device."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock, self._step, self.took_s = clock, clock.step, 0.0
+    def __init__(self, clock: Clock, is_late: bool = False) -> None:
+        self._clock, self._step, self.took_s, self.is_late = clock, clock.step, 0.0, is_late
         self.marked: list[str] = []
 
     def mark(self, moment: str) -> None:
@@ -36,12 +36,12 @@ class FakeEvents:
         return self.took_s if is_past and first in self.marked else 0.0
 
 
-def serve(gate: RoundsGate, clock: Clock, steps: int, gain: float) -> float:
+def serve(gate: RoundsGate, clock: Clock, steps: int, gain: float, is_late: bool = False) -> float:
     """Run steps whose ragged rounds are `gain` shorter; return the share of those that were ragged."""
     chance, ragged = random.Random(clock.step), 0
     for _ in range(steps):
         clock.step += 1
-        events: Any = FakeEvents(clock)
+        events: Any = FakeEvents(clock, is_late)
         rounds = chance.randint(1, ROUNDS)
         is_ragged = gate.ask(REQUESTS, rounds, events)
         events.took_s = 0.001 * rounds * (1.0 - gain * is_ragged) * chance.uniform(0.9, 1.1)
@@ -56,6 +56,16 @@ def test_rows_leave_where_that_was_measured_to_be_faster(lateness: int, gain: fl
     serve(gate, clock, 400, gain)
     share = serve(gate, clock, 3000, gain)
     assert share > 0.97 if expected else share < 0.03
+
+
+def test_rounds_beside_a_verification_are_not_compared_with_those_in_turn() -> None:
+    """Each kind is believed for itself: here rows that leave are worth it in turn, and not beside a verification."""
+    gate, clock = RoundsGate(), Clock(1)
+    for _ in range(60):
+        serve(gate, clock, 12, 0.2)
+        serve(gate, clock, 12, -0.2, is_late=True)
+    assert serve(gate, clock, 1000, 0.2) > 0.9
+    assert serve(gate, clock, 1000, -0.2, is_late=True) < 0.1
 
 
 def test_a_time_that_never_comes_is_forgotten() -> None:

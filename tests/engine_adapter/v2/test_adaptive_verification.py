@@ -53,7 +53,7 @@ def test_a_leases_costs_decide_how_much_is_verified(adaptive: Any, plain: Any) -
     assert dear["miscounted"] == cheap["miscounted"] == 0
 
 
-@pytest.mark.parametrize("control", ["failing numbers", "failing copy"])
+@pytest.mark.parametrize("control", ["failing numbers", pytest.param("failing copy", marks=pytest.mark.slow)])
 def test_a_failure_of_fasers_own_leaves_vllms_manager(adaptive: Any, plain: Any, control: str) -> None:
     run = adaptive(admission=DEAR | {"weights": [1.0, 2.0]}, control=control)
     assert run["tokens"] == plain

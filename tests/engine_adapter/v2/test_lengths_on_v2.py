@@ -27,8 +27,13 @@ def plain(forks: Any, tiny: Any) -> Any:
     return tokens
 
 
-@pytest.mark.parametrize("is_async", MODES, ids=["sync", "async"])
-@pytest.mark.parametrize("method", ["near", "ngram_gpu", "eagle", "eagle3"])
+@pytest.mark.parametrize(
+    ("method", "is_async"),
+    [
+        ("near", False), ("near", True), ("ngram_gpu", True), ("eagle", True), ("eagle3", False), ("eagle3", True),
+        pytest.param("ngram_gpu", False, marks=pytest.mark.slow), pytest.param("eagle", False, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_outputs_are_the_targets_and_every_length_is_obeyed(
     forks: Any, tiny: Any, plain: Any, method: str, is_async: bool
 ) -> None:

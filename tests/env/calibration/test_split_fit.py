@@ -30,13 +30,14 @@ def test_the_numbers_by_hand() -> None:
 
 
 def test_prompts_and_steps_without_drafts_say_nothing() -> None:
-    mixed = steps(LEAST_STEPS + 2)
+    mixed = steps(LEAST_STEPS + 3)
     mixed.prompt_tokens[0], mixed.draft_tokens[1] = 64.0, 0.0
-    mixed.verify_s[:2] = 9.0
-    index = np.ones(LEAST_STEPS + 2, np.int64)
+    mixed.drafting_requests[2] = 0.0
+    mixed.verify_s[:3] = 9.0
+    index = np.ones(LEAST_STEPS + 3, np.int64)
     found, _ = fit_splits(mixed, index, ["unsplit", "1:1"], VERIFY, DRAFT)
     assert found[1].verify_factor == pytest.approx(1.3)
-    mixed.prompt_tokens[2] = 64.0
+    mixed.prompt_tokens[3] = 64.0
     found, refused = fit_splits(mixed, index, ["unsplit", "1:1"], VERIFY, DRAFT)
     assert len(found) == 1
     assert refused == [f"split 1:1: {LEAST_STEPS - 1} steps that verify and draft; expected {LEAST_STEPS} or more"]

@@ -238,10 +238,17 @@ def test_who_counts_seconds_for_more_holds_more_and_is_faster() -> None:
     assert fast.mean_s < cheap.mean_s
 
 
+@pytest.mark.parametrize("name", ["weigh", "hindsight"])
 @pytest.mark.parametrize("text", ["x", "-1", "nan", "101", "1:2"])
-def test_what_a_second_is_worth_is_a_number_within_bounds(text: str) -> None:
+def test_what_a_second_is_worth_is_a_number_within_bounds(name: str, text: str) -> None:
     with pytest.raises(PolicyError, match="expected a number from 0 to 100"):
-        make_pipeline_policy(f"weigh:{text}", CONSTANTS, ARRIVALS, 1)
+        make_pipeline_policy(f"{name}:{text}", CONSTANTS, ARRIVALS, 1)
+
+
+def test_hindsight_that_weighs_latency_more_is_faster_and_holds_more() -> None:
+    cheap, fast = (run_cell(PipelineCell("gamma-8", spec, 101, 600.0)) for spec in ("hindsight", "hindsight:5"))
+    assert fast.mean_s < cheap.mean_s
+    assert fast.gpus > cheap.gpus
 
 
 @pytest.mark.parametrize("spec", DEFAULT)
