@@ -57,7 +57,7 @@ class Bench:
     start: int = 0  # which one of the servers this is
     _seen: tuple[float, float] = (0.0, 0.0)  # when own_load was last fed, and our CPU time then
     _times: dict[tuple[int | str, str, str], Times] = field(default_factory=dict)
-    _met: set[tuple[str, int]] = field(default_factory=set)  # arms, and loads that they have learnt
+    _met: set[tuple[str, int | str]] = field(default_factory=set)  # arms, and loads that they have learnt
     _done: float = 0.0
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from ...errors import EngineError, StoreError
 from ..arm import Arm
 from ..clients import Served, replay, spent_since
 from ..course import Bench
-from ..plan import NONE, TABLE, Progress, groups, turn_order
+from ..plan import NONE, TABLE, Progress, groups, learns, turn_order
 from ..ratio import OURS
 from ..result import name_of
 from ..turn import Slice
@@ -28,7 +28,7 @@ from .clients import ClassLoad, open_load, serve_classes
 from .plan import ClassPlan, busiest, dealt, marked
 from .result import PHASE, ClassResults, ClassTurn, write_class_results
 
-SETTLE_S: Final = 20.0  # of each arm at each load point, unmeasured: FASER has to learn the load
+SETTLE_S: Final = 20.0  # of each arm at each load point, unmeasured
 LEAST_PIECES: Final = 0.5  # a token, without speculation: where a busy server joins more, times per token mean little
 _BASE_ROUND: Final = -2  # of prompts, for the time per token without speculation
 _SETTLE_ROUND: Final = -1
@@ -91,6 +91,9 @@ class ClassCourse(Bench):
 
     async def _class_point(self, point: str, each: Replay | None, names: Sequence[str]) -> None:
         for name in names:
+            if self.plan.learn_s and learns(name) and (name, point) not in self._met:
+                self._met.add((name, point))  # elsewhere it serves for hours, here for seconds
+                await self.arms.attempt(name, partial(self._settle_classes, point, each))
             await self.arms.attempt(name, partial(self._settle_classes, point, each))
             self._step(f"{point}: settling", 1.0)
         round_ = 1 + max((turn.turn.round for turn in self.found.turns_at(point)), default=-1)

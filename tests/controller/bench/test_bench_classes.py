@@ -426,6 +426,23 @@ def test_requests_carry_their_objectives_and_the_pace_is_measured_without_any(
     assert asked[0.7 * found.base_tpot_ms] < asked[3.0 * found.base_tpot_ms]
 
 
+@pytest.mark.parametrize(("learn_s", "times"), [(0.0, 1), (20.0, 2)])
+def test_an_arm_that_learns_serves_unmeasured_twice_in_each_start(
+    learn_s: float, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled: list[str] = []
+    settle = ClassCourse._settle_classes
+
+    async def settling(course: ClassCourse, point: str, each: Any, arm: Any) -> None:
+        settled.append(arm.name)
+        await settle(course, point, each, arm)
+
+    monkeypatch.setattr(ClassCourse, "_settle_classes", settling)
+    arms = {"none": ClassArm("none"), "faser": ClassArm("faser")}
+    measure(class_bench(monkeypatch, pairs=1, starts=2, learn_s=learn_s), tmp_path, monkeypatch, arms)
+    assert settled == ["none", *["faser"] * times] * 2
+
+
 def test_each_start_tells_its_objectives_by_a_pace_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Machines change between starts: here a token takes twice as long in the second."""
     arms = {"none": ClassArm("none"), "faser": ClassArm("faser")}

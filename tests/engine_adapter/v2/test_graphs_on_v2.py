@@ -43,7 +43,7 @@ def test_every_decode_replays_full_graphs_and_drafts_and_outputs_are_those_witho
     assert run["graph_lengths"] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.slow  # `make proof`: graphs are replayed alike, and lengths under this scheduling are in test_lengths_on_v2.py
+@pytest.mark.slow  # `make proof`: lengths under this scheduling are in test_lengths_on_v2.py, graphs above
 def test_asynchronously_too(forks: Any, tiny: Any, eager: Any) -> None:
     run = forks(JOB, **tiny.scenario("eagle3"), rule=RULE, is_async=True, **GRAPHS)
     assert run["tokens"] == eager["tokens"]
