@@ -22,6 +22,7 @@ from checkout import ROOT, Missing, make_importable
 PROMPTS: Final = ROOT / "env" / "workload" / "prompts"
 LONGEST: Final = 4
 REQUESTS, ANSWER_TOKENS = 16, 96
+LAG: Final = 2  # steps until the time of drafting beside one is told
 
 
 def measure(is_dry: bool, arm: str) -> dict[str, Any]:
@@ -90,7 +91,7 @@ def generate(arm: str, model: str, chosen: dict[str, Any], prompts: list[Any], i
     check = steer.check()
     late = engines.runner_of(llm).late
     told |= {"is_beside": late is not None and late.is_on, "turns": _turns(steer.log)}
-    told |= {"splits": _by_split(steer.log)}
+    told |= {"splits": _by_split(steer.log, steer.offered)}
     return told | {
         name: check[name]
         for name in ("obeyed", "disobeyed", "misreported", "lengths", "records", "without_report", "rounds",
@@ -103,14 +104,19 @@ def _turns(log: list[dict[str, Any]]) -> int:
     return sum(before["rows"].keys().isdisjoint(now["rows"]) for before, now in pairwise(log))
 
 
-def _by_split(log: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return by the split that was told how many steps it had, and medians of both phases, in ms."""
+def _by_split(log: list[dict[str, Any]], offered: list[str]) -> dict[str, dict[str, float]]:
+    """Return by the split that was told how many steps it had, and medians of both phases, in ms.
+
+    A step tells what drafting two steps before it took: the first ones under a split are left out.
+    """
     found: dict[str, list[list[float]]] = {}
-    for entry in log:
-        index = entry["splits"][1]
-        if index is not None and entry["times_s"] is not None:
-            verify_s, _, draft_s, _ = entry["times_s"]
-            found.setdefault(["unsplit", *engines.SPLITS][index], []).append([verify_s, draft_s])
+    told = [entry["splits"][1] for entry in log]
+    for at, entry in enumerate(log):
+        if entry["times_s"] is None or told[at] is None or len(set(told[max(at - LAG, 0) : at + 1])) > 1:
+            continue
+        verify_s, _, draft_s, _ = entry["times_s"]
+        if verify_s > 0.0 and draft_s > 0.0:
+            found.setdefault(offered[told[at]], []).append([verify_s, draft_s])
     return {
         name: {"steps": len(times), "verify_ms": _median_ms(times, 0), "draft_ms": _median_ms(times, 1)}
         for name, times in found.items()

@@ -28,6 +28,9 @@ def _exactness(parts: Parts) -> Iterator[str]:
             told = verdict(none, found)
             obeyed = f"{found['obeyed']} lengths obeyed, {len(found['disobeyed'])} not"
             yield f"{name}: {told['verdict']}, {len(told['apart'])} of {told['requests']} answers apart; {obeyed}"
+            for split, own in found.get("splits", {}).items():
+                phases = f"verifying {own['verify_ms']} ms, drafting {own['draft_ms']} ms"
+                yield f"{name}: {split}, {own['steps']} steps: {phases}"
 
 
 def rates(parts: Parts) -> dict[str, dict[str, float]]:

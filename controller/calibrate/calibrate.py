@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import msgspec
 from rich.console import Console
 
 from ...engine_adapter.protocol import Hello
@@ -44,7 +45,7 @@ from .measured import Measured, ahead_steps, looks, match_trials, read_measured,
 from .report import acceptance_table, ahead_line, drift_range, error_table, exit_table, figures, match_line, split_table
 from .starvation import freed, load_waiting
 
-_SAME: Final = ("model", "drafter", "method", "vllm_version", "device", "k_max", "graph_sizes", "splits")
+_SAME: Final = ("model", "drafter", "method", "vllm_version", "device", "k_max", "graph_sizes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class CalibrateOptions:
 def calibrate(options: CalibrateOptions, console: Console) -> int:
     """Read, fit, write and print; return 0."""
     measured = [read_measured(path) for path in options.telemetry]
-    hello = require_same(measured)
+    hello = with_splits(require_same(measured), measured)
     drafts = [draft for one in measured for draft in trials(one)]
     if options.acceptance:
         drafts = accept_trace(options.acceptance)
@@ -167,6 +168,18 @@ def require_same(measured: list[Measured]) -> Hello:
     if first is None:
         raise StoreError(f"{measured[0].path} names no engine", "telemetry of an engine that introduced itself")
     return first
+
+
+def with_splits(hello: Hello, measured: list[Measured]) -> Hello:
+    """Return an introduction with the splits of the files' engines, of which some may offer none."""
+    offered = {tuple(engine.splits): one.path for one in measured for engine in one.engines if len(engine.splits) > 1}
+    if len(offered) > 1:
+        first, other = list(offered)[:2]
+        raise StoreError(
+            f"{offered[other]}: splits {', '.join(other)}", f"{', '.join(first)} as in {offered[first]}",
+            "calibrate engines of the same splits at a time",
+        )  # fmt: skip
+    return msgspec.structs.replace(hello, splits=list(next(iter(offered), hello.splits)))
 
 
 def accept_trace(name: str) -> list[DraftTrial]:

@@ -76,7 +76,8 @@ def read_measured(path: Path) -> Measured:
                          error.remedy) from None  # fmt: skip
     except (TypeError, ValueError) as error:
         raise StoreError(f"{path} cannot be read: {error}", "a whole telemetry file", "the file may be cut") from None
-    return Measured(path, engines, steps, rows, copies, _samples(steps, rows, copies, arrivals))
+    is_v2 = any(engine.runner == "v2" for engine in engines)
+    return Measured(path, engines, steps, rows, copies, _samples(steps, rows, copies, arrivals, is_v2))
 
 
 def _row(steps: StepTable, index: int) -> str:
@@ -116,7 +117,9 @@ def _arrivals(file: TelemetryFile, steps: StepTable) -> Floats:
     return np.array([found.get(key, 0) for key in keys], np.float64)
 
 
-def _samples(steps: StepTable, rows: list[list[RequestRow]], copies: list[StepCopies], arrivals: Floats) -> StepSamples:
+def _samples(
+    steps: StepTable, rows: list[list[RequestRow]], copies: list[StepCopies], arrivals: Floats, is_v2: bool
+) -> StepSamples:
     names = [item.name for item in fields(StepSamples)]
     drawn = steps.drawn_tokens
     work = [_work(cells, copies[index], steps, index, drawn[index]) for index, cells in enumerate(rows)]
@@ -126,11 +129,30 @@ def _samples(steps: StepTable, rows: list[list[RequestRow]], copies: list[StepCo
     follows = (np.diff(steps.engine) == 0) & (np.diff(steps.counter) == 1) & (steps.running[:-1] > 0) & (pause_s > 0)
     host_s[1:][follows] = pause_s[follows]
     verify_s = steps.step_s - steps.draft_s + steps.overlap_s - steps.prune_s
-    draft_s = np.where(steps.draft_s > 0.0, steps.draft_s, np.nan)
+    draft_s, overlap_s = (_told_later(column, steps, is_v2) for column in (steps.draft_s, steps.overlap_s))
+    overlap_s = np.nan_to_num(overlap_s)
+    draft_s = np.where(draft_s > 0.0, draft_s, np.nan)
     verify_s = np.where(verify_s > 0.0, verify_s, np.nan)
     pruned = steps.pruned.astype(np.float64)
-    columns = [*table.T, arrivals, verify_s, draft_s, host_s, pruned, steps.saved_rows, steps.overlap_s]
+    columns = [*table.T, arrivals, verify_s, draft_s, host_s, pruned, steps.saved_rows, overlap_s]
     return StepSamples(**dict(zip(names, columns, strict=True)))
+
+
+def _told_later(column: Floats, steps: StepTable, is_v2: bool) -> Floats:
+    """Return (n,) what was told of each step's drafting; NaN where nobody said.
+
+    The V2 runner tells it with the next step, under a split with the one behind that.
+    """
+    if not is_v2:
+        return column
+    at = np.arange(len(steps))
+    told = at + 1 + (np.nan_to_num(steps.split) > 0.0)
+    known = told < len(steps)
+    known[known] = steps.engine[told[known]] == steps.engine[at[known]]
+    known[known] &= steps.counter[told[known]] - steps.counter[at[known]] == told[known] - at[known]
+    found = np.full(len(steps), np.nan)
+    found[known] = column[told[known]]
+    return found
 
 
 def _work(cells: list[RequestRow], copies: StepCopies, steps: StepTable, index: int, drawn: float) -> tuple[float, ...]:

@@ -125,11 +125,7 @@ def measure(options: ProfileOptions, telemetry: Path, console: Console) -> None:
         engine.wait_ready(_START_LIMIT_S, progress=show)
         hello = _introduction(telemetry)
         grid = _SMOKE_GRID if options.smoke else Grid()
-        if options.splits and len(hello.splits) == 1:
-            raise EngineError(
-                f"an engine that cannot be split: --splits {options.splits}",
-                remedy="see the engine's log for the reason",
-            )
+        _tell_splits(options, hello, telemetry.with_suffix(".engine.log"), console)
         stops = grid.stops(hello.max_requests, _max_context(launch, hello), hello.kv_tokens)
         if not stops:
             raise EngineError(f"an engine with room for {hello.kv_tokens} KV tokens", "room for one request")
@@ -143,10 +139,23 @@ def measure(options: ProfileOptions, telemetry: Path, console: Console) -> None:
         console.print(f"faser: {load_.batches} batches of {len(stops)} kinds", highlight=False)
 
 
+def _tell_splits(options: ProfileOptions, hello: Hello, log: Path, console: Console) -> None:
+    """Tell of splits that the engine cannot have; raise EngineError if that is all of them."""
+    asked = [name.strip() for name in options.splits.split(",") if name.strip()]
+    refused = [name for name in asked if name not in hello.splits]
+    if not refused:
+        return
+    reasons = [line.partition("FASER offers no other split: ")[2] for line in log.read_text().splitlines()]
+    reason = "; ".join(dict.fromkeys(filter(None, reasons))) or "the engine gave no reason"
+    if len(hello.splits) == 1:
+        raise EngineError(f"an engine that cannot be split: {reason}", "a split that it can have", "drop --splits")
+    console.print(f"faser: not offered: {', '.join(refused)}: {reason}", highlight=False, soft_wrap=True)
+
+
 def _surveyed(options: ProfileOptions) -> dict[str, str]:
     """Return what the engine is told so that it does as the survey asks: no gate may go back."""
-    told = {"FASER_LEASE_MS": str(_LEASE_MS)}
-    return told | {"FASER_SPLITS": options.splits, "FASER_PING_PONG": "always"} if options.splits else told
+    told = {"FASER_LEASE_MS": str(_LEASE_MS), "FASER_SPLITS": options.splits}
+    return told | {"FASER_PING_PONG": "always"} if options.splits else told
 
 
 def _launch(options: ProfileOptions, config: Config) -> EngineLaunch:

@@ -74,7 +74,10 @@ class LateDrafting:
         if late is None:
             return
         self._flying = late
-        self._side.launch(lambda: self._draft(late, draft), split)
+        try:
+            self._side.launch(lambda: self._draft(late, draft), split)
+        except Exception:
+            self._end_beside()
 
     def _draft(self, late: LateDraft, draft: Callable[[Proposal, int], Tensor]) -> None:
         """Draft from the copies; what goes wrong leaves the stand-ins in the drafts' place."""
@@ -104,8 +107,15 @@ class LateDrafting:
         try:
             if late.events is not None and self._side.is_beside:
                 late.events.mark("met")
-        finally:
             self._side.wait()
+        except Exception:
+            self._end_beside()
+
+    def _end_beside(self) -> None:
+        """Let the host wait for what may be under way: nobody knows any more what comes behind what."""
+        self._flying = None
+        self._give_up()
+        self._side.finish()
 
     def _give_up(self) -> None:
         self.is_on, self._held = False, None

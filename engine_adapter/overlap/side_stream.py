@@ -1,7 +1,7 @@
 """Work beside the stream on which the engine launches its steps: CUDA streams of its own, ordered by events.
 
 There is one for each split of the device, whose kernels have no more than the drafter's share of the SMs, and one that
-may use all of them. Owned by late_drafting.py. Nothing here waits on the host.
+may use all of them. Owned by late_drafting.py. Nothing here waits on the host, but after a failure.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ class SideStream(Protocol):
 
     def wait(self) -> None:
         """Let what the engine's stream is given from here on come behind the newest work."""
+
+    def finish(self) -> None:
+        """Let the host wait until all work is done; after a failure alone."""
 
 
 class CudaSideStream:
@@ -55,6 +58,10 @@ class CudaSideStream:
         """Let what the engine's stream is given from here on come behind the newest work."""
         self._cuda.current_stream().wait_event(self._done)
 
+    def finish(self) -> None:
+        """Let the host wait until all work is done."""
+        self._cuda.synchronize()
+
 
 class NoSideStream:
     """A device without streams: work is done when it is handed over."""
@@ -66,6 +73,9 @@ class NoSideStream:
         work()
 
     def wait(self) -> None:
+        """Do nothing: it is done."""
+
+    def finish(self) -> None:
         """Do nothing: it is done."""
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+_NOTE = "faser_no_late_drafts"
 
 
 def chosen_splits(settings: Settings, config: VllmConfig) -> Partitions:
@@ -42,7 +43,16 @@ def shares_of_gpu(names: tuple[str, ...]) -> Partitions:
     """Return splits of the GPU that this process serves on: what HELLO offers is what the runner then has."""
     import torch
 
-    return opened(CudaDevice(torch.cuda.current_device()), names)
+    try:
+        return opened(CudaDevice(torch.cuda.current_device()), names)
+    except Exception as error:  # a driver or its bindings that is not as known: no split is better than no steering
+        line = f"{type(error).__name__} while the GPU was split: {' '.join(str(error).split())[:200]}"
+        return Partitions(opened(CpuDevice(), ()).ready, (line,))
+
+
+def note_refusal(config: VllmConfig, reason: str) -> None:
+    """Leave in the configuration why the runner drafts nothing beside a step, for the scheduler in the same process."""
+    object.__setattr__(config, _NOTE, reason)
 
 
 def are_offered(splits: Partitions) -> bool:
@@ -60,7 +70,7 @@ def can_deal_groups(settings: Settings, config: VllmConfig) -> bool:
 def no_groups_reason(settings: Settings, config: VllmConfig) -> str | None:
     """Return why nobody could draft for one group while the other is verified, None if somebody can."""
     if config.use_v2_model_runner:
-        return late_refusal(config)
+        return getattr(config, _NOTE, None) or late_refusal(config)
     command, reason = chosen_drafter(settings.drafter_cores, config)
     if command:
         return None
@@ -73,7 +83,7 @@ def _refusal_on_v2(config: VllmConfig) -> str | None:
         return f"device {device}: on vLLM's V2 runner a GPU's SMs are split; expected cuda"
     if executor != "uni":
         return f"the target runs in a process of its own (executor {executor}); expected uni"
-    return late_refusal(config)
+    return getattr(config, _NOTE, None) or late_refusal(config)
 
 
 def _refusal(settings: Settings, config: VllmConfig) -> str | None:

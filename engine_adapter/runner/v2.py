@@ -20,7 +20,7 @@ from ..host_copy import HostCopy
 from ..operator_log import operator_log
 from ..overlap.late_drafting import LateDrafting
 from ..overlap.side_stream import WHOLE_DEVICE, side_stream
-from ..overlap.splits import can_deal_groups, chosen_splits
+from ..overlap.splits import can_deal_groups, chosen_splits, note_refusal
 from ..patches.speculators.draft_inputs import copying_refusal
 from ..patches.v2 import (
     Proposal,
@@ -121,7 +121,7 @@ class FaserRunnerV2(RunnerV2Hooks, PruningRunnerV2):
         if not can_deal_groups(settings, config):
             return  # the scheduler's part says why
         if (reason := copying_refusal(self)) is not None:
-            logger.warning("FASER deals no ping-pong groups: %s", reason)
+            note_refusal(config, reason)  # the scheduler's part, which is made later, says it
             return
         self.late = LateDrafting(self, side_stream(self.device, chosen_splits(settings, config)))  # type: ignore[attr-defined]
 

@@ -176,8 +176,11 @@ def with_ahead(profile: EngineProfile, steps: AheadSteps) -> tuple[EngineProfile
 def with_splits(
     profile: EngineProfile, samples: StepSamples, split: Ints, names: Sequence[str]
 ) -> tuple[EngineProfile, list[str]]:
-    """Return the profile with what splits change; and a line for each of which too little was measured."""
-    splits, refused = fit_splits(samples, split, names, *_coefficients(profile), profile.graph_sizes)
+    """Return the profile with what splits change; and a line for each of which too little was measured.
+
+    Such a one stays as it was in a profile that knew it.
+    """
+    splits, refused = fit_splits(samples, split, names, *_coefficients(profile), profile.graph_sizes, profile.splits)
     return msgspec.structs.replace(profile, splits=splits), [f"not fitted: {line}" for line in refused]
 
 

@@ -187,7 +187,9 @@ def test_groups_on_the_v2_runner_are_refused_in_one_line(
     assert "\n" not in (reason or "")
     assert can_deal_groups(load_settings({"FASER_PING_PONG": "auto"}), config) == (seen is None)
     on_a_gpu = changed(engine, ON_A_GPU | changes)
-    assert (seen or "") in (splits_refusal(on_a_gpu, load_settings({"FASER_SPLITS": "1:1"})) or "")
+    refused = splits_refusal(on_a_gpu, load_settings({"FASER_SPLITS": "1:1"}))
+    assert (refused is None) == (seen is None)
+    assert (seen or "") in (refused or "")
     assert not can_deal_groups(load_settings({}), config)
 
 

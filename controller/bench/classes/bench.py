@@ -118,6 +118,7 @@ def _begun(options: ClassOptions, plan: ClassPlan, fresh: Results) -> ClassResul
     require_no_out(options.bench.out)
     found = read_class_results(path, "--resume")
     found.continued(plan.classes, plan.seconds)
+    found.class_turns = [each.with_base(found.base_tpot_ms) for each in found.class_turns]
     found.run = go_on(path, found.run, fresh, plan.bench.rivals)
     return found
 

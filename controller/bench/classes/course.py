@@ -61,9 +61,21 @@ class ClassCourse(Bench):
     async def _measure_base(self) -> None:
         """Measure the time per token without speculation, with as many requests as all classes have clients.
 
-        Once in each start: machines change, and an objective of yesterday's pace is another one today.
+        Once in each start: machines change, and an objective of yesterday's pace is another one today. A later start
+        in which that fails goes on with the pace of the one before.
         """
-        self.found.base_tpot_ms = None  # nobody is promised anything
+        try:
+            self.found.base_tpot_ms = await self._base_tpot_ms()
+        except EngineError as error:
+            if self.found.base_tpot_ms is None:
+                raise
+            self.tell(f"{error}; objectives stay as they were in the start before")
+            return
+        told = ", ".join(f"{each.name} {each.pace * self.found.base_tpot_ms:.1f}" for each in self.found.classes)
+        self.tell(f"no speculation takes {self.found.base_tpot_ms:.1f} ms a token; objectives, ms a token: {told}")
+        self._write()
+
+    async def _base_tpot_ms(self) -> float:
         load = await self.arms.attempt(NONE, self._base)
         if load is None:
             raise EngineError(f"no server without speculation to take the pace from: {self.results.failed.get(NONE)}")
@@ -78,14 +90,12 @@ class ClassCourse(Bench):
                 f"without speculation {tokens} tokens came in {pieces} pieces", "one by one",
                 "let less run beside the benchmark",
             )  # fmt: skip
-        self.found.base_tpot_ms = round(float(np.median(times_ms)), 3)
-        told = ", ".join(f"{each.name} {each.pace * self.found.base_tpot_ms:.1f}" for each in self.found.classes)
-        self.tell(f"no speculation takes {self.found.base_tpot_ms:.1f} ms a token; objectives, ms a token: {told}")
-        self._write()
+        return round(float(np.median(times_ms)), 3)
 
     async def _base(self, arm: Arm) -> ClassLoad:
+        """Serve all classes' clients, of which nobody is promised anything."""
         await arm.thaw()
-        load = await self._closed_load(arm, _BASE_ROUND, self.found.seconds)
+        load = await self._closed_load(arm, _BASE_ROUND, self.found.seconds, None)
         await self._leave(arm)
         return load
 
@@ -131,7 +141,7 @@ class ClassCourse(Bench):
     async def _load(self, each: Replay | None, round_: int, arm: Arm) -> ClassLoad:
         if each is None:
             seconds = self.found.seconds if round_ >= 0 else min(SETTLE_S, self.found.seconds)
-            return await self._closed_load(arm, round_, seconds)
+            return await self._closed_load(arm, round_, seconds, self.found.base_tpot_ms)
         requests = each.requests(self._mix, self.plan.seed + round_ + 1, self._prompts(self._mix))
         if round_ < 0:
             requests = busiest(requests, SETTLE_S)
@@ -140,13 +150,13 @@ class ClassCourse(Bench):
         generator = await replay(arm, work, TARGET_NAME, self.plan.temperature)
         return open_load(generator, self.found.classes)
 
-    async def _closed_load(self, arm: Arm, round_: int, seconds: float) -> ClassLoad:
+    async def _closed_load(self, arm: Arm, round_: int, seconds: float, base_tpot_ms: float | None) -> ClassLoad:
         plan, classes = self.plan, self.found.classes
         seed = plan.seed + round_ - _BASE_ROUND
         stream = closed_stream(
             self.class_plan.clients, self._mix, plan.max_tokens, plan.max_prompt_tokens, seed, plan.held
         )
-        work = dealt(stream, classes, self.found.base_tpot_ms)
+        work = dealt(stream, classes, base_tpot_ms)
         return await serve_classes(arm, work, classes, seconds, TARGET_NAME, plan.temperature)
 
     async def _leave(self, arm: Arm) -> None:

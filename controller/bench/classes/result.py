@@ -46,6 +46,10 @@ class ClassTurn(msgspec.Struct, frozen=True):
     peak_rps: float | None = None  # of a replay
     base_tpot_ms: float | None = None  # its objectives are multiples of this; None: of the file's
 
+    def with_base(self, base_tpot_ms: float | None) -> ClassTurn:
+        """Return the turn with a time per token that its objectives were told by, if it does not say so itself."""
+        return self if self.base_tpot_ms is not None else msgspec.structs.replace(self, base_tpot_ms=base_tpot_ms)
+
     @property
     def goodput(self) -> float:
         """Return the tokens per second of answers in time."""

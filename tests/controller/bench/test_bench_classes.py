@@ -464,6 +464,31 @@ def test_each_start_tells_its_objectives_by_a_pace_of_its_own(tmp_path: Path, mo
     assert summary(found)["bases_tpot_ms"] == [first, second]
 
 
+def test_a_later_start_whose_pace_cannot_be_had_goes_on_with_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that is too busy at that moment does not end a run of hours."""
+    paces = iter([50.0, EngineError("without speculation 9 tokens came in 2 pieces"), 70.0])
+
+    async def base(course: ClassCourse) -> float:
+        pace = next(paces)
+        if isinstance(pace, EngineError):
+            raise pace
+        return pace
+
+    monkeypatch.setattr(ClassCourse, "_base_tpot_ms", base)
+    arms = {"none": ClassArm("none"), "faser": ClassArm("faser")}
+    found = measure(class_bench(monkeypatch, pairs=1, starts=3), tmp_path, monkeypatch, arms)
+    assert [each.base_tpot_ms for each in found.class_turns] == [50.0] * 4 + [70.0] * 2
+
+
+def test_turns_of_an_older_file_keep_the_pace_that_was_the_files() -> None:
+    older = of_turns(turn("faser", 0, (9, 9)))
+    newer = msgspec.structs.replace(turn("faser", 1, (9, 9)), base_tpot_ms=60.0)
+    turns = [each.with_base(older.base_tpot_ms) for each in (*older.class_turns, newer)]
+    assert [each.base_tpot_ms for each in turns] == [50.0, 60.0]
+
+
 def test_no_arm_is_frozen_while_it_owes_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arms = {"none": ClassArm("none"), "faser": ClassArm("faser")}
     measure(class_bench(monkeypatch), tmp_path, monkeypatch, arms)

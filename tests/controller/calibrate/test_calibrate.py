@@ -126,7 +126,10 @@ SPLIT_STEPS = 40  # in turn
 
 
 def make_split_records(verify_factor: float, draft_factor: float, hidden: float, batches: int = 40) -> list[StepRecord]:
-    """Return steps of which every other few dozen ran under a split, the first three of each as if there were none."""
+    """Return steps of which every other few dozen ran under a split, the first three of each as if there were none.
+
+    The last one of each waits for both groups' drafts.
+    """
     records, late_s = [], 0.0
     for at, record in enumerate(make_records(batches)):
         index, since = at // SPLIT_STEPS % 2, at % SPLIT_STEPS
@@ -134,6 +137,8 @@ def make_split_records(verify_factor: float, draft_factor: float, hidden: float,
         if index and since >= 3:
             verify_s, draft_s = verify_s * verify_factor, draft_s * draft_factor
             overlap_s = hidden * min(verify_s, draft_s)
+            if since == SPLIT_STEPS - 1:
+                draft_s, overlap_s = 9.0 * draft_s, 0.0
         step_s = verify_s + draft_s - overlap_s
         late_s += step_s - record.step_s
         records.append(
@@ -166,11 +171,35 @@ def test_splits_are_fitted_beside_what_unsplit_steps_cost(
         assert costs[0] == pytest.approx(costs[1], rel=0.06), "unsplit costs are of unsplit steps alone"
 
 
-def test_files_of_other_splits_are_not_put_together(telemetry: Path, tmp_path: Path) -> None:
-    split = make_hello(splits=["unsplit", "1:1"])
-    other = write_telemetry(tmp_path / "other.sqlite", make_records(6), split)
-    with pytest.raises(StoreError, match="splits"):
-        calibrate(CalibrateOptions((telemetry, other), tmp_path / "p.json"), CONSOLE)
+def test_files_of_other_splits_are_not_put_together_but_those_without_any_are(telemetry: Path, tmp_path: Path) -> None:
+    one, other = (
+        write_telemetry(tmp_path / f"{at}.sqlite", make_records(6), make_hello(splits=["unsplit", name]))
+        for at, name in enumerate(("1:1", "1:3"))
+    )
+    with pytest.raises(StoreError, match="splits unsplit, 1:3; expected unsplit, 1:1 as in"):
+        calibrate(CalibrateOptions((telemetry, one, other), tmp_path / "p.json"), CONSOLE)
+    calibrate(CalibrateOptions((telemetry, one), tmp_path / "p.json", held_out=False), CONSOLE)
+
+
+def test_on_the_v2_runner_a_steps_drafting_is_what_later_steps_told(tmp_path: Path) -> None:
+    """The next step tells it, under a split the one behind that."""
+    records = [
+        msgspec.structs.replace(record, draft_s=0.001 * record.counter, split=0 if record.counter < 6 else 1)
+        for record in make_records(1)
+    ]
+    split = {"splits": ["unsplit", "1:1"]}
+    v1, v2 = (
+        read_measured(
+            write_telemetry(tmp_path / f"{runner}.sqlite", records, make_hello(runner=runner, **split))
+        ).samples
+        for runner in ("v1", "v2")
+    )
+    count = len(records)
+    assert v1.draft_s == pytest.approx(0.001 * np.arange(1, count + 1))
+    expected = [0.001 * (at + (1 if at < 6 else 2)) for at in range(1, count + 1)]
+    expected[-2:] = [np.nan, np.nan]
+    assert v2.draft_s == pytest.approx(np.array(expected), nan_ok=True)
+    assert v2.verify_s == pytest.approx(v1.verify_s, nan_ok=True), "the step's time holds what it told"
 
 
 def write_telemetry(path: Path, records: list[StepRecord], hello: Hello | None = None) -> Path:

@@ -43,6 +43,9 @@ class Told:
     def wait(self) -> None:
         self.done.append("wait")
 
+    def finish(self) -> None:
+        self.done.append("finish")
+
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Told:
@@ -117,3 +120,27 @@ def test_after_a_failure_nothing_is_put_off(told: Told, monkeypatch: pytest.Monk
     monkeypatch.undo()
     assert late.hold(proposal("b"), 4, None) is None
     assert told.done.count("wait") == (broken == "draft")
+
+
+@pytest.mark.parametrize("broken", ["launch", "wait"])
+def test_a_stream_that_fails_is_waited_for_by_the_host_and_never_asked_again(
+    told: Told, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else work of which nobody knows when it runs would write where others do."""
+    late = LateDrafting(None, told)
+    if broken == "wait":
+        put_off(late, "a", "b")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(told, broken, fail, raising=False)
+    if broken == "wait":
+        late.settle()
+    else:
+        put_off(late, "a", "b")
+    assert told.done[-1] == "finish"
+    assert not late.is_on
+    late.settle()
+    assert told.done.count("finish") == 1
+    assert late.hold(proposal("c"), 4, None) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,3 +121,39 @@ def test_where_sms_cannot_be_split_it_is_one_line(change: dict[str, Any], seen: 
 def test_what_a_drafter_cannot_do_beside_the_target_goes_for_splits_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splits, "late_refusal", lambda config: "LoRA")
     assert chosen_splits(settings(FASER_SPLITS="streams"), GPU).refused == ("LoRA",)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The driver's fakes in the place of CUDA."""
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr(
+        splits, "CudaDevice", lambda index: CudaDevice(index, cuda=LateCuda(LateDevice(0)), driver=Driver())
+    )
+    splits.shares_of_gpu.cache_clear()
+    yield
+    splits.shares_of_gpu.cache_clear()
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_process_opens_its_splits_once() -> None:
+    found = splits.shares_of_gpu(("streams", "1:7"))
+    assert (found.names, found.refused) == (["unsplit", "streams", "1:7"], ())
+    assert splits.shares_of_gpu(("streams", "1:7")) is found, "HELLO and the runner have the same ones"
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_driver_that_is_not_as_known_costs_splits_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Driver, "cuGreenCtxCreate", lambda self: pytest.fail("not reached"))  # another signature
+    found = splits.shares_of_gpu(("streams", "1:7"))
+    assert found.names == ["unsplit"]
+    assert found.refused[0].startswith("TypeError while the GPU was split: ")
+
+
+def test_what_the_runner_finds_out_is_what_hello_offers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splits, "late_refusal", lambda config: None)
+    monkeypatch.setattr(splits, "shares_of_gpu", lambda names: pytest.fail("not asked"))
+    config = SimpleNamespace(**vars(GPU))
+    splits.note_refusal(config, "attention by FLASHINFER")
+    assert chosen_splits(settings(FASER_SPLITS="streams"), config).refused == ("attention by FLASHINFER",)
+    assert splits.no_groups_reason(settings(FASER_PING_PONG="always"), config) == "attention by FLASHINFER"

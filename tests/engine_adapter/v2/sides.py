@@ -40,7 +40,7 @@ class LateSide:
         self._moments = 0
 
     def launch(self, work: Callable[[], None], split: int = 0) -> None:
-        self.go_on()  # streams are in order in themselves, and the engine's has waited for the others
+        assert self._work is None, "one drafting is under way at most, on whichever stream"
         self._work, self._moments = work, 0
         self.splits.append(split)
         self.moment()
@@ -51,6 +51,9 @@ class LateSide:
             self.go_on()
 
     def wait(self) -> None:
+        self.go_on()
+
+    def finish(self) -> None:
         self.go_on()
 
     def go_on(self) -> None:
@@ -176,6 +179,10 @@ def beside(given: dict[str, Any]) -> dict[str, Any]:
         {name.split("-")[0]: [row["verified"], row["accepted"]] for name, row in entry["rows"].items()}
         for entry in run["log"]
     ]
-    told = {"drafted_under": side.splits, "splits": [entry["splits"] for entry in run["log"]]}
+    told = {
+        "drafted_under": side.splits,
+        "splits": [entry["splits"] for entry in run["log"]],
+        "deferred_under": [entry["splits"][0] for entry in run["log"] if entry["is_deferred"]],
+    }
     is_on = late is not None and late.is_on
     return run | told | {"steps": steps, "lateness": side.lateness, "is_late_on": is_on}

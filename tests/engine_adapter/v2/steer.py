@@ -50,6 +50,7 @@ class Steer:
         self.lost: set[str] = set()  # requests that were preempted: their drafts are gone
         self.held: set[str] = set()  # who is left out of the step that is scheduled now
         self.unheld: list[str] = []  # who was in it nevertheless
+        self.offered: list[str] = []  # HELLO's splits
         steering: Steering | None = None
         ordered, recorded, builder = Steering.order, Steering.record, Lease.in_force
         steer = self
@@ -57,6 +58,7 @@ class Steer:
         def order(self: Steering, scheduled: dict[str, int], started_s: float) -> StepOrder:
             nonlocal steering
             steering = self
+            steer.offered = list(self.hello.splits)
             steer.unheld += sorted(steer.held & scheduled.keys())
             return ordered(self, scheduled, started_s)
 
@@ -113,6 +115,7 @@ class Steer:
         told = None if report is None else [report.verify_s, report.sample_s, report.draft_s, report.runner_s]
         rounds = None if report is None or report.rounds is None else list(report.rounds)
         self.log.append({"step": order.step, "rows": rows, "times_s": told, "rounds": rounds, "at_s": time.monotonic()})
+        self.log[-1]["is_deferred"] = order.is_deferred
         self.log[-1]["splits"] = [order.split, report.split if report else None]
         self.log[-1]["caught_up"] = report.caught_up if report else 0
 

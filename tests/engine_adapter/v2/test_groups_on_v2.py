@@ -154,6 +154,8 @@ def test_splits_change_from_step_to_step_and_drafts_stay_what_they_are(
     drafted_under = set(run["drafted_under"])
     assert drafted_under <= {1, 2, 3}, "without a split drafts are made in turn"
     assert len(drafted_under) > 1
+    deferred = iter(run["deferred_under"])
+    assert all(split in deferred for split in run["drafted_under"]), "in order, each under its own step's"
     assert all(ordered == told for ordered, told in run["splits"])
     assert {told for _, told in run["splits"]} == {0, *drafted_under}
     assert taking_turns(run) > 5
