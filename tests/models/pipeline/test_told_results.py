@@ -94,3 +94,16 @@ def test_what_is_said_of_costs_is_in_the_table() -> None:
     )
     assert "on gamma-8 {}, {} and {}; on gamma-4 {}, {} and {}.".format(*costs("gamma-8"), *costs("gamma-4")) in said
     assert loads["azure-code"]["weigh"]["fixed"]["cheapest"] == "static:32:2"
+
+
+def test_what_is_said_of_foresight_is_in_its_runs() -> None:
+    runs = json.loads((ROOT / "benchmarks" / "results" / "pipeline_foresight.json").read_text())
+    said = " ".join(section().split())
+    assert f"at commit {runs['commit']}; `pipeline_foresight.json`" in said
+    fast = [over_fixed(runs["loads"][load]["hindsight:5"]) for load in ("gamma-4", "gamma-8", "azure-code")]
+    assert "has {} of the fixed sets' latency on gamma-4, {} on gamma-8 and {} on azure-code".format(*fast) in said
+    half = [f"{committed()[load]['hindsight']['fixed']['latency_ratio']:.3f}" for load in ("gamma-4", "gamma-8")]
+    assert f"with half a request (above) {half[0]}, {half[1]} and 0.935" in said
+    assert min(committed()["gamma-4"]["hindsight"]["fixed"]["ci"][1], 1.0) == 1.0, (
+        "foresight is not below with an interval"
+    )
