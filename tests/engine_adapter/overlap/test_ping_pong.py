@@ -281,3 +281,14 @@ def test_a_setting_that_nothing_can_be_made_of_is_one_line(
     made = chosen_groups(load_settings(given | {"FASER_DRAFTER_CORES": "1"}), config)
     assert made is not None
     assert made.mode == "always"
+
+
+def test_the_first_step_under_another_split_is_no_evidence_of_it() -> None:
+    """It verifies what was drafted under the split before it."""
+    one, between = split_engine(), list[bool]()
+    for split in (1, 1, 1, 1, 2, 2, 2):
+        one.run_asked(split)
+        between.append(one.groups._newest.is_between)
+    assert one.splits[-3:] == [1, 2, 2], "what is asked is in force from the next step on"
+    assert between[-3:] == [False, True, False]
+    assert not any(between[2:4])
