@@ -518,7 +518,7 @@ def test_an_open_loop_is_measured_at_every_peak_and_counts_all_of_its_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replay = Replay("azure-conv", 1.0, 4.0, warp=20.0)
-    wanted = class_bench(monkeypatch, pairs=1, loads=(), replays=(replay,), peaks=(1.0, 2.0))
+    wanted = class_bench(monkeypatch, 1.0, pairs=1, loads=(), replays=(replay,), peaks=(1.0, 2.0))
     arms = {"none": ClassArm("none", step_s=0.003), "faser": ClassArm("faser", step_s=0.003, burst=3)}
     spans_s, replayed = [], class_course.replay
 
