@@ -100,7 +100,8 @@ class Fitted:
 def profile_from(measured: MeasuredEngine, base: EngineProfile | None, options: FitOptions) -> Fitted:
     """Fit a profile, or a base's level and acceptance; raise CalibrationError where too little was measured."""
     acceptance = fit_acceptance(measured.drafts, measured.hello.k_max, measured.source)
-    slower = _slower(measured.files, options.held_out)
+    split = np.concatenate([settled(one.engine, one.split) for one in measured.files])
+    slower = _slower(measured.files, split, options.held_out)
     ends = np.cumsum([len(one.samples) for one in measured.files])[:-1]
     parts = np.split(slower, ends)
     steps = AheadSteps.joined(
@@ -112,7 +113,6 @@ def profile_from(measured: MeasuredEngine, base: EngineProfile | None, options: 
     samples = StepSamples.joined(
         [one.samples.on_a_machine(part) for one, part in zip(measured.files, parts, strict=True)]
     )
-    split = np.concatenate([settled(one.engine, one.split) for one in measured.files])
     alone = _alone(samples, steps, split)
     fits: dict[Phase, Fit] = {}
     levels: dict[Phase, float] = {}
@@ -136,7 +136,7 @@ def profile_from(measured: MeasuredEngine, base: EngineProfile | None, options: 
     return Fitted(profile, fits, levels, slower, looks, int(steps.is_busy.sum()), refusals)
 
 
-def _slower(files: list[RecordedSteps], held_out: bool) -> Floats:
+def _slower(files: list[RecordedSteps], split: Ints, held_out: bool) -> Floats:
     """Return (n,) of all steps by what factor the machine was slower than usual.
 
     Files are laid one behind the other, far apart: one of a slower day drifts against the others.
@@ -148,8 +148,7 @@ def _slower(files: list[RecordedSteps], held_out: bool) -> Floats:
             clock_s.append(own_s - own_s[0] + start_s)
             start_s += own_s[-1] - own_s[0] + 2.0 * WINDOW_S
     samples = StepSamples.joined([one.samples for one in files])
-    is_whole = np.concatenate([settled(one.engine, one.split) == WHOLE for one in files])
-    kinds = np.where(is_whole, fitted_kinds(samples, HELD_OUT_SHARE if held_out else 0.0), -1)
+    kinds = np.where(split == WHOLE, fitted_kinds(samples, HELD_OUT_SHARE if held_out else 0.0), -1)
     return drift(np.concatenate(clock_s), samples.verify_s, kinds)
 
 

@@ -54,7 +54,7 @@ def fit_splits(
         decodes &= samples.drafting_requests > 0.0  # else there is nothing to hide
         own = samples.where(decodes & np.isfinite(samples.verify_s) & np.isfinite(samples.draft_s))
         if len(own) < LEAST_STEPS:
-            found += [split for split in known if split.name == name]
+            found += [each for each in known if each.name == name]
             refused.append(f"split {name}: {len(own)} steps that verify and draft; expected {LEAST_STEPS} or more")
             continue
         shorter_s = float(np.minimum(own.verify_s, own.draft_s).sum())

@@ -10,7 +10,7 @@ import torch
 
 from faser.engine_adapter.overlap.side_stream import CudaSideStream, NoSideStream, side_stream
 from faser.engine_adapter.partition.cpu import CpuDevice
-from faser.engine_adapter.partition.cuda import CudaDevice
+from faser.engine_adapter.partition.cuda import CudaDevice, CudaPartition
 from faser.engine_adapter.partition.shares import opened
 
 from ..late_device import LateCuda, LateDevice
@@ -76,3 +76,18 @@ def test_a_device_without_streams_does_the_work_at_once() -> None:
     side.launch(lambda: done.append(1))
     side.wait()
     assert done == [1]
+
+
+def test_work_under_a_split_is_launched_on_the_drafters_stream_of_that_split() -> None:
+    """Else a confined drafter would have the whole device, and nothing else would show it."""
+    cuda = LateCuda(LateDevice(0))
+    splits = opened(CudaDevice(cuda=cuda), ("streams",))
+    side, seen = CudaSideStream(None, splits, cuda), list[object]()
+    home = cuda.current_stream()
+    for split in (1, 0):
+        side.launch(lambda: seen.append(cuda.current_stream()), split)
+        side.wait()
+    partition = splits.ready[1]
+    assert isinstance(partition, CudaPartition)
+    assert seen[0] is partition.stream("draft")
+    assert seen[1] not in (home, partition.stream("draft"), partition.stream("verify"))
