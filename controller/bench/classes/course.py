@@ -31,6 +31,7 @@ from .result import PHASE, ClassResults, ClassTurn, write_class_results
 SETTLE_S: Final = 20.0  # of each arm at each load point, unmeasured
 LEAST_PIECES: Final = 0.5  # a token, without speculation: where a busy server joins more, times per token mean little
 _BASE_ROUND: Final = -2  # of prompts, for the time per token without speculation
+_BASE_TURNS: Final = 2.0  # as long as so many turns: every objective is a multiple of what is found
 _SETTLE_ROUND: Final = -1
 _CLOSE_S: Final = 0.3  # for a server to notice that clients are gone
 
@@ -95,7 +96,7 @@ class ClassCourse(Bench):
     async def _base(self, arm: Arm) -> ClassLoad:
         """Serve all classes' clients, of which nobody is promised anything."""
         await arm.thaw()
-        load = await self._closed_load(arm, _BASE_ROUND, self.found.seconds, None)
+        load = await self._closed_load(arm, _BASE_ROUND, _BASE_TURNS * self.found.seconds, None)
         await self._leave(arm)
         return load
 
