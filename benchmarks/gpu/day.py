@@ -49,7 +49,7 @@ class Part:
 def plan(is_dry: bool) -> list[Part]:
     """Return every part, those of most worth first."""
     exact = [Part(f"exact/{arm}", "vllm", "part_exact", {"arm": arm}, 30.0) for arm in
-             ("none", "async", "sync", "adaptive", "groups", "splits")]  # fmt: skip
+             ("none", "async", "sync", "adaptive", "groups", "splits", "pruning")]  # fmt: skip
     arms, last = ["faser", "none", "lengths", "adaptive", "faser-adaptive"], ["faser-splits", "k1", "k3", "k5"]
     serve = {arm: Part(f"serve/{arm}", "vllm", "part_serve", {"arm": arm}) for arm in arms}
     # The fixed lengths tell what `lengths` does, but for vLLM's own way to it.

@@ -22,12 +22,13 @@ from checkout import ROOT, Missing, make_importable
 PROMPTS: Final = ROOT / "env" / "workload" / "prompts"
 LONGEST: Final = 4
 REQUESTS, ANSWER_TOKENS = 16, 96
+LAYERS: Final = (8, 15)  # of 30, behind which rows leave
 LAG: Final = 2  # steps until the time of drafting beside one is told
 
 
 def measure(is_dry: bool, arm: str) -> dict[str, Any]:
     """Generate with one arm; `none`, or how FASER runs: `sync`, `async`, `adaptive`, `groups` that take turns, `splits`
-    of the SMs, which change every few steps.
+    of the SMs, which change every few steps, `pruning`: rows leave at random, between halves of the graphs.
     """
     engines.require_vllm()
     # Triton's products of float32 are tf32 unless told so: good for speed, not for comparing tokens.
@@ -38,7 +39,22 @@ def measure(is_dry: bool, arm: str) -> dict[str, Any]:
         os.environ |= {"FASER_RUNTIME_DIR": folder, "FASER_ENDPOINT": f"ipc://{folder}/nobody", "FASER_DEFAULT_K": "0"}
         os.environ["FASER_PING_PONG"] = "always" if arm in ("groups", "splits") else "never"
         os.environ["FASER_SPLITS"] = ",".join(engines.SPLITS) if arm == "splits" else ""
-        return generate(arm, *(tiny_pair(Path(folder)) if is_dry else real_pair()), is_dry)
+        return (
+            _pruned(is_dry, folder)
+            if arm == "pruning"
+            else generate(arm, *(tiny_pair(Path(folder)) if is_dry else real_pair()), is_dry)
+        )
+
+
+def _pruned(pair: tuple[str, dict[str, Any], list[Any]], is_dry: bool) -> dict[str, Any]:
+    """Return the same with random cuts; what they did, and what verifying took where rows left and where none did."""
+    import prunings
+
+    noted = prunings.prune_at_random([1] if is_dry else list(LAYERS), [0.2, 0.5, 0.9])
+    os.environ["FASER_PRUNE"] = "always"
+    found = generate("pruning", *pair, is_dry)
+    left = [sum(row[1] for row in step["rows"]) for step in noted]
+    return found | {"cuts": {"steps": len(noted), "cut": sum(map(bool, left)), "rows_left": sum(left)}}
 
 
 def real_pair() -> tuple[str, dict[str, Any], list[Any]]:

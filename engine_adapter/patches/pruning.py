@@ -234,8 +234,8 @@ class PruningHooksV2:
         return self.prune_sample(lambda: inherited(hidden_states, input_batch, *args, **kwargs), input_batch)
 
 
-def shorter_attention(runner: Any, step: PreparedStep, names: frozenset[str], short: ShortBatch) -> None:
-    """Let the attention layers `names` of the forward pass under way see the rows that stay; builds first.
+def shorter_attention(runner: Any, step: PreparedStep, groups: list[list[Any]], short: ShortBatch) -> None:
+    """Let the attention layers of `groups` in the forward pass under way see the rows that stay; builds first.
 
     As in vLLM's adaptive verification the device knows where each request's rows begin, and the host only about.
     """
@@ -251,12 +251,12 @@ def shorter_attention(runner: Any, step: PreparedStep, names: frozenset[str], sh
     )  # fmt: skip
     slots = torch.index_select(step.slots, 1, short.rows)
     built = runner.model_state.prepare_attn(
-        shortened, CUDAGraphMode.NONE, step.tables, slots, runner.attn_groups, runner.kv_cache_config
+        shortened, CUDAGraphMode.NONE, step.tables, slots, groups, runner.kv_cache_config
     )
     context: Any = get_forward_context()
     metadata, by_layer = dict(context.attn_metadata), dict(context.slot_mapping)
-    metadata.update((name, built[name]) for name in names)
-    by_layer.update(dict.fromkeys(names, slots[0]))
+    metadata.update(built)
+    by_layer.update(dict.fromkeys(built, slots[0]))
     context.attn_metadata, context.slot_mapping = metadata, by_layer
 
 
@@ -301,6 +301,7 @@ def capped(sampled: tuple[Any, Tensor, Tensor], most: Tensor) -> tuple[Any, Tens
 
 def refusal_v2(runner: Any) -> str | None:
     """Return why the V2 runner's steps cannot be cut, by what is known once its model is loaded; None if they can."""
+    from vllm.v1.worker.gpu.attn_utils import get_query_lens_mismatch_unsupported_backend
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
     if type(runner.rejection_sampler) is not RejectionSampler:
@@ -309,6 +310,8 @@ def refusal_v2(runner: Any) -> str | None:
         return "a batch that is split over ranks or micro-batches"
     if runner.fast_prefill is not None:
         return "layers that share their KV cache"
+    if (backend := get_query_lens_mismatch_unsupported_backend(runner.attn_groups)) is not None:
+        return f"attention backend {backend}: it plans by the host's word of where each request's rows begin"
     return None
 
 

@@ -105,14 +105,15 @@ def pruning_refusal(config: VllmConfig) -> str | None:
     architecture = (config.model_config.architectures or ["none"])[0]
     if architecture not in ARCHITECTURES:
         return f"architecture {architecture}; expected one of {_names(ARCHITECTURES)}"
-    if not current_platform.is_cpu():
-        return f"device {current_platform.device_type}: cutting a batch is tested on the CPU only"
+    if not current_platform.is_cpu() and not (is_v2 and current_platform.is_cuda()):
+        return f"device {current_platform.device_type}; expected a CPU, or CUDA with vLLM's V2 runner"
     if config.scheduler_config.async_scheduling and not is_v2:
         return "async scheduling; start with --no-async-scheduling"
     if is_v2 and (reason := _refusal_v2(config)):
         return reason
     if config.compilation_config.mode:
-        return "a compiled target; start with --enforce-eager"
+        remedy = "-cc.mode=0, which keeps full CUDA graphs" if is_v2 else "--enforce-eager"
+        return f"a compiled target; start with {remedy}"
     if max(parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size) > 1:
         return "several ranks: their decisions could differ"
     if config.lora_config is not None:
@@ -124,7 +125,7 @@ def pruning_refusal(config: VllmConfig) -> str | None:
 
 def _refusal_v2(config: VllmConfig) -> str | None:
     """Return what of V2's own does not go with a cut."""
-    from ..graph_lengths import has_graphs
+    from ..mixed_graphs import APART, graph_mode
 
     drafting: Any = config.speculative_config
     if getattr(drafting, "enable_adaptive_verification", False):
@@ -132,8 +133,8 @@ def _refusal_v2(config: VllmConfig) -> str | None:
     rule = getattr(drafting, "rejection_sample_method", "standard")
     if rule != "standard":
         return f"rejection_sample_method={rule}: only standard judges a token without looking behind it"
-    if has_graphs(config):
-        return "captured graphs of the whole target; start with --enforce-eager"
+    if (mode := graph_mode(config)) == "PIECEWISE":
+        return f"cudagraph_mode {mode}: its graphs begin and end at attention; start with -cc.cudagraph_mode={APART[1]}"
     return None
 
 

@@ -32,7 +32,6 @@ from ..patches.pruning import (
     tracks_thinking,
 )
 from .cut import Cut, CutBatch, warm_up
-from .row_buffer import RowBuffer
 from .verdict import Checks
 
 if TYPE_CHECKING:
@@ -212,6 +211,25 @@ class Pruning:
             return 0.0
         depth = len(self._decoder_layers)
         return float(self.cut.removed.sum()) * (depth - self.layer) / depth
+
+
+class RowBuffer:
+    """Memory for rows that are picked out of the batch in every step: fresh memory of that size costs page faults.
+
+    Grows to the largest batch seen; what it returns is overwritten by the next call.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def picked(self, states: Tensor, index: Tensor) -> Tensor:
+        """Return the rows `index` of states (rows, width)."""
+        import torch
+
+        memory, count = self._memory, len(index)
+        if memory is None or len(memory) < count or memory.shape[1:] != states.shape[1:]:
+            memory = self._memory = torch.empty_like(states)
+        return torch.index_select(states, 0, index, out=memory[:count])
 
 
 class _VerifiedStep:

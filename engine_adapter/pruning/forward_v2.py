@@ -4,6 +4,7 @@ Which ones, the device alone decides (prefixes.py); nobody waits for it, so that
 asynchronous and every shape is known beforehand. What left counts as rejected: at most as many tokens as rows stayed
 are said, so that the row that was cut behind still tests its token, and nothing follows it (docs/design/pruning.md).
 Owned by runner_v2.py. Everything is built before anything is replaced, so that a failure is a step without pruning.
+A step that runs the model is cut by hooks in front of its layers, one that replays a graph by two graphs (halves.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from ..patches.pruning import (
     on_target_device,
     shorter_attention,
 )
+from ..patches.pruning_graphs import halves_refusal, own_groups, replay_instead
+from .halves import Halves
 from .prefixes import DraftLayout, even_shares, staying_rows
 from .row_budget import RowBudget
 from .verdict import Checks
@@ -55,13 +58,27 @@ class PruningV2:
         self.heads, self.is_on = heads, True  # off after a failure
         self._runner, self._notes, self._is_pinned, self._mark = runner, notes, is_pinned, mark
         self._model = runner.get_model()
-        self._layers = list(decoder_of(self._model).layers)
+        self._decoder = decoder_of(self._model)
+        self._layers = list(self._decoder.layers)
         names = [attention_layer(layer) for layer in self._layers]
-        self._behind = {layer: frozenset(names[layer:]) for layer in heads.layers}  # attention from there on
+        self._behind = {layer: own_groups(runner, names[layer:]) for layer in heads.layers}  # attention from there on
+        self._halves: dict[int, Halves] = {}
         self.budgets = {layer: RowBudget() for layer in heads.layers}
         self._move = on_target_device(runner)
         self._step: CutStep | None = None
         self._handles: list[Any] = []
+
+    def capture(self) -> None:
+        """Capture the target in two halves for each layer that has heads; once vLLM has captured it whole.
+
+        Raise ValueError where that cannot be; whatever else goes wrong, no step that replays a graph is pruned.
+        """
+        replay_instead(self._runner.cudagraph_manager, self._replay)
+        if reason := halves_refusal(self._runner):
+            raise ValueError(reason)
+        halves = {layer: Halves(self._runner, self._decoder, layer, self._behind[layer]) for layer in self.heads.layers}
+        self.budgets = {layer: RowBudget(each.sizes) for layer, each in halves.items()}
+        self._halves = halves
 
     def begin(self) -> None:
         """Begin a step: nothing is looked at yet, nothing left."""
@@ -109,19 +126,50 @@ class PruningV2:
         step = self._step
         assert step is not None
         positions, hidden, residual, *rest = arguments
-        layer, threshold = step.prune.layer, step.prune.threshold
-        chances = self.heads.chances(layer, threshold, step.checks(hidden, residual, self._notes))
-        budget = step.layout.drafts if step.budget is None else step.budget
-        plan = _chooser(chances)(chances, threshold, step.layout, budget)
+        plan = self._choose(step, hidden, residual)
         if step.budget is None:
             step.passing = plan.passing
             return None
         kept = tuple(each.index_select(0, plan.rows) for each in (positions, hidden, residual))
-        short = ShortBatch(plan.rows, kept[0], plan.starts, step.guessed_starts(), plan.left)
-        most = plan.kept.masked_fill(plan.left == 0, ANY)
-        shorter_attention(self._runner, step.prepared, self._behind[layer], short)
-        step.passing, step.plan, step.most, step.positions = plan.passing, plan, most, kept[0]
+        short = step.short(plan, kept[0])
+        shorter_attention(self._runner, step.prepared, self._behind[step.prune.layer], short)
+        step.take(plan, kept[0])
         return (*kept, *rest)
+
+    def _choose(self, step: CutStep, hidden: Tensor, residual: Tensor) -> StayingRows:
+        layer, threshold = step.prune.layer, step.prune.threshold
+        chances = self.heads.chances(layer, threshold, step.checks(hidden, residual, self._notes))
+        return _chooser(chances)(chances, threshold, step.layout, step.rows_to_keep)
+
+    def _replay(self, desc: Any) -> bool:
+        """Replay a step's halves, with what leaves between them; False: it is no step to prune, or that failed.
+
+        The whole graph then writes anew whatever the first half wrote.
+        """
+        self._detach()  # a graph runs no layer's hooks
+        step = self._step
+        halves = None if step is None else self._halves.get(step.prune.layer)
+        if step is None or halves is None or not halves.has(desc):
+            return False
+        try:
+            self._replay_halves(step, halves, desc)
+        except Exception:
+            self.fail("FASER prunes no more after a failure; vLLM verifies every row")
+            return False
+        return True
+
+    def _replay_halves(self, step: CutStep, halves: Halves, desc: Any) -> None:
+        middle = halves.replay_first(desc)
+        self._mark(LOOK)
+        plan = self._choose(step, *middle)
+        positions = step.prepared.batch.positions.index_select(0, plan.rows)
+        short = step.short(plan, positions)
+        self._mark(CUT)
+        halves.replay_second(desc, step.prepared, short)
+        if step.budget is None:
+            step.passing = plan.passing
+        else:
+            step.take(plan, positions)
 
     def _pass_on(self, _layer: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
         step = self._step
@@ -190,10 +238,23 @@ class CutStep:
             candidates, confidences = notes.of(batch.idx_mapping.index_select(0, owner), place)
         return Checks(states, batch.input_ids.index_select(0, tested + 1), candidates, confidences, place + 1)
 
-    def guessed_starts(self) -> Ints:
+    @property
+    def rows_to_keep(self) -> int:
+        """How many draft rows go on."""
+        return self.layout.drafts if self.budget is None else self.budget
+
+    def short(self, plan: StayingRows, positions: Tensor) -> ShortBatch:
+        """Return the rows that stay, for whoever reads them; `positions`: theirs."""
+        return ShortBatch(plan.rows, positions, plan.starts, self._guessed_starts(), plan.left)
+
+    def take(self, plan: StayingRows, positions: Tensor) -> None:
+        """Note that a plan is in force."""
+        self.passing, self.plan, self.positions = plan.passing, plan, positions
+        self.most = plan.kept.masked_fill(plan.left == 0, ANY)
+
+    def _guessed_starts(self) -> Ints:
         """Return about where each request's rows begin behind the cut."""
-        assert self.budget is not None
-        shares = self._lengths - self._drafts + even_shares(self._drafts, self.budget)
+        shares = self._lengths - self._drafts + even_shares(self._drafts, self.rows_to_keep)
         starts: Any = np.concatenate([[0], np.cumsum(shares)]).astype(np.int32)
         return starts  # type: ignore[no-any-return]
 

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..drafting.candidates_v2 import CandidatesV2
 from ..gate import Gate
+from ..graph_lengths import has_graphs
 from ..host_copy import HostCopy
 from ..operator_log import operator_log
-from ..patches.pruning import PreparedStep, PruningHooksV2, attention_refusal, refusal_v2
+from ..patches.pruning import PreparedStep, PruningHooksV2, refusal_v2
+from ..patches.pruning_graphs import free_bytes, spared_shapes
 from ..patches.v2 import is_dummy
 from ..settings import AUTO, load_settings
 from .exit_file import pruning_refusal, read_facts
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 logger = operator_log(__name__)
 
+GRAPH_BYTES: Final = 1 << 20  # of a graph that fits into others' memory, as vLLM reckons it
 MOST_UNTOLD: Final = 8  # steps; an older one whose time is still not known will not be
 
 
@@ -76,7 +79,7 @@ class PruningRunnerV2(PruningHooksV2):
         if not settings.exit_heads:
             return
         groups = len(self.kv_cache_config.kv_cache_groups)  # type: ignore[attr-defined]
-        found = pruning_refusal(self.vllm_config) or refusal_v2(self) or attention_refusal(self)  # type: ignore[attr-defined]
+        found = pruning_refusal(self.vllm_config) or refusal_v2(self)  # type: ignore[attr-defined]
         if reason := found or (f"the KV cache has {groups} groups, expected one" if groups != 1 else None):
             raise ValueError(reason)
         heads = load_heads(settings.exit_heads, self.get_model())  # type: ignore[attr-defined]
@@ -87,6 +90,21 @@ class PruningRunnerV2(PruningHooksV2):
         if settings.prune == AUTO:
             self.prune_gate, self._may_prune = Gate(), (False, False)
         logger.info("FASER may prune behind layers %s", ", ".join(map(str, heads.layers)))
+
+    def capture_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Let vLLM capture its graphs, and then the target's in two halves; return the bytes that they take."""
+        taken = super().capture_model(*args, **kwargs)  # type: ignore[misc]
+        if self.pruning is None or not has_graphs(self.vllm_config):  # type: ignore[attr-defined]
+            return taken
+        before = free_bytes()
+        try:
+            self.pruning.capture()
+            to_come = len(self.pruning.heads.layers) * spared_shapes(self) * 2 * GRAPH_BYTES
+        except Exception as error:  # graphs of one length each, too little memory
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            logger.warning("FASER prunes no step that replays a CUDA graph: %s", said)
+            to_come = 0
+        return taken + max(before - free_bytes(), 0) + to_come
 
     def mark_pruning(self, moment: str) -> None:
         """Note a moment of the step under way."""

@@ -15,7 +15,7 @@ import faser
 FOLDER = Path(faser.__file__).parent / "benchmarks" / "gpu"
 ENGINE_PARTS = [
     "exact/none", "exact/async", "exact/sync", "exact/adaptive", "exact/groups", "exact/splits",
-    "serve/faser", "serve/none", "serve/lengths", "serve/adaptive", "serve/faser-adaptive",
+    "exact/pruning", "serve/faser", "serve/none", "serve/lengths", "serve/adaptive", "serve/faser-adaptive",
 ]  # fmt: skip
 PARTS = [*ENGINE_PARTS, "decoder", "kernel", "splits", "pruning", "overlap"]
 
@@ -69,7 +69,7 @@ def test_fasers_answers_are_the_targets_on_the_v2_runner_and_every_length_is_obe
     parts: dict[str, Any], told: str
 ) -> None:
     arms = {"async": "FaserAsyncScheduler", "sync": "FaserScheduler", "groups": "FaserAsyncScheduler"}
-    arms |= {"splits": "FaserAsyncScheduler"}  # a CPU has none: two groups
+    arms |= {"splits": "FaserAsyncScheduler", "pruning": "FaserAsyncScheduler"}  # a CPU has no splits: two groups
     for arm, scheduler in arms.items():
         found = parts[f"exact/{arm}"]
         assert found["tokens"] == parts["exact/none"]["tokens"]
@@ -78,6 +78,8 @@ def test_fasers_answers_are_the_targets_on_the_v2_runner_and_every_length_is_obe
         assert (found["disobeyed"], found["misreported"], found["without_report"]) == ([], [], 0)
         assert len(found["lengths"]) > 2
         assert (found["is_beside"], found["turns"] > 0) == (arm in ("groups", "splits"),) * 2
+        cuts = found.get("cuts", {"cut": 0, "rows_left": 0})
+        assert (cuts["cut"] > 0, cuts["rows_left"] > 0) == (arm == "pruning",) * 2
         assert f"exact/{arm}: equal, 0 of 2 answers apart; {found['obeyed']} lengths obeyed, 0 not" in told
 
 

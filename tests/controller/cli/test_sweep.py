@@ -233,6 +233,7 @@ def test_an_address_where_nobody_listens_is_refused_at_once(
     assert isinstance(sweep(recipe, "--ray", "--address", "here").exception, UsageError)
 
 
+@pytest.mark.slow  # `make proof`
 def test_a_local_ray_instance_makes_runs_in_worker_processes_of_its_own(
     recipe: Path, eventually: Callable[..., object]
 ) -> None:

@@ -112,7 +112,8 @@ def config(**changed: Any) -> Any:
         ({"method": "medusa"}, "speculative method 'medusa'"),
         ({"architecture": "MambaForCausalLM"}, "architecture MambaForCausalLM; expected one of LlamaForCausalLM"),
         ({"architecture": "DeepseekV3ForCausalLM", "use_v2": True}, "architecture DeepseekV3ForCausalLM; expected"),
-        ({"use_v2": True, "graphs": "FULL"}, "--enforce-eager"),
+        ({"use_v2": True, "graphs": "PIECEWISE"}, "start with -cc.cudagraph_mode=FULL_DECODE_ONLY"),
+        ({"use_v2": True, "mode": 3}, "a compiled target; start with -cc.mode=0, which keeps full CUDA graphs"),
         ({"use_v2": True, "rule": "synthetic"}, "rejection_sample_method=synthetic"),
         ({"use_v2": True, "is_adaptive": True}, "adaptive verification"),
         ({"use_v2": True, "method": "dspark"}, "speculative method 'dspark'"),
@@ -133,6 +134,21 @@ def test_what_cannot_be_pruned_is_refused_with_its_reason(changed: dict[str, Any
 
 def test_the_embedded_engine_is_not_refused() -> None:
     assert exits.pruning_refusal(config()) is None
+
+
+@pytest.mark.parametrize("graphs", ["NONE", "FULL", "FULL_DECODE_ONLY"])
+def test_on_cuda_only_the_v2_runner_prunes_with_full_graphs_or_none(
+    graphs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm.platforms
+
+    asked = {"graphs": graphs, "is_async": True}
+    for device, is_cuda in (("cuda", True), ("xpu", False)):
+        platform = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda is_cuda=is_cuda: is_cuda, device_type=device)
+        monkeypatch.setattr(vllm.platforms, "current_platform", platform)
+        refused = [exits.pruning_refusal(config(use_v2=is_v2, **asked)) for is_v2 in (True, False)]
+        expected = f"device {device}; expected a CPU, or CUDA with vLLM's V2 runner"
+        assert refused == [None if is_cuda else expected, expected]
 
 
 @pytest.mark.parametrize("is_async", [False, True])

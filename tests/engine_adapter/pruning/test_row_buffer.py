@@ -2,7 +2,7 @@
 
 import torch
 
-from faser.engine_adapter.pruning.row_buffer import RowBuffer
+from faser.engine_adapter.pruning.forward import RowBuffer
 
 
 def test_batches_that_grow_shrink_and_change_their_width_get_their_own_rows() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from faser.engine_adapter import protocol as wire
 from faser.engine_adapter.patches.pruning import PreparedStep, capped
-from faser.engine_adapter.pruning import runner_v2
+from faser.engine_adapter.pruning import forward_v2, runner_v2
 from faser.engine_adapter.steering.orders import StepOrder
 
 from .test_prune_order import Engine, ScriptedGate, heads_file
@@ -46,6 +46,7 @@ def start(
     """Return the engine that was started, and what it logged."""
     monkeypatch.setenv("FASER_EXIT_HEADS", path)
     monkeypatch.setattr(runner_v2, "refusal_v2", lambda runner: given.get("refusal"))
+    monkeypatch.setattr(forward_v2, "own_groups", lambda runner, names: [])
     engine = PruningEngineV2(**({"backend": "CPU_ATTN", "groups": 1, "decoder": "LlamaModel"} | given))
     logger = logging.getLogger("vllm.faser.engine_adapter.pruning.runner_v2")
     monkeypatch.setattr(logger, "handlers", [caplog.handler])
@@ -68,7 +69,6 @@ def quantised(engine: Any) -> Any:
         (None, {}, "expected exit heads, as `faser exits train` writes them"),
         ({"fingerprint": 1.0}, {}, "was trained on another model of the same shape; train its own"),
         ({}, {"decoder": "DeepseekV2Model"}, "with DeepseekV2Model cannot be pruned; known are LlamaModel"),
-        ({}, {"backend": "TRITON_MLA"}, "attention backend TRITON_MLA; expected CPU_ATTN"),
         ({}, {"groups": 2}, "the KV cache has 2 groups, expected one"),
         ({}, {"refusal": "layers that share their KV cache"}, "layers that share their KV cache"),
         ({}, {"is_quantised": True}, "the target's LM head has no plain weights to take candidates from"),
@@ -103,6 +103,41 @@ def test_what_fits_is_said_too(
     assert engine.pruning.could_open(wire.Prune(3, 0.5), SimpleNamespace(num_draft_tokens=3)) is False
     assert engine.pruning.could_open(None, SimpleNamespace(num_draft_tokens=3)) is False
     assert engine.pruning.could_open(PRUNE, SimpleNamespace(num_draft_tokens=0)) is False
+
+
+@pytest.mark.parametrize(
+    ("fails", "told"),
+    [
+        (None, ""),
+        (ValueError("its full graphs replay one draft length"), "ValueError: its full graphs replay one draft length"),
+        (torch.OutOfMemoryError("CUDA out of memory.\n  Tried"), "OutOfMemoryError: CUDA out of memory. Tried"),
+    ],
+)
+def test_halves_are_captured_behind_vllms_graphs_and_what_they_take_is_told(
+    fails: Exception | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    engine, _said = start(heads_file(tmp_path), monkeypatch, caplog)
+    free, done = [1000, 700], []
+
+    def capture() -> None:
+        done.append("halves")
+        if fails is not None:
+            raise fails
+
+    monkeypatch.setattr(
+        EngineV2, "capture_model", lambda _, profile_only=False: done.append("vLLM") or 50, raising=False
+    )
+    monkeypatch.setattr(runner_v2, "free_bytes", lambda: free.pop(0))
+    monkeypatch.setattr(runner_v2, "spared_shapes", lambda _runner: 3)
+    engine.pruning.capture = capture
+    caplog.clear()
+    assert engine.capture_model(profile_only=True) == 50  # without graphs nothing is captured
+    engine.vllm_config.compilation_config.cudagraph_mode.name = "FULL"
+    to_come = 0 if told else 3 * 2 * runner_v2.GRAPH_BYTES  # in vLLM's measuring it captures a few alone
+    assert engine.capture_model(profile_only=True) == 350 + to_come
+    assert done == ["vLLM", "vLLM", "halves"]
+    assert [message.partition("CUDA graph: ")[2] for message in caplog.messages] == ([told] if told else [])
 
 
 class Clock:

@@ -57,7 +57,7 @@ SLOW = pytest.mark.slow  # `make proof`; for two ranks test_sidecar_moves.py is 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "moves"), [(4, 100), pytest.param(2, 1000, marks=SLOW), pytest.param(4, 1000, marks=SLOW)]
+    ("ranks", "moves"), [pytest.param(*given, marks=SLOW) for given in ((4, 100), (2, 1000), (4, 1000))]
 )
 def test_many_moves_change_no_token(
     stage_engine: Run, tiny: Path, expected: dict[int, Answer], ranks: int, moves: int

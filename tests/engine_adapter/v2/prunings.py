@@ -9,17 +9,21 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
 import jobs
+import replayed_graphs
 
 from faser.engine_adapter import hello
 from faser.engine_adapter.gate import Gate
+from faser.engine_adapter.patches.pruning_graphs import ShortInputs
 from faser.engine_adapter.protocol import Prune
 from faser.engine_adapter.pruning import forward_v2, runner_v2
+from faser.engine_adapter.pruning import halves as halves_module
 from faser.engine_adapter.pruning.exit_file import ExitFacts
 from faser.engine_adapter.pruning.exit_heads import FEATURES, ExitHeads
 from faser.engine_adapter.pruning.head_math import Head
@@ -47,7 +51,7 @@ class RandomHeads(TokenHeads):
         import torch
 
         assert checks.states.isfinite().all()
-        return torch.tensor([CHANCE.random() for _ in range(len(checks.tokens))])
+        return torch.tensor([CHANCE.random() for _ in range(len(checks.tokens))], device=checks.states.device)
 
 
 class ParityOfTokens(RandomHeads):
@@ -151,6 +155,31 @@ def _old_positions(pruning: Any, _layer: Any, arguments: tuple[Any, ...]) -> Any
 
 
 _attention, _over_all = forward_v2.shorter_attention, forward_v2._over_all
+_write, _replay_second = ShortInputs.write, halves_module.Halves.replay_second
+
+
+def _half_reads_neighbours(inputs: Any, step: Any, short: Any, desc: Any, hidden: Any, residual: Any) -> None:
+    _write(inputs, step, short, desc, hidden.roll(1, 0), residual)
+
+
+def _half_reads_unwritten(inputs: Any, step: Any, short: Any, *rest: Any) -> None:
+    _write(inputs, step, _changed(short, left=short.left * 0), *rest)
+
+
+def _half_is_elsewhere(inputs: Any, step: Any, short: Any, *rest: Any) -> None:
+    _write(inputs, step, _changed(short, positions=short.positions * 0), *rest)
+
+
+def _half_writes_elsewhere(inputs: Any, *given: Any) -> None:
+    _write(inputs, *given)
+    inputs._slots.copy_(inputs._slots.roll(1, 1))
+
+
+def _half_leaves_elsewhere(halves: Any, desc: Any, step: Any, short: Any) -> None:
+    _replay_second(halves, desc, step, short)
+    halves._states[: desc.num_tokens].copy_(halves._states[: desc.num_tokens].roll(1, 0))
+
+
 Break = tuple[Any, str, Any]
 CONTROLS: dict[str, list[Break]] = {
     "": [],
@@ -159,6 +188,15 @@ CONTROLS: dict[str, list[Break]] = {
     "bonus": [(forward_v2, "capped", lambda sampled, most: sampled)],
     "states": [(forward_v2, "_over_all", _neighbours_states)],
     "positions": [(forward_v2.PruningV2, "_pass_on", _old_positions)],
+    "half's states": [(ShortInputs, "write", _half_reads_neighbours)],
+    "half's seq_lens": [(ShortInputs, "write", _half_reads_unwritten)],
+    "half's positions": [(ShortInputs, "write", _half_is_elsewhere)],
+    "half's slots": [(ShortInputs, "write", _half_writes_elsewhere)],
+    "half's outputs": [(halves_module.Halves, "replay_second", _half_leaves_elsewhere)],
+    "half's bonus": [(forward_v2, "capped", lambda sampled, most: sampled)],
+    "failing half": [(ShortInputs, "write", _raise)],
+    "failing second half": [(halves_module.Halves, "_shape", _raise)],
+    "failing capture": [(halves_module, "second_half", _raise)],
     "failing attention": [(forward_v2, "shorter_attention", _raise)],
     "failing choice": [(forward_v2, "_chooser", _raise)],
     "failing layout": [(forward_v2.DraftLayout, "of", _raise)],
@@ -180,17 +218,51 @@ def pruned(given: dict[str, Any]) -> dict[str, Any]:
     _prune_at_random(layers, exits["thresholds"], steers)
     job: Callable[[dict[str, Any]], dict[str, Any]] = getattr(jobs, exits.get("job", "generate"))
     engines: list[Any] = []
+    seen: dict[str, Any] = {}
+    halves: Counter[str] = Counter()
+    if "graphs" in given:
+        os.environ.update(given.get("environment", {}))
+        replayed_graphs.install(**given["graphs"])
+        _count_halves(halves)
     started = jobs.Engine.__init__
 
     def start(engine: jobs.Engine, settings: dict[str, Any]) -> None:
+        if (graphs := given.get("graphs")) is not None:
+            with_graphs = {"enforce_eager": False, "compilation_config": {"mode": 0}}
+            settings = settings | {"engine": settings.get("engine", {}) | with_graphs}
         started(engine, settings)
         engines.append(engine)
+        if graphs is not None:
+            engine.runner.capture_model()
+            seen.update((name, replayed_graphs.watched(each)) for name, each in replayed_graphs.managers(engine.runner))
 
     jobs.Engine.__init__ = start  # type: ignore[method-assign]
     result = job(given)
     pruning = engines[0].runner.pruning
-    told = {"pruned": steers, "gate": GateThatIsOpen.told}
+    told = {"pruned": steers, "gate": GateThatIsOpen.told, "seen": seen, "halves": halves}
     return result | told | {"is_pruning": pruning is not None and pruning.is_on}
+
+
+def prune_at_random(layers: list[int], thresholds: list[float]) -> list[Any]:
+    """Let the engines of this process cut at random behind `layers`; return a list of what the reports will say."""
+    install(layers, "random", has_random_budget=True)
+    noted: list[Any] = []
+    _prune_at_random(layers, thresholds, noted)
+    return noted
+
+
+def _count_halves(counts: Counter[str]) -> None:
+    """Count the steps that replay two halves, and the sizes of the second one's shapes."""
+    inherited = halves_module.Halves.replay_second
+
+    def replay_second(halves: Any, desc: Any, step: Any, short: Any) -> None:
+        shape = halves._shape(desc, len(short.rows))
+        counts["all"] += 1
+        counts["shorter"] += shape.num_tokens < desc.num_tokens
+        counts["padded"] += shape.num_tokens > len(short.rows)
+        inherited(halves, desc, step, short)
+
+    halves_module.Halves.replay_second = replay_second  # type: ignore[method-assign]
 
 
 def _prune_at_random(layers: list[int], thresholds: list[float], noted: list[Any]) -> None:

@@ -16,6 +16,7 @@ from jobs import Engine, prompts
 from tiny_models import VOCABULARY
 
 from faser.engine_adapter.graph_lengths import graph_lengths
+from faser.engine_adapter.pruning import halves
 
 
 def install(mode: str, sizes: list[int]) -> None:
@@ -50,6 +51,8 @@ def install(mode: str, sizes: list[int]) -> None:
     torch.accelerator.get_memory_info = lambda *_: (0, 0)
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # vLLM's kernel that fills the KV cache asks for it
     CudaGraphManager.capture = capture  # type: ignore[method-assign]
+    halves.recorded = lambda manager, call: Call(call)  # type: ignore[assignment,misc]
+    halves.capture_stream = lambda runner: torch.inference_mode()  # type: ignore[assignment,return-value]
     model_runner.lock_workspace = nothing
 
 
@@ -81,8 +84,8 @@ def generate_with_graphs(given: dict[str, Any]) -> dict[str, Any]:
     engine.runner.capture_model()
     seen = {name: watched(manager) for name, manager in managers(engine.runner)}
     CONTROLS[given.get("break", "")](engine.runner)
-    plain = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, detokenize=False)
-    asked = prompts((5, 17, 40, 90), given.get("vocabulary", VOCABULARY))
+    plain = SamplingParams(max_tokens=given.get("tokens", 24), temperature=0.0, ignore_eos=True, detokenize=False)
+    asked = prompts(tuple(given.get("prompts", (5, 17, 40, 90))), given.get("vocabulary", VOCABULARY))
     done = engine.llm.generate(asked, plain, use_tqdm=False)
     tokens = [[list(output.token_ids) for output in request.outputs] for request in done]
     lengths = graph_lengths(engine.scheduler.vllm_config)

@@ -78,7 +78,9 @@ def test_a_drafter_that_was_left_out_catches_up_behind_graphs(forks: Any, tiny: 
 
 
 @pytest.mark.parametrize("control", ["neighbour's rows", pytest.param("blank states", marks=pytest.mark.slow)])
-def test_controls_of_graphs_are_noticed(forks: Any, tiny: Any, eager: Any, control: str) -> None:
-    run = forks(JOB, **tiny.scenario("eagle3"), rule=RULE, **{"break": control}, **GRAPHS)
+def test_controls_of_graphs_are_noticed(forks: Any, tiny: Any, control: str) -> None:
+    eager = forks("generate", **tiny.scenario("eagle3"), rule=RULE, prompts=[5, 17, 9], sampling={"max_tokens": 12})
+    short = {"prompts": [5, 17, 9], "tokens": 12, "break": control}
+    run = forks(JOB, **tiny.scenario("eagle3"), rule=RULE, **short, **GRAPHS)
     assert (run["tokens"] != eager["tokens"]) == (control == "neighbour's rows")
     assert drafts(run) != drafts(eager)

@@ -127,7 +127,7 @@ def test_a_failure_leaves_vllms_drafting_in_turn(forks: Any, tiny: Any, control:
     assert sum(accepted for step in run["steps"][-10:] for _, accepted in step.values()) > 0
 
 
-@pytest.mark.parametrize("is_async", [pytest.param(False, marks=LATER), True], ids=["sync", "async"])
+@pytest.mark.parametrize("is_async", [pytest.param(each, marks=LATER) for each in (False, True)], ids=["sync", "async"])
 def test_everything_that_vllm_does_in_a_batch_goes_on_in_groups(forks: Any, tiny: Any, is_async: bool) -> None:
     alone = forks("everything", **tiny.without("near"))
     run = forks("sides:beside", **tiny.scenario("near"), job="everything", rule=RANDOM, is_async=is_async, chance=0.1)
