@@ -39,15 +39,12 @@ def measure(is_dry: bool, arm: str) -> dict[str, Any]:
         os.environ |= {"FASER_RUNTIME_DIR": folder, "FASER_ENDPOINT": f"ipc://{folder}/nobody", "FASER_DEFAULT_K": "0"}
         os.environ["FASER_PING_PONG"] = "always" if arm in ("groups", "splits") else "never"
         os.environ["FASER_SPLITS"] = ",".join(engines.SPLITS) if arm == "splits" else ""
-        return (
-            _pruned(is_dry, folder)
-            if arm == "pruning"
-            else generate(arm, *(tiny_pair(Path(folder)) if is_dry else real_pair()), is_dry)
-        )
+        pair = tiny_pair(Path(folder)) if is_dry else real_pair()
+        return _pruned(pair, is_dry) if arm == "pruning" else generate(arm, *pair, is_dry)
 
 
 def _pruned(pair: tuple[str, dict[str, Any], list[Any]], is_dry: bool) -> dict[str, Any]:
-    """Return the same with random cuts; what they did, and what verifying took where rows left and where none did."""
+    """Return the same with random cuts, and how many there were."""
     import prunings
 
     noted = prunings.prune_at_random([1] if is_dry else list(LAYERS), [0.2, 0.5, 0.9])
@@ -108,6 +105,8 @@ def generate(arm: str, model: str, chosen: dict[str, Any], prompts: list[Any], i
     late = engines.runner_of(llm).late
     told |= {"is_beside": late is not None and late.is_on, "turns": _turns(steer.log)}
     told |= {"splits": _by_split(steer.log, steer.offered)}
+    if (pruning := engines.runner_of(llm).pruning) is not None:
+        told |= {"halves": pruning.replays}
     return told | {
         name: check[name]
         for name in ("obeyed", "disobeyed", "misreported", "lengths", "records", "without_report", "rounds",

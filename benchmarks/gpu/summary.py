@@ -29,7 +29,8 @@ def _exactness(parts: Parts) -> Iterator[str]:
             obeyed = f"{found['obeyed']} lengths obeyed, {len(found['disobeyed'])} not"
             yield f"{name}: {told['verdict']}, {len(told['apart'])} of {told['requests']} answers apart; {obeyed}"
             if (cuts := found.get("cuts")) is not None:
-                yield f"{name}: {cuts['cut']} of {cuts['steps']} steps cut, {cuts['rows_left']} rows left them"
+                done = f"{cuts['cut']} of {cuts['steps']} steps cut, {cuts['rows_left']} rows left"
+                yield f"{name}: {done}, {found['halves']} steps replayed in halves"
             for split, own in found.get("splits", {}).items():
                 phases = f"verifying {own['verify_ms']} ms, drafting {own['draft_ms']} ms"
                 yield f"{name}: {split}, {own['steps']} steps: {phases}"

@@ -310,12 +310,9 @@ V2_NAMES: Final[tuple[tuple[str, str, str, tuple[str, ...] | None], ...]] = (
         ),
     ),
     (_ATTENTION, "", "init_attn_backend", ("kv_cache_config", "vllm_config", "device", "active_layer_names")),
-    (
-        _ATTENTION,
-        "",
-        "get_query_lens_mismatch_unsupported_backend",
-        ("attn_groups", "checked_layer_names"),
-    ),
+    ("vllm.utils.gc_utils", "", "freeze_gc_for_cudagraph_capture", ()),
+    ("vllm.model_executor.offloader.base", "", "get_offloader", ()),
+    ("vllm.model_executor.offloader.base", "", "NoopOffloader", None),
     (_BLOCKS, "BlockTables", "get_dummy_block_tables", ("num_reqs",)),
     (_BLOCKS, "BlockTables", "get_dummy_slot_mappings", ("num_tokens",)),
     ("vllm.compilation.cudagraph_pool", "", "capture_pool", ("pool", "vllm_config")),
@@ -407,5 +404,4 @@ V2_ATTRIBUTES: Final = (
     *((_GRAPHS, "BatchExecutionDescriptor", name) for name in ("num_tokens", "num_reqs", "uniform_token_count")),
     *((_GRAPHS, "BatchExecutionDescriptor", name) for name in ("max_query_len", "num_active_loras", "num_ubatches")),
     *((_RUNNER, "GPUModelRunner", name) for name in ("input_buffers", "max_num_reqs", "uses_inputs_embeds")),
-    (_BATCH, "InputBuffers", "is_padding"),
 )

@@ -32,6 +32,9 @@ PRUNABLE_DECODERS: Final = frozenset(
 )
 
 PRUNABLE_ATTENTION: Final = frozenset({"CPU_ATTN"})  # backends whose metadata can be built anew in a forward pass
+# ... and of which the device alone knows where each request's rows begin. vLLM's own word for that
+# (supports_device_cpu_query_lens_mismatch) is true of FlexAttention too, which masks by the host's.
+PRUNABLE_ATTENTION_V2: Final = PRUNABLE_ATTENTION | {"FLASH_ATTN", "TRITON_ATTN"}
 
 
 class PruningHooks:
@@ -76,11 +79,11 @@ def decoder_of(model: Any) -> Any:
     return decoder
 
 
-def attention_refusal(runner: Any) -> str | None:
+def attention_refusal(runner: Any, known: frozenset[str] = PRUNABLE_ATTENTION) -> str | None:
     """Return why the target's attention cannot be cut, None if it can."""
     seen = {group.backend.get_name() for groups in runner.attn_groups for group in groups}
-    if unknown := sorted(seen - PRUNABLE_ATTENTION):
-        return f"attention backend {', '.join(unknown)}; expected {', '.join(sorted(PRUNABLE_ATTENTION))}"
+    if unknown := sorted(seen - known):
+        return f"attention backend {', '.join(unknown)}; expected {', '.join(sorted(known))}"
     return None
 
 
@@ -301,7 +304,6 @@ def capped(sampled: tuple[Any, Tensor, Tensor], most: Tensor) -> tuple[Any, Tens
 
 def refusal_v2(runner: Any) -> str | None:
     """Return why the V2 runner's steps cannot be cut, by what is known once its model is loaded; None if they can."""
-    from vllm.v1.worker.gpu.attn_utils import get_query_lens_mismatch_unsupported_backend
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
     if type(runner.rejection_sampler) is not RejectionSampler:
@@ -310,8 +312,6 @@ def refusal_v2(runner: Any) -> str | None:
         return "a batch that is split over ranks or micro-batches"
     if runner.fast_prefill is not None:
         return "layers that share their KV cache"
-    if (backend := get_query_lens_mismatch_unsupported_backend(runner.attn_groups)) is not None:
-        return f"attention backend {backend}: it plans by the host's word of where each request's rows begin"
     return None
 
 

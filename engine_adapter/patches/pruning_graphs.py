@@ -50,10 +50,14 @@ def second_half(decoder: Any, layer: int, positions: Tensor, hidden: Tensor, res
 
 def halves_refusal(runner: Any) -> str | None:
     """Return why the target's graphs have no halves, None if they can; once vLLM has captured its own."""
+    from vllm.model_executor.offloader.base import NoopOffloader, get_offloader
+
     if not any(_takes_any_mix(desc) for desc in runner.cudagraph_manager.graphs):
         return "its full graphs replay one draft length, or there are none"
     if runner.uses_inputs_embeds:
         return "the target reads embeddings, not tokens"
+    if not isinstance(get_offloader(), NoopOffloader):
+        return "weights are fetched while the target runs (offloading)"
     return None
 
 
@@ -127,11 +131,6 @@ class ShortInputs:
             self._runner, desc, self._buffers, _OwnSlots(self._runner.block_tables, self._slots), self._groups
         )
 
-    def is_padding(self, rows: int) -> Tensor:
-        """Return which rows of a shape are none."""
-        padding: Tensor = self._buffers.is_padding[:rows]
-        return padding
-
     def write(self, step: PreparedStep, short: ShortBatch, desc: Any, hidden: Tensor, residual: Tensor) -> None:
         """Write in the rows that stay, and what the attention layers need to know of them, for a replay of a shape.
 
@@ -183,14 +182,14 @@ def attention_to_capture(runner: Any, desc: Any, buffers: Any = None, tables: An
 
 
 @contextmanager
-def capturing(runner: Any, desc: Any, attention: Any, is_padding: Tensor) -> Iterator[None]:
+def capturing(runner: Any, desc: Any, attention: Any) -> Iterator[None]:
     """Within the block, attention layers find what was built for a shape."""
     from vllm.config import CUDAGraphMode
     from vllm.forward_context import set_forward_context
 
     with set_forward_context(
         attention.attn_metadata, runner.vllm_config, num_tokens=desc.num_tokens,
-        cudagraph_runtime_mode=CUDAGraphMode.NONE, slot_mapping=attention.slot_mappings, is_padding=is_padding,
+        cudagraph_runtime_mode=CUDAGraphMode.NONE, slot_mapping=attention.slot_mappings,
     ):  # fmt: skip
         yield
 
@@ -200,8 +199,10 @@ def capture_stream(runner: Any) -> Iterator[None]:
     """Within the block, work runs on a stream that can be captured."""
     import torch
     from vllm.distributed.parallel_state import graph_capture
+    from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
 
-    with torch.inference_mode(), graph_capture(device=runner.device):
+    # As around vLLM's own captures: a collection of garbage within one may unload a kernel that it holds.
+    with torch.inference_mode(), freeze_gc_for_cudagraph_capture(), graph_capture(device=runner.device):
         yield
 
 
@@ -242,7 +243,7 @@ class _Halved:
         return self.hidden_states[: desc.num_tokens], auxiliary  # type: ignore[attr-defined]
 
 
-def replay_instead(manager: Any, instead: Callable[[Any], bool]) -> None:
+def replay_instead(manager: Any, instead: Callable[[Any], bool] | None) -> None:
     """Ask before a whole graph is replayed; True: it was done, and its outputs lie where the whole leaves them."""
     if not isinstance(manager, _Halved):
         manager.__class__ = type(f"Halved{type(manager).__name__}", (_Halved, type(manager)), {})

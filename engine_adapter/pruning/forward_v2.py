@@ -27,7 +27,7 @@ from ..patches.pruning import (
     on_target_device,
     shorter_attention,
 )
-from ..patches.pruning_graphs import halves_refusal, own_groups, replay_instead
+from ..patches.pruning_graphs import capture_stream, halves_refusal, own_groups, replay_instead
 from .halves import Halves
 from .prefixes import DraftLayout, even_shares, staying_rows
 from .row_budget import RowBudget
@@ -73,12 +73,35 @@ class PruningV2:
 
         Raise ValueError where that cannot be; whatever else goes wrong, no step that replays a graph is pruned.
         """
-        replay_instead(self._runner.cudagraph_manager, self._replay)
-        if reason := halves_refusal(self._runner):
+        runner, halves = self._runner, dict[int, Halves]()
+        if reason := halves_refusal(runner):
             raise ValueError(reason)
-        halves = {layer: Halves(self._runner, self._decoder, layer, self._behind[layer]) for layer in self.heads.layers}
+        with capture_stream(runner):  # one for all: memory is taken again on the same stream only
+            for layer in self.heads.layers:
+                halves[layer] = Halves(runner, self._decoder, layer, self._behind[layer])
+            self._warm_up()
         self.budgets = {layer: RowBudget(each.sizes) for layer, each in halves.items()}
         self._halves = halves
+        replay_instead(runner.cudagraph_manager, self._replay)
+
+    def _warm_up(self) -> None:
+        """Choose once for each octave of requests: a kernel is compiled for each, and no step shall wait for that."""
+        longest, most = int(self._runner.num_speculative_steps), int(self._runner.max_num_reqs)
+        for requests in (1 << power for power in range(most.bit_length())):
+            drafts = np.full(requests, longest)
+            layout = DraftLayout.of(drafts, drafts + 1, self._move)
+            chances = layout.owner.float() * 0.0
+            _chooser(chances)(chances, 0.5, layout, requests)
+
+    def release(self) -> None:
+        """Let go of the halves, and of their memory: vLLM measures with graphs that it then throws away."""
+        self._halves = {}
+        replay_instead(self._runner.cudagraph_manager, None)
+
+    @property
+    def replays(self) -> int:
+        """How many steps replayed two halves."""
+        return sum(each.replays for each in self._halves.values())
 
     def begin(self) -> None:
         """Begin a step: nothing is looked at yet, nothing left."""
@@ -146,11 +169,11 @@ class PruningV2:
 
         The whole graph then writes anew whatever the first half wrote.
         """
-        self._detach()  # a graph runs no layer's hooks
         step = self._step
-        halves = None if step is None else self._halves.get(step.prune.layer)
+        halves = None if step is None or step.is_replayed else self._halves.get(step.prune.layer)
         if step is None or halves is None or not halves.has(desc):
             return False
+        step.is_replayed = True  # what vLLM replays beside its steps, to warm up, is none of them
         try:
             self._replay_halves(step, halves, desc)
         except Exception:
@@ -164,8 +187,9 @@ class PruningV2:
         plan = self._choose(step, *middle)
         positions = step.prepared.batch.positions.index_select(0, plan.rows)
         short = step.short(plan, positions)
+        shape = halves.cut(desc, step.prepared, short)
         self._mark(CUT)
-        halves.replay_second(desc, step.prepared, short)
+        halves.replay_second(desc, shape, short)
         if step.budget is None:
             step.passing = plan.passing
         else:
@@ -211,6 +235,7 @@ class PruningV2:
 class CutStep:
     """What one forward pass verifies, and what of it stays."""
 
+    is_replayed = False
     budget: int | None = None  # draft rows that go on behind the layer; None: all, nothing is cut
     passing: Tensor | None = None  # (1,) None: nobody has looked yet
     plan: StayingRows | None = None  # None: nothing left

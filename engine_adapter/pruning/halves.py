@@ -13,7 +13,6 @@ from ..patches.pruning_graphs import (
     Output,
     ShortInputs,
     attention_to_capture,
-    capture_stream,
     captured_shapes,
     capturing,
     first_half,
@@ -41,7 +40,7 @@ class Halves:
     """The graphs of one layer."""
 
     def __init__(self, runner: Any, decoder: Any, layer: int, groups: list[list[Any]]) -> None:
-        """Capture them.
+        """Capture them, on a stream that can be.
 
         :param groups: attention of the layers from L on, with builders of their own
         """
@@ -52,12 +51,12 @@ class Halves:
         self._seconds: dict[Any, Any] = {}
         self._middle: Middle | None = None
         self._ends: list[Tensor] = []  # outputs of the second half: states, then auxiliary ones
+        self.replays = 0  # of a second half
         self._early = 0  # auxiliary states that the first half has
-        with capture_stream(runner):
-            for desc in captured_shapes(runner):  # the largest first: the others fit into its memory
-                for graphs, prepare in ((self._firsts, self._prepare_first), (self._seconds, self._prepare_second)):
-                    prepare(desc)()  # attention may prepare itself where it is first used
-                    graphs[desc] = recorded(self._manager, prepare(desc))
+        for desc in captured_shapes(runner):  # the largest first: the others fit into its memory
+            for graphs, prepare in ((self._firsts, self._prepare_first), (self._seconds, self._prepare_second)):
+                prepare(desc)()  # attention may prepare itself where it is first used
+                graphs[desc] = recorded(self._manager, prepare(desc))
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -74,12 +73,17 @@ class Halves:
         self._firsts[desc].replay()
         return Middle(*(each[: desc.num_tokens] for each in self._middle))
 
-    def replay_second(self, desc: Any, step: PreparedStep, short: ShortBatch) -> None:
-        """Run the layers from L on over the rows that stay; what left is zero in the outputs, and nobody reads it."""
+    def cut(self, desc: Any, step: PreparedStep, short: ShortBatch) -> Any:
+        """Write the rows that stay where the second half reads them; return the shape that it has for so many."""
         assert self._middle is not None
         shape = self._shape(desc, len(short.rows))
         self._short.write(step, short, shape, *self._middle)
+        return shape
+
+    def replay_second(self, desc: Any, shape: Any, short: ShortBatch) -> None:
+        """Run the layers from L on over the rows that stay; what left is zero in the outputs, and nobody reads it."""
         self._seconds[shape].replay()
+        self.replays += 1
         rows, late = len(short.rows), self._auxiliary[self._early :]
         for whole, end in zip((self._states, *late), self._ends, strict=True):
             whole[: desc.num_tokens].zero_().index_copy_(0, short.rows, end[:rows])
@@ -92,11 +96,11 @@ class Halves:
     def _prepare_first(self, desc: Any) -> Callable[[], None]:
         """Return what the first graph of a shape holds."""
         inputs, rows = self._runner.input_buffers, desc.num_tokens
-        token_ids, positions, padding = inputs.input_ids[:rows], inputs.positions[:rows], inputs.is_padding[:rows]
+        token_ids, positions = inputs.input_ids[:rows], inputs.positions[:rows]
         attention = attention_to_capture(self._runner, desc)
 
         def run() -> None:
-            with capturing(self._runner, desc, attention, padding):
+            with capturing(self._runner, desc, attention):
                 found = first_half(self._decoder, self._layer, token_ids, positions)
             self._keep_middle(found)
             for whole, states in zip(self._auxiliary, found.auxiliary, strict=False):
@@ -118,10 +122,10 @@ class Halves:
         """Return what the second graph of a shape holds."""
         rows, short = desc.num_tokens, self._short
         positions, hidden, residual = short.positions[:rows], short.hidden[:rows], short.residual[:rows]
-        attention, padding = short.attention_to_capture(desc), short.is_padding(rows)
+        attention = short.attention_to_capture(desc)
 
         def run() -> None:
-            with capturing(self._runner, desc, attention, padding):
+            with capturing(self._runner, desc, attention):
                 # Layers write to what they read; the next step writes it anew.
                 found = second_half(self._decoder, self._layer, positions, hidden, residual)
             ends = [found.states, *found.auxiliary]

@@ -79,7 +79,7 @@ def _score(
     tl.store(out + token, chance)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["budget", "requests", "all_rows", "all_logits"])  # each would be compiled anew
 def _plan(
     chances, firsts, lengths, kept_out, left_out, starts_out, rows_out, logits_out, passing_out, threshold, budget,
     requests, all_rows, all_logits,

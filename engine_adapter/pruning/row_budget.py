@@ -38,7 +38,8 @@ class RowBudget:
         if len(self._shares) < LEAST_STEPS or not drafts:
             return None
         passing = np.array(list(self._shares)) * drafts  # a copy: steps may be told of in another thread
-        budgets = self._sizes - (rows - drafts) if len(self._sizes) else np.unique(np.ceil(passing).astype(np.int64))
+        is_captured = len(self._sizes) > 0 and rows <= self._sizes[-1]  # a larger step replays nothing
+        budgets = self._sizes - (rows - drafts) if is_captured else np.unique(np.ceil(passing).astype(np.int64))
         budgets = budgets[(budgets >= 0) & (budgets < drafts)]
         if not len(budgets):
             return None

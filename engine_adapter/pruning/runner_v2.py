@@ -16,7 +16,7 @@ from ..gate import Gate
 from ..graph_lengths import has_graphs
 from ..host_copy import HostCopy
 from ..operator_log import operator_log
-from ..patches.pruning import PreparedStep, PruningHooksV2, refusal_v2
+from ..patches.pruning import PRUNABLE_ATTENTION_V2, PreparedStep, PruningHooksV2, attention_refusal, refusal_v2
 from ..patches.pruning_graphs import free_bytes, spared_shapes
 from ..patches.v2 import is_dummy
 from ..settings import AUTO, load_settings
@@ -67,6 +67,7 @@ class PruningRunnerV2(PruningHooksV2):
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
         """Let vLLM set up its KV cache; now the model is loaded and the attention groups are known."""
+        self.pruning = None  # what was captured to measure memory is gone before the cache takes it
         result = super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
         try:
             self._set_up_pruning()
@@ -80,6 +81,7 @@ class PruningRunnerV2(PruningHooksV2):
             return
         groups = len(self.kv_cache_config.kv_cache_groups)  # type: ignore[attr-defined]
         found = pruning_refusal(self.vllm_config) or refusal_v2(self)  # type: ignore[attr-defined]
+        found = found or attention_refusal(self, PRUNABLE_ATTENTION_V2)
         if reason := found or (f"the KV cache has {groups} groups, expected one" if groups != 1 else None):
             raise ValueError(reason)
         heads = load_heads(settings.exit_heads, self.get_model())  # type: ignore[attr-defined]
@@ -104,7 +106,10 @@ class PruningRunnerV2(PruningHooksV2):
             said = " ".join(f"{type(error).__name__}: {error}".split())
             logger.warning("FASER prunes no step that replays a CUDA graph: %s", said)
             to_come = 0
-        return taken + max(before - free_bytes(), 0) + to_come
+        taken += max(before - free_bytes(), 0) + to_come
+        if kwargs.get("profile_only"):
+            self.pruning.release()
+        return taken
 
     def mark_pruning(self, moment: str) -> None:
         """Note a moment of the step under way."""
@@ -150,6 +155,8 @@ class PruningRunnerV2(PruningHooksV2):
         return sampled
 
     def _note_trial(self, batch: Any, counts: Any) -> None:
+        if self._trial and self.cut is None:
+            return  # nobody looked: a whole graph was replayed
         if self.prune_gate is not None and self._trial is not None and self.events is not None:
             is_pinned = self.device.type == "cuda"  # type: ignore[attr-defined]
             tokens = HostCopy(counts if is_pinned else counts.clone(), is_pinned)

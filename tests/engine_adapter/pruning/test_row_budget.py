@@ -34,7 +34,8 @@ def test_of_captured_sizes_the_one_that_saves_most_is_taken() -> None:
     assert budget.draft_rows(60, 50, 0.5) == 32 - 10
     assert budget.draft_rows(20, 10, 0.1) == 16 - 10
     assert budget.draft_rows(12, 5, 0.1) is None  # the smallest size has room for all
-    assert told([0.5] * 8, (8,)).draft_rows(60, 50, 0.5) is None  # fewer than the rows without a draft
+    assert told([0.5] * 8, (8, 60)).draft_rows(60, 50, 0.5) is None  # fewer than the rows without a draft, or all
+    assert budget.draft_rows(110, 100, 0.5) == 50  # no graph has so many rows: any number will do
 
 
 def test_old_steps_are_forgotten() -> None:

@@ -69,6 +69,7 @@ def quantised(engine: Any) -> Any:
         (None, {}, "expected exit heads, as `faser exits train` writes them"),
         ({"fingerprint": 1.0}, {}, "was trained on another model of the same shape; train its own"),
         ({}, {"decoder": "DeepseekV2Model"}, "with DeepseekV2Model cannot be pruned; known are LlamaModel"),
+        ({}, {"backend": "FLEX_ATTENTION"}, "FLEX_ATTENTION; expected CPU_ATTN, FLASH_ATTN, TRITON_ATTN"),
         ({}, {"groups": 2}, "the KV cache has 2 groups, expected one"),
         ({}, {"refusal": "layers that share their KV cache"}, "layers that share their KV cache"),
         ({}, {"is_quantised": True}, "the target's LM head has no plain weights to take candidates from"),
@@ -130,14 +131,31 @@ def test_halves_are_captured_behind_vllms_graphs_and_what_they_take_is_told(
     )
     monkeypatch.setattr(runner_v2, "free_bytes", lambda: free.pop(0))
     monkeypatch.setattr(runner_v2, "spared_shapes", lambda _runner: 3)
-    engine.pruning.capture = capture
+    engine.pruning.capture, engine.pruning._halves = capture, {2: "measured"}
     caplog.clear()
     assert engine.capture_model(profile_only=True) == 50  # without graphs nothing is captured
     engine.vllm_config.compilation_config.cudagraph_mode.name = "FULL"
     to_come = 0 if told else 3 * 2 * runner_v2.GRAPH_BYTES  # in vLLM's measuring it captures a few alone
     assert engine.capture_model(profile_only=True) == 350 + to_come
     assert done == ["vLLM", "vLLM", "halves"]
+    assert engine.pruning._halves == {}  # vLLM throws away what it measures with
     assert [message.partition("CUDA graph: ")[2] for message in caplog.messages] == ([told] if told else [])
+
+
+def test_a_step_is_replayed_in_halves_once_and_only_in_a_shape_that_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM replays graphs beside its steps too, to warm up: nothing of a step may be written then."""
+    engine, _said = start(heads_file(tmp_path), monkeypatch, caplog)
+    pruning, replayed = engine.pruning, list[str]()
+    monkeypatch.setattr(pruning, "_replay_halves", lambda step, halves, desc: replayed.append(desc))
+    assert not pruning._replay("a")  # no step yet
+    pruning._step = SimpleNamespace(is_replayed=False, prune=PRUNE)
+    assert not pruning._replay("a")  # nothing was captured
+    pruning._halves = {2: SimpleNamespace(has=lambda desc: desc == "a")}
+    assert not pruning._replay("b")
+    assert [pruning._replay("a"), pruning._replay("a")] == [True, False]
+    assert replayed == ["a"]
 
 
 class Clock:
@@ -160,6 +178,7 @@ def test_the_gate_hears_of_steps_that_could_have_been_either_once_their_time_is_
     engine.prune_gate = gate = ScriptedGate(list(answers))
     opened, order = [], StepOrder({}, prune=PRUNE)
     engine.pruning.open = lambda prune, step: opened.append(prune)
+    engine.pruning.told = lambda: "what a cut did"
     batch = SimpleNamespace(num_draft_tokens=3, num_tokens=6, num_reqs=3)
     beside_prompt = SimpleNamespace(num_draft_tokens=3, num_tokens=16, num_reqs=3)
     kinds, clocks = [], []
@@ -177,6 +196,20 @@ def test_the_gate_hears_of_steps_that_could_have_been_either_once_their_time_is_
     assert kinds == [False, True, True, False, False, True]
     # Not told: a step whose next drafts are noted of the other kind, one beside a prompt, and what is not known yet.
     assert gate.told == [True]
+
+
+def test_a_step_that_nobody_looked_at_is_not_told_as_a_pruned_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whole graphs were replayed: both kinds of step would seem to take as long."""
+    engine, _said = start(heads_file(tmp_path), monkeypatch, caplog)
+    batch = SimpleNamespace(num_reqs=2)
+    for trial, cut, heard in ((True, None, 0), (True, "told", 1), (False, None, 2)):
+        engine.events, engine._trial = Clock(), trial
+        engine.pruning.told = lambda cut=cut: cut
+        engine.prune_gate = ScriptedGate([])
+        engine.prune_sample(lambda: (None, torch.tensor([1, 2]), None), batch)
+        assert len(engine._trials) == heard
 
 
 def test_of_each_request_at_most_so_many_tokens_are_said() -> None:

@@ -175,8 +175,8 @@ def _half_writes_elsewhere(inputs: Any, *given: Any) -> None:
     inputs._slots.copy_(inputs._slots.roll(1, 1))
 
 
-def _half_leaves_elsewhere(halves: Any, desc: Any, step: Any, short: Any) -> None:
-    _replay_second(halves, desc, step, short)
+def _half_leaves_elsewhere(halves: Any, desc: Any, shape: Any, short: Any) -> None:
+    _replay_second(halves, desc, shape, short)
     halves._states[: desc.num_tokens].copy_(halves._states[: desc.num_tokens].roll(1, 0))
 
 
@@ -255,12 +255,11 @@ def _count_halves(counts: Counter[str]) -> None:
     """Count the steps that replay two halves, and the sizes of the second one's shapes."""
     inherited = halves_module.Halves.replay_second
 
-    def replay_second(halves: Any, desc: Any, step: Any, short: Any) -> None:
-        shape = halves._shape(desc, len(short.rows))
+    def replay_second(halves: Any, desc: Any, shape: Any, short: Any) -> None:
         counts["all"] += 1
         counts["shorter"] += shape.num_tokens < desc.num_tokens
         counts["padded"] += shape.num_tokens > len(short.rows)
-        inherited(halves, desc, step, short)
+        inherited(halves, desc, shape, short)
 
     halves_module.Halves.replay_second = replay_second  # type: ignore[method-assign]
 
@@ -273,8 +272,8 @@ def _prune_at_random(layers: list[int], thresholds: list[float], noted: list[Any
     chance = random.Random(4)
     asked: list[Prune | None] = [None]  # of the step before: the rule of a lease holds one step late
 
-    def made(steer: Any, *given: Any) -> None:
-        order(steer, *given)
+    def made(steer: Any, *given: Any, **named: Any) -> None:
+        order(steer, *given, **named)
         ordered = Steering.order
 
         def with_prune(steering: Steering, *rest: Any) -> Any:

@@ -16,7 +16,7 @@ from jobs import Engine, prompts
 from tiny_models import VOCABULARY
 
 from faser.engine_adapter.graph_lengths import graph_lengths
-from faser.engine_adapter.pruning import halves
+from faser.engine_adapter.pruning import forward_v2, halves
 
 
 def install(mode: str, sizes: list[int]) -> None:
@@ -52,15 +52,26 @@ def install(mode: str, sizes: list[int]) -> None:
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # vLLM's kernel that fills the KV cache asks for it
     CudaGraphManager.capture = capture  # type: ignore[method-assign]
     halves.recorded = lambda manager, call: Call(call)  # type: ignore[assignment,misc]
-    halves.capture_stream = lambda runner: torch.inference_mode()  # type: ignore[assignment,return-value]
+    forward_v2.capture_stream = lambda runner: torch.inference_mode()  # type: ignore[assignment,return-value]
     model_runner.lock_workspace = nothing
 
 
 class Call:
-    """A graph."""
+    """A graph; no layer's hooks run where it is replayed."""
 
     def __init__(self, call: Callable[[], object]) -> None:
-        self.replay = call
+        self._call = call
+
+    def replay(self) -> None:
+        """Make the call again."""
+        import torch
+
+        module, called = torch.nn.Module, torch.nn.Module.__call__
+        module.__call__ = lambda layer, *args, **named: layer.forward(*args, **named)  # type: ignore[method-assign]
+        try:
+            self._call()
+        finally:
+            module.__call__ = called  # type: ignore[method-assign]
 
 
 def capture(manager: Any, create_forward: Callable[..., Any], description: str = "") -> None:
