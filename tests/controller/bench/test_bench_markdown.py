@@ -16,8 +16,8 @@ import pytest
 import faser
 from faser.controller.bench.bench import print_tables
 from faser.controller.bench.classes.markdown import class_page
+from faser.controller.bench.classes.result import ClassResults, read_class_results
 from faser.controller.bench.classes.result import figures as points_of
-from faser.controller.bench.classes.result import read_class_results
 from faser.controller.bench.markdown import page
 from faser.controller.bench.result import BenchSettings, Results, Turn, read_results
 from faser.controller.engine.machine import Machine
@@ -258,7 +258,8 @@ def test_a_file_that_holds_no_results_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("file", "arms"), [("bench_classes", 4), ("bench_classes_all", 8), ("bench_classes_starts", 4)]
+    ("file", "arms"),
+    [("bench_classes", 4), ("bench_classes_all", 8), ("bench_classes_starts", 4), ("bench_classes_paces", 8)],
 )
 def test_the_classes_table_in_the_documents_is_its_files(file: str, arms: int) -> None:
     """The page leaves out intervals and columns; the documents' shares have their intervals, its rates none."""
@@ -290,6 +291,20 @@ def test_the_table_of_rising_load_in_the_documents_is_its_file() -> None:
         goodput, shares = figures[:3], figures[3:]
         assert goodput == [point[4].split()[0] for point in seen[name]]
         assert shares == [point[0].split("%")[0] + " %" for point in seen[name]]
+
+
+def kept_by_arm(found: ClassResults, by_start: dict[int, list[int]]) -> dict[str, dict[str, tuple[int, int]]]:
+    """Return by arm and class how many requests were in time and ended; FASER's interactive ones by start, too."""
+    kept: dict[str, dict[str, tuple[int, int]]] = {}
+    for each in found.class_turns:
+        for name, count in each.classes.items():
+            own = kept.setdefault(each.turn.arm, {})
+            before = own.get(name, (0, 0))
+            own[name] = before[0] + count.in_time, before[1] + count.finished
+            if (each.turn.arm, name) == ("faser", "interactive"):
+                start = by_start.setdefault(each.turn.start, [0, 0])
+                start[0], start[1] = start[0] + count.in_time, start[1] + count.finished
+    return kept
 
 
 def test_what_is_said_of_classes_is_in_their_files() -> None:
@@ -326,6 +341,22 @@ def test_what_is_said_of_classes_is_in_their_files() -> None:
     assert f"FASER kept {kept_0 + kept_1} of {ended_0 + ended_1} interactive requests, {share}" in page
     assert f"{kept_0} of {ended_0} in the first start, {kept_1} of {ended_1} in the second" in page
     assert f"behind the look that sets objectives {share}." in readme
+    by_start: dict[int, list[int]] = {}
+    most = (0, 1)
+    for name, own in kept_by_arm(read_class_results(RESULTS / "bench_classes_paces.json", "--table"), by_start).items():
+        if name != "faser":
+            most = max(most, own["interactive"], key=lambda each: each[0] / each[1])
+            continue
+        (urgent, asked), (batch, all_batch) = own["interactive"], own["batch"]
+        assert batch == all_batch
+        told = f"{urgent} of {asked}, {urgent / asked:.0%}, and all {batch} of the batch class".replace("%", " %")
+        assert told in page
+    shares_told = ", ".join(f"{done} of {ended}" for done, ended in by_start.values())
+    assert (
+        f"(the table has means over starts: {shares_told}); no other arm keeps more than {most[0]} of {most[1]}."
+        in page
+    )
+    assert f"{urgent} of {asked} of these (three starts)" in readme
     (_, knee, _) = points_of(read_class_results(RESULTS / "bench_classes_open.json", "--table"))
     over = [arm.over.value for arm in knee.arms if arm.arm != "faser" and arm.over.value is not None]
     low, high = min(over), max(over)
