@@ -36,6 +36,14 @@ class EngineV2(Engine):
         """Begin a step of three requests."""
 
 
+class Manager:
+    """As much of vLLM's manager of graphs as is asked to replay one."""
+
+    def run_fullgraph(self, desc: str) -> str:
+        """Replay it."""
+        return f"whole {desc}"
+
+
 class PruningEngineV2(runner_v2.PruningRunnerV2, EngineV2):
     """FASER's mixin in front."""
 
@@ -131,6 +139,7 @@ def test_halves_are_captured_behind_vllms_graphs_and_what_they_take_is_told(
     )
     monkeypatch.setattr(runner_v2, "free_bytes", lambda: free.pop(0))
     monkeypatch.setattr(runner_v2, "spared_shapes", lambda _runner: 3)
+    engine.cudagraph_manager = Manager()
     engine.pruning.capture, engine.pruning._halves = capture, {2: "measured"}
     caplog.clear()
     assert engine.capture_model(profile_only=True) == 50  # without graphs nothing is captured
@@ -139,6 +148,7 @@ def test_halves_are_captured_behind_vllms_graphs_and_what_they_take_is_told(
     assert engine.capture_model(profile_only=True) == 350 + to_come
     assert done == ["vLLM", "vLLM", "halves"]
     assert engine.pruning._halves == {}  # vLLM throws away what it measures with
+    assert engine.cudagraph_manager.run_fullgraph("a") == "whole a"
     assert [message.partition("CUDA graph: ")[2] for message in caplog.messages] == ([told] if told else [])
 
 
