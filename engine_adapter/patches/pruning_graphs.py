@@ -92,7 +92,7 @@ def own_groups(runner: Any, names: Iterable[str]) -> list[list[Any]]:
         groups, *_ = init_attn_backend(
             runner.kv_cache_config, runner.vllm_config, runner.device, active_layer_names=set(names)
         )
-    return groups  # type: ignore[no-any-return]
+    return groups
 
 
 @dataclass(slots=True)
@@ -212,11 +212,9 @@ def recorded(manager: Any, call: Callable[[], object]) -> Any:
     from vllm.compilation.cudagraph_pool import capture_pool
     from vllm.utils.torch_utils import current_stream
 
-    graph = torch.cuda.CUDAGraph()
-    with (
-        capture_pool(manager.pool, manager.vllm_config) as pool,
-        torch.cuda.graph(graph, pool, stream=current_stream()),
-    ):
+    graph: Any = torch.cuda.CUDAGraph()
+    held: Any = capture_pool(manager.pool, manager.vllm_config)
+    with held as pool, torch.cuda.graph(graph, pool, stream=current_stream()):
         call()
     return graph
 
