@@ -132,6 +132,11 @@ def _neighbour_rows(engine: Engine) -> None:
     engine.runner.sample = rolled
 
 
+def _no_masks(engine: Engine) -> None:
+    """Let grammars forbid nothing."""
+    engine.runner.structured_outputs_worker.apply_grammar_bitmask = lambda *_: None
+
+
 def _uncut_placeholders(engine: Engine) -> None:
     """Leave each request as many placeholders as the longest draft has."""
     type(engine.scheduler).after_latch = lambda *_: None
@@ -221,6 +226,7 @@ CONTROLS: dict[str, Callable[[Engine], None]] = {
     "neighbour's proposals": _neighbours_proposals,
     "failing draws": _failing_draws,
     "neighbour rows": _neighbour_rows,
+    "no masks": _no_masks,
     "uncut placeholders": _uncut_placeholders,
     "failing report": _failing("_attach"),
     "failing look": _failing("_note_rows"),
@@ -243,11 +249,19 @@ def generate(given: dict[str, Any]) -> dict[str, Any]:
     asked = prompts(tuple(given.get("prompts", (5, 17, 40, 90))), given.get("vocabulary", VOCABULARY))
     started = time.monotonic()
     kinds = [plain | given.get("sampling", {}) | kind for kind in given.get("samplings", [{}])]
-    parameters = [SamplingParams(**kinds[place % len(kinds)]) for place in range(len(asked))]
+    parameters = [SamplingParams(**_with_grammar(kinds[place % len(kinds)])) for place in range(len(asked))]
     done = engine.llm.generate(asked, parameters, use_tqdm=False)
     tokens = [[list(output.token_ids) for output in request.outputs] for request in done]
     logprobs = [logprobs_of(output) for request in done for output in request.outputs]
     return engine.facts() | {"tokens": tokens, "logprobs": logprobs, "seconds": time.monotonic() - started}
+
+
+def _with_grammar(kind: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a request with its grammar as vLLM has it."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    grammar = kind.get("structured_outputs")
+    return kind if grammar is None else kind | {"structured_outputs": StructuredOutputsParams(**grammar)}
 
 
 def everything(given: dict[str, Any]) -> dict[str, Any]:
