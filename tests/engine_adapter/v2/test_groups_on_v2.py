@@ -96,6 +96,7 @@ def test_states_that_the_next_step_overwrites_show_in_the_drafts(forks: Any, tin
     assert run["steps"] != now["steps"]
 
 
+@LATER
 def test_block_tables_of_both_in_one_place_show_in_what_is_said(forks: Any, tiny: Any, at_once: Any) -> None:
     """The drafter's would take the place of those that the target is about to read."""
     asked = tiny.scenario("itself") | {"rule": RANDOM, "is_async": True, "chance": 0.3}
