@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from .names import SCHEDULER_NAMES, WORKER_ATTRIBUTES, WORKER_NAMES
+from .names_graphs import GRAPH_ATTRIBUTES, GRAPH_NAMES
 from .names_v2 import V2_ATTRIBUTES, V2_NAMES
 from .pipeline.names import PIPELINE_ATTRIBUTES, PIPELINE_NAMES
 
@@ -66,7 +67,7 @@ class NameFinding:
 def touched_names() -> list[Name]:
     """Return every private name of vLLM that FASER overrides, calls, reads or writes."""
     functions = [Name(module, owner or "", attribute, given) for module, owner, attribute, given in _functions()]
-    plain = (*SCHEDULER_ATTRIBUTES, *WORKER_ATTRIBUTES, *V2_ATTRIBUTES, *PIPELINE_ATTRIBUTES)
+    plain = (*SCHEDULER_ATTRIBUTES, *WORKER_ATTRIBUTES, *V2_ATTRIBUTES, *GRAPH_ATTRIBUTES, *PIPELINE_ATTRIBUTES)
     return functions + [Name(module, owner, attribute, None) for module, owner, attribute in plain]
 
 
@@ -74,6 +75,7 @@ def _functions() -> Iterator[tuple[str, str | None, str, tuple[str, ...] | None]
     yield from SCHEDULER_NAMES
     yield from WORKER_NAMES
     yield from V2_NAMES
+    yield from GRAPH_NAMES
     yield from PIPELINE_NAMES
 
 

@@ -1,7 +1,7 @@
 """Every private name of vLLM's schedulers and of its V1 runner that FASER overrides, calls, reads or writes.
 
-They are touched in the modules beside this one only; V2's are in names_v2.py. Known for vLLM 0.32 and 0.33:
-`python -m faser.engine_adapter.patches.compatibility` checks these tables against a vLLM tree.
+They are touched in the modules beside this one only; V2's are in names_v2.py and names_graphs.py. Known for vLLM 0.32
+and 0.33: `python -m faser.engine_adapter.patches.compatibility` checks these tables against a vLLM tree.
 """
 
 from __future__ import annotations

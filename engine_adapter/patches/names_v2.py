@@ -13,9 +13,7 @@ _DRAFT_MODEL: Final = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator"
 _ADAPTIVE: Final = "vllm.v1.worker.gpu.spec_decode.adaptive_verification"
 _COMPARISON: Final = "vllm.v1.worker.gpu.spec_decode.rejection_sampler"
 _BLOCKS: Final = "vllm.v1.worker.gpu.block_table"
-_GRAPHS: Final = "vllm.v1.worker.gpu.cudagraph_utils"
 _ATTENTION: Final = "vllm.v1.worker.gpu.attn_utils"
-_ROUND_GRAPHS: Final = "vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils"
 _EAGLE_LAYERS: Final = "vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils"
 _REQUESTS: Final = "vllm.v1.worker.gpu.states"
 _CACHE: Final = "vllm.v1.kv_cache_interface"
@@ -196,63 +194,13 @@ V2_NAMES: Final[tuple[tuple[str, str, str, tuple[str, ...] | None], ...]] = (
         "build_cost_tables_from_curves",
         ("draft_curve", "verify_curve", "max_num_reqs", "max_batch_tokens", "cudagraph_limit"),
     ),
-    (_GRAPHS, "CudaGraphManager", "_init_candidates", ()),
-    (
-        _GRAPHS,
-        "CudaGraphManager",
-        "dispatch",
-        ("num_reqs", "num_tokens", "uniform_token_count", "num_active_loras", "max_query_len", "num_ubatches"),
-    ),
-    (
-        _GRAPHS,
-        "ModelCudaGraphManager",
-        "__init__",
-        (
-            "vllm_config",
-            "device",
-            "cudagraph_mode",
-            "decode_query_len",
-            "lora_capture_cases",
-            "varlen_decode",
-            "ubatch_runner",
-        ),
-    ),
-    (_GRAPHS, "CudaGraphManager", "needs_capture", ()),
     (
         _RUNNER,
         "GPUModelRunner",
         "initialize_kv_cache",
         ("kv_cache_config", "is_profiling", "kv_cache_allocation_context"),
     ),
-    (
-        _ATTENTION,
-        "",
-        "get_varlen_cudagraph_unsupported_backend",
-        ("attn_groups", "vllm_config", "max_query_len", "checked_layer_names"),
-    ),
     (_STATE, "ModelState", "get_additional_cg_support", ()),
-    (
-        _ROUND_GRAPHS,
-        "SpeculatorCudaGraphManager",
-        "capture",
-        (
-            "forward_fn",
-            "model_state",
-            "input_buffers",
-            "block_tables",
-            "attn_groups",
-            "kv_cache_config",
-            "progress_bar_desc",
-            "specialize_spec_tokens",
-        ),
-    ),
-    (
-        _ROUND_GRAPHS,
-        "SpeculatorCudaGraphManager",
-        "specialize_spec_tokens",
-        ("desc", "num_speculative_tokens"),
-    ),
-    (_ROUND_GRAPHS, "SpeculatorBatchDescriptor", "num_speculative_tokens", None),
     ("vllm.distributed.parallel_state", "", "get_tp_group", ()),
     (
         _COMPARISON,
@@ -291,41 +239,6 @@ V2_NAMES: Final[tuple[tuple[str, str, str, tuple[str, ...] | None], ...]] = (
         ),
     ),
     ("vllm.v1.worker.gpu.sample.states", "SamplingStates", "any_explicit_seed", ("idx_mapping_np",)),
-    (_RUNNER, "GPUModelRunner", "capture_model", None),
-    (_GRAPHS, "ModelCudaGraphManager", "run_fullgraph", ("desc",)),
-    (
-        _GRAPHS,
-        "",
-        "prepare_inputs_to_capture",
-        (
-            "num_reqs",
-            "num_tokens",
-            "model_state",
-            "input_buffers",
-            "block_tables",
-            "attn_groups",
-            "kv_cache_config",
-            "full_cudagraph",
-            "max_query_len",
-        ),
-    ),
-    (_ATTENTION, "", "init_attn_backend", ("kv_cache_config", "vllm_config", "device", "active_layer_names")),
-    ("vllm.utils.gc_utils", "", "freeze_gc_for_cudagraph_capture", ()),
-    ("vllm.model_executor.offloader.base", "", "get_offloader", ()),
-    ("vllm.model_executor.offloader.base", "", "NoopOffloader", None),
-    (_BLOCKS, "BlockTables", "get_dummy_block_tables", ("num_reqs",)),
-    (_BLOCKS, "BlockTables", "get_dummy_slot_mappings", ("num_tokens",)),
-    ("vllm.compilation.cudagraph_pool", "", "capture_pool", ("pool", "vllm_config")),
-    ("vllm.distributed.parallel_state", "", "graph_capture", ("device",)),
-    ("vllm.utils.torch_utils", "", "current_stream", ()),
-    ("vllm.model_executor.models.llama", "LlamaModel", "embed_input_ids", ("input_ids",)),
-    ("vllm.model_executor.models.qwen2", "Qwen2Model", "embed_input_ids", ("input_ids",)),
-    (
-        "vllm.model_executor.models.interfaces",
-        "EagleModelMixin",
-        "_maybe_add_hidden_state",
-        ("aux_hidden_states", "layer_idx", "hidden_states", "residual"),
-    ),
 )
 
 # Instance attributes, which no signature shows: (module, class, attribute).
@@ -381,12 +294,6 @@ V2_ATTRIBUTES: Final = (
     ),
     (_RUNNER, "GPUModelRunner", "adaptive_verification"),
     *((_BATCH, "InputBuffers", name) for name in ("input_ids", "positions", "seq_lens", "query_start_loc")),
-    *((_GRAPHS, "CudaGraphManager", name) for name in ("vllm_config", "compilation_config", "max_num_reqs")),
-    *((_GRAPHS, "CudaGraphManager", name) for name in ("cudagraph_mode", "decode_query_len", "varlen_decode")),
-    *((_GRAPHS, "CudaGraphManager", name) for name in ("lora_capture_cases", "ubatch_runner")),
-    *((_GRAPHS, "CudaGraphManager", name) for name in ("_candidates", "_capture_descs", "_graphs_captured")),
-    (_GRAPHS, "BatchExecutionDescriptor", "cg_mode"),
-    (_GRAPHS, "CudaGraphManager", "device"),
     *((_RUNNER, "GPUModelRunner", name) for name in ("cudagraph_manager", "attn_groups", "model_state")),
     *((_RUNNER, "GPUModelRunner", name) for name in ("vllm_config", "decode_query_len")),
     *((_RUNNER, "GPUModelRunner", name) for name in ("use_pp", "pcp_manager", "ubatch_runner", "fast_prefill")),
@@ -398,10 +305,5 @@ V2_ATTRIBUTES: Final = (
     (_SPECULATORS, "TargetDependentARSpeculator", "capture"),
     (_SPECULATORS, "TargetDependentARSpeculator", "supports_decode_metadata_update"),
     ("vllm.v1.attention.backend", "AttentionMetadataBuilder", "_cudagraph_support"),
-    *((_GRAPHS, "ModelCudaGraphManager", name) for name in ("hidden_states", "aux_hidden_states")),
-    (_GRAPHS, "ModelCudaGraphManager", "use_aux_hidden_state_outputs"),
-    *((_GRAPHS, "CudaGraphManager", name) for name in ("graphs", "pool")),
-    *((_GRAPHS, "BatchExecutionDescriptor", name) for name in ("num_tokens", "num_reqs", "uniform_token_count")),
-    *((_GRAPHS, "BatchExecutionDescriptor", name) for name in ("max_query_len", "num_active_loras", "num_ubatches")),
     *((_RUNNER, "GPUModelRunner", name) for name in ("input_buffers", "max_num_reqs", "uses_inputs_embeds")),
 )

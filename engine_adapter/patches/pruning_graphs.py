@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from .pruning import PreparedStep, ShortBatch
 
-NO_SLOT = -1  # vLLM's PAD_SLOT_ID: a row that is written nowhere
+NO_SLOT: Final = -1  # vLLM's PAD_SLOT_ID: a row that is written nowhere
 
 
 class Output(NamedTuple):
@@ -72,7 +72,7 @@ def captured_shapes(runner: Any) -> list[Any]:
     return sorted(found, key=lambda desc: desc.num_tokens, reverse=True)
 
 
-def spared_shapes(runner: Any) -> int:
+def shapes_to_come(runner: Any) -> int:
     """Return how many more shapes there will be: while vLLM measures memory it captures the largest few alone."""
     manager = runner.cudagraph_manager
     planned = [desc for descs in manager._capture_descs.values() for desc in descs if _takes_any_mix(desc)]

@@ -39,6 +39,8 @@ class Middle(NamedTuple):
 class Halves:
     """The graphs of one layer."""
 
+    _short: ShortInputs  # made where the first half first says how wide its states are
+
     def __init__(self, runner: Any, decoder: Any, layer: int, groups: list[list[Any]]) -> None:
         """Capture them, on a stream that can be.
 

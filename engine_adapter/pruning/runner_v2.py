@@ -17,7 +17,7 @@ from ..graph_lengths import has_graphs
 from ..host_copy import HostCopy
 from ..operator_log import operator_log
 from ..patches.pruning import PRUNABLE_ATTENTION_V2, PreparedStep, PruningHooksV2, attention_refusal, refusal_v2
-from ..patches.pruning_graphs import free_bytes, spared_shapes
+from ..patches.pruning_graphs import free_bytes, shapes_to_come
 from ..patches.v2 import is_dummy
 from ..settings import AUTO, load_settings
 from .exit_file import pruning_refusal, read_facts
@@ -101,7 +101,7 @@ class PruningRunnerV2(PruningHooksV2):
         before = free_bytes()
         try:
             self.pruning.capture()
-            to_come = len(self.pruning.heads.layers) * spared_shapes(self) * 2 * GRAPH_BYTES
+            to_come = len(self.pruning.heads.layers) * shapes_to_come(self) * 2 * GRAPH_BYTES
         except Exception as error:  # graphs of one length each, too little memory
             said = " ".join(f"{type(error).__name__}: {error}".split())
             logger.warning("FASER prunes no step that replays a CUDA graph: %s", said)

@@ -138,7 +138,7 @@ def test_halves_are_captured_behind_vllms_graphs_and_what_they_take_is_told(
         EngineV2, "capture_model", lambda _, profile_only=False: done.append("vLLM") or 50, raising=False
     )
     monkeypatch.setattr(runner_v2, "free_bytes", lambda: free.pop(0))
-    monkeypatch.setattr(runner_v2, "spared_shapes", lambda _runner: 3)
+    monkeypatch.setattr(runner_v2, "shapes_to_come", lambda _runner: 3)
     engine.cudagraph_manager = Manager()
     engine.pruning.capture, engine.pruning._halves = capture, {2: "measured"}
     caplog.clear()

@@ -240,6 +240,7 @@ def pruned(given: dict[str, Any]) -> dict[str, Any]:
     result = job(given)
     pruning = engines[0].runner.pruning
     told = {"pruned": steers, "gate": GateThatIsOpen.told, "seen": seen, "halves": halves}
+    told["shared_builders"] = 0 if pruning is None else _shared_builders(engines[0].runner, pruning)
     return result | told | {"is_pruning": pruning is not None and pruning.is_on}
 
 
@@ -249,6 +250,17 @@ def prune_at_random(layers: list[int], thresholds: list[float]) -> list[Any]:
     noted: list[Any] = []
     _prune_at_random(layers, thresholds, noted)
     return noted
+
+
+def _shared_builders(runner: Any, pruning: Any) -> int:
+    """Return how many builders of attention's metadata are vLLM's own behind a cut: they keep what was built."""
+
+    def builders(groups: Any) -> set[int]:
+        return {id(builder) for each in groups for group in each for builder in group.metadata_builders}
+
+    own = [builders(groups) for groups in pruning._behind.values()]
+    assert all(own)
+    return len(set().union(*own) & builders(runner.attn_groups))
 
 
 def _count_halves(counts: Counter[str]) -> None:

@@ -55,6 +55,7 @@ def test_rows_leave_between_two_replayed_halves_as_between_eager_ones(
     assert told(run) == told(eager)
     assert (run["is_pruning"], run["faults"], run["miscounted"]) == (True, {}, 0)
     assert run["check"]["disobeyed"] == run["check"]["misreported"] == []
+    assert run["shared_builders"] == 0
     assert all(step["s"] > 0.0 for step in run["pruned"])
     # The comparison is worth something only if all of this happened.
     assert sum(left for _, left, *_ in rows_of(run)) > 20
