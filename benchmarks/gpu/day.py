@@ -50,16 +50,21 @@ def plan(is_dry: bool) -> list[Part]:
     """Return every part, those of most worth first."""
     exact = [Part(f"exact/{arm}", "vllm", "part_exact", {"arm": arm}, 30.0) for arm in
              ("none", "async", "sync", "adaptive", "groups", "splits", "pruning")]  # fmt: skip
-    arms, last = ["faser", "none", "lengths", "adaptive", "faser-adaptive"], ["faser-splits", "k1", "k3", "k5"]
+    arms, last = ["faser", "none", "lengths", "adaptive", "faser-adaptive"], ["faser-splits", "k3", "k5"]
+    rounded = [Part(f"exact/bfloat16/{arm}", "vllm", "part_exact", {"arm": arm, "dtype": "bfloat16"}, 30.0) for arm in
+               ("none", "pruning")]  # fmt: skip
     serve = {arm: Part(f"serve/{arm}", "vllm", "part_serve", {"arm": arm}) for arm in arms}
     # The fixed lengths tell what `lengths` does, but for vLLM's own way to it.
     late = [] if is_dry else [Part(f"serve/{arm}", "vllm", "part_serve", {"arm": arm}) for arm in last]
-    kernels = [Part("decoder", "torch", "part_decoder", {}, 10.0), Part("kernel", "torch", "part_kernel", {}, 20.0)]
+    kernels = [
+        Part("decoder", "torch", "part_decoder", {}, 10.0), Part("kernel", "torch", "part_kernel", {}, 20.0),
+        Part("sanitizer", "torch", "part_sanitizer", {}, 60.0),
+    ]  # fmt: skip
     below = [
         Part("splits", "torch", "part_splits", {}, 40.0), Part("pruning", "torch", "part_pruning", {}, 45.0),
         Part("overlap", "torch", "part_overlap", {}, 60.0),
     ]  # fmt: skip
-    return [*exact, *serve.values(), *kernels, *below, *late]
+    return [*exact, *serve.values(), *rounded, *kernels, *below, *late]
 
 
 class Results:

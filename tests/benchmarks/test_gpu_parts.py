@@ -166,7 +166,7 @@ def test_the_parts_of_most_worth_come_first_and_none_may_take_longer_than_two_an
 ) -> None:
     parts = day.plan(is_dry=False)
     kinds = list(dict.fromkeys(part.name.split("/")[0] for part in parts))
-    assert kinds == ["exact", "serve", "decoder", "kernel", "splits", "pruning", "overlap"]
+    assert kinds == ["exact", "serve", "decoder", "kernel", "sanitizer", "splits", "pruning", "overlap"]
     assert len({part.name for part in parts}) == len(parts)
     assert day.LIMIT_S == 150.0
     assert sum(part.expected_s for part in parts) < 1000.0
