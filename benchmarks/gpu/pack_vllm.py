@@ -34,7 +34,7 @@ STAYS_BEHIND = {
     "pynvvideocodec", "quack-kernels", "setuptools", "tilelang", "tokenspeed-mla", "torch", "torchaudio",
     "torchcodec", "torchvision", "triton",
 }  # fmt: skip
-SANITIZER = "nvidia-cuda-sanitizer-api==13.5.25"  # 13.0 to 13.4 lack the program that starts what is checked
+SANITIZER = "nvidia-cuda-sanitizer-api==13.4.92"  # those before lack the program that starts what is checked
 LEFT_OUT = re.compile(  # of vLLM other models' and other GPUs' code, of the rest headers and other models' tokenizers
     r"^vllm/(vllm-rs$|third_party/(deep_gemm|fmha_sm100|flashmla)/|.*swagger-ui)|^mistral_common/data/"
     r"|^vllm/.*(?<!/_C_stable_libtorch)(?<!/_vllm_fa3_C)\.abi3\.so$|\.(cu|cuh|h|hpp)$"
