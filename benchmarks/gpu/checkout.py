@@ -7,14 +7,22 @@ needs torch, numpy and Triton alone: neither msgspec nor pyzmq, numba nor vLLM.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+ENDS_S = "FASER_GPU_PART_ENDS_S"  # the environment's: monotonic time when a part will be ended
 
 
 class Missing(Exception):
     """What a part needs is not there, or refuses; the part is recorded as skipped, with this as the reason."""
+
+
+def part_ends_s() -> float:
+    """Return the monotonic time when this part will be ended, with nothing of it kept; by itself it has minutes."""
+    return float(os.environ.get(ENDS_S, time.monotonic() + 150.0))
 
 
 def make_importable() -> None:

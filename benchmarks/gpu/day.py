@@ -50,15 +50,15 @@ def plan(is_dry: bool) -> list[Part]:
     """Return every part, those of most worth first."""
     exact = [Part(f"exact/{arm}", "vllm", "part_exact", {"arm": arm}, 30.0) for arm in
              ("none", "async", "sync", "adaptive", "groups", "splits", "pruning")]  # fmt: skip
-    arms, last = ["faser", "none", "lengths", "adaptive", "faser-adaptive"], ["faser-splits", "k3", "k5"]
+    arms, last = ["faser", "none", "lengths", "adaptive", "faser-adaptive"], ["faser-splits", "k3"]
     rounded = [Part(f"exact/bfloat16/{arm}", "vllm", "part_exact", {"arm": arm, "dtype": "bfloat16"}, 30.0) for arm in
-               ("none", "pruning")]  # fmt: skip
+               ("none", "async", "pruning")]  # fmt: skip
     serve = {arm: Part(f"serve/{arm}", "vllm", "part_serve", {"arm": arm}) for arm in arms}
     # The fixed lengths tell what `lengths` does, but for vLLM's own way to it.
     late = [] if is_dry else [Part(f"serve/{arm}", "vllm", "part_serve", {"arm": arm}) for arm in last]
     kernels = [
         Part("decoder", "torch", "part_decoder", {}, 10.0), Part("kernel", "torch", "part_kernel", {}, 20.0),
-        Part("sanitizer", "torch", "part_sanitizer", {}, 60.0),
+        Part("sanitizer", "torch", "part_sanitizer", {}, 100.0),
     ]  # fmt: skip
     below = [
         Part("splits", "torch", "part_splits", {}, 40.0), Part("pruning", "torch", "part_pruning", {}, 45.0),
@@ -124,7 +124,8 @@ class Process:
         try:
             self._is_ready = self._is_ready or self._wait(time.monotonic() + LIMIT_S) == "ready"
             ends_s = time.monotonic() + limit_s  # importing vLLM for the first time may take a minute
-            self._send({"module": part.module, "given": part.given, "result": str(result), "log": str(log)})
+            job = {"module": part.module, "given": part.given, "ends_s": ends_s}
+            self._send(job | {"result": str(result), "log": str(log)})
             self._follow(int(self._wait(ends_s)), ends_s)
         except Empty:
             return {"error": f"no answer within {limit_s:.0f} s; {last_line(log, self._log)}"}

@@ -148,8 +148,15 @@ def facts(llm: Any) -> dict[str, Any]:
         "graphs": str(llm.llm_engine.vllm_config.compilation_config.cudagraph_mode),
         "attention": sorted({group.backend.get_name() for groups in getattr(runner, "attn_groups", ())
                              for group in groups}),
-        "faults": dict(getattr(runner, "faults", {})),
+        "flash_attention": sorted(_flash_attention(llm)), "faults": dict(getattr(runner, "faults", {})),
     }  # fmt: skip
+
+
+def _flash_attention(llm: Any) -> set[int]:
+    """Return the versions of FlashAttention in use; none where layers have another back end."""
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    found = {getattr(getattr(layer, "impl", None), "vllm_flash_attn_version", None) for layer in layers}
+    return {version for version in found if version is not None}
 
 
 class VllmEngine:

@@ -133,6 +133,11 @@ class HostMachine:
 Machine = CudaMachine | HostMachine
 
 
+def device_for(is_dry: bool) -> torch.device:
+    """Return the device alone, without partitions."""
+    return torch.device("cpu") if is_dry else torch.device("cuda", 0)
+
+
 def machine_for(is_dry: bool) -> Machine:
     """Return the GPU, or the host for the dry run."""
     return HostMachine() if is_dry else CudaMachine()

@@ -1,8 +1,8 @@
 """Runs parts, each in a fork of this process, which has imported what takes long: `part_process.py KIND`, by day.py.
 
-One line of JSON on stdin is a part: {"module", "given", "result", "log"}. Two lines answer it: the fork's process id,
-its own process group too, and its exit status. CUDA is first touched in the fork, so that it is whole there and gone
-with it.
+One line of JSON on stdin is a part: {"module", "given", "ends_s", "result", "log"}. Two lines answer it: the fork's
+process id, its own process group too, and its exit status. CUDA is first touched in the fork, so that it is whole there
+and gone with it.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ def run(part: dict[str, Any], is_dry: bool) -> None:
     for stream in (1, 2):
         os.dup2(log, stream)
     status = 0
+    os.environ[checkout.ENDS_S] = str(part["ends_s"])
     try:
         told = {"result": importlib.import_module(part["module"]).measure(is_dry, **part["given"])}
     except Missing as reason:

@@ -1,7 +1,7 @@
-"""NVIDIA's compute-sanitizer over every Triton kernel: races in shared memory, accesses out of bounds, wrong barriers.
+"""NVIDIA's compute-sanitizer over the Triton kernels: races in shared memory, accesses out of bounds, wrong barriers.
 
-Each check has its control, which must be found: the same kernels without a barrier, and an array that is too short.
-Races between streams are none of its business: it looks at shared memory alone.
+Two controls must be seen: an array that is too short, and the same kernels without a barrier. Races between streams are
+none of its business: it looks at shared memory alone.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,18 +19,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from checkout import Missing
+from checkout import Missing, part_ends_s
 
 PROGRAM: Final = Path(__file__).with_name("watched.py")
 CARRIED: Final = Path("nvidia", "cu13", "compute-sanitizer", "compute-sanitizer")  # in what pack_vllm.py packs
 TOOLKIT: Final = Path("/usr/local/cuda/bin/compute-sanitizer")
 KERNELS: Final = ("_add_norm", "_gate", "_rope_store", "_plan", "_score", "_decide")  # torch's own are not looked at
-LIMIT_S: Final = 130.0  # of all runs: below a part's own, which would take what was found along
-SUMMARY: Final = re.compile(r"^=+ (?:RACECHECK|ERROR) SUMMARY: (\d+)", re.MULTILINE)
-# Racecheck names the kernel that wrote; memcheck names it in the line behind the access.
+RUN_S: Final = 45.0  # at most, of one run
+WRITE_S: Final = 5.0  # kept for writing down what was found
+SUMMARY: Final = re.compile(r"^=+ (?:RACECHECK|ERROR) SUMMARY: ([\d,]+)", re.MULTILINE)
+# Racecheck names the kernel in the line of the race; memcheck in the line behind the access.
 PLACE: Final = re.compile(r"^=+ .*\bat (\w+)(?:\([^)]*\))?\+0x", re.MULTILINE)
 BARRIER: Final = re.compile(r"(?:@!?%\w+\s+)?\b(?:bar|barrier(?:\.cta)?)\.sync\b[^;]*;")
-MOST_LINES: Final = 20  # of a log, in the results
+OVERRIDDEN: Final = "Overriding kernel with file"  # says Triton
+MOST_LINES: Final = 60  # of a log, in the results
+# The program's compilers are no business of the tool's. What the driver logs by itself is no error of a kernel.
+ALL_CHECKS: Final = ("--target-processes", "application-only", "--launch-timeout", "100", "--print-limit", "1000",
+                     "--show-backtrace", "no")  # fmt: skip
+OWN: Final = {"memcheck": ("--report-api-errors", "no")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,52 +53,75 @@ class Sanitizer:
         Or why it found nothing: a run that fails or comes too late must not take those before it along.
         """
         log, output = (self.folder / f"{name}.{end}" for end in ("log", "json"))
-        # Of the host's stack nothing is asked: it would be Python's own.
-        command = [str(self.tool), "--tool", check, "--log-file", str(log), "--show-backtrace", "no"]
+        command = [str(self.tool), "--tool", check, "--log-file", str(log), *ALL_CHECKS, *OWN.get(check, ())]
         command += [part for kernel in KERNELS for part in ("--kernel-name", f"kns={kernel}")]
-        own = {"TRITON_CACHE_DIR": str(self.folder / name), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} | environment
         begun_s = time.monotonic()
-        try:
-            said = _watched(output, [*command, "--print-limit", "1000"], options, own, self.ends_s - begun_s)
-        except subprocess.TimeoutExpired:
-            said = "no time was left"
+        said = self.plainly(output, command, options, environment)
         text = log.read_text(errors="replace") if log.exists() else ""
-        told, has_ended = SUMMARY.search(text), output.exists()  # an access that is found ends the program
-        if told is None or (told[1] == "0" and not has_ended):
-            return {"failed": _end(f"{text}\n{said}")}
+        summary, places, has_ended = SUMMARY.search(text), set(PLACE.findall(text)) & set(KERNELS), output.exists()
+        if summary is None or not (places or has_ended):  # a kernel's error may end the program, nothing else may
+            return {"failed": _ends(text, said)}
         return {
-            "errors": int(told[1]), "in": sorted(set(PLACE.findall(text))), "log": text.splitlines()[:MOST_LINES],
-            "kernels": json.loads(output.read_text()) if has_ended else {},
+            "errors": int(summary[1].replace(",", "")), "in": sorted(places), "log": text.splitlines()[:MOST_LINES],
+            "overridden": said.count(OVERRIDDEN), "has_ended": has_ended, **_told(output),
             "seconds": round(time.monotonic() - begun_s, 1),
         }  # fmt: skip
+
+    def plainly(self, output: Path, before: list[str], options: tuple[str, ...], environment: dict[str, str]) -> str:
+        """Run the program behind `before`, in time; return what it said."""
+        # Each array by itself, so that its end is an allocation's; kernels compiled once, for all runs.
+        own = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "TRITON_CACHE_DIR": str(self.folder / "cache")} | environment
+        limit_s = min(RUN_S, self.ends_s - time.monotonic())
+        if limit_s <= 0.0:
+            return "no time was left"
+        with subprocess.Popen(
+            [*before, sys.executable, str(PROGRAM), str(output), *options], env=os.environ | own, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        ) as process:  # fmt: skip
+            try:
+                return process.communicate(timeout=limit_s)[0]
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # the program too, not the tool alone
+                return f"{process.communicate()[0]}\nit had {limit_s:.0f} s"
 
 
 def measure(is_dry: bool) -> dict[str, Any]:
     """Return what each check and each control found; the dry run runs the same program with nobody watching."""
-    with tempfile.TemporaryDirectory() as scratch:
+    ends_s = part_ends_s() - WRITE_S
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch)
         if is_dry:
-            output = folder / "plain.json"
-            said = _watched(output, [], ("--dry-run",), {}, LIMIT_S)
-            if not output.exists():
-                raise RuntimeError(_end(said))
-            return {"plain": {"kernels": json.loads(output.read_text())}}
-        found = checks(Sanitizer(find(), folder, time.monotonic() + LIMIT_S))
-    if all("failed" in own for own in found.values()):
+            return {"plain": unwatched(Sanitizer(Path(), folder, ends_s), "--dry-run")}
+        found = checks(Sanitizer(find(), folder, ends_s))
+    if all("failed" in own for name, own in found.items() if name != "plain"):
         raise RuntimeError(found["racecheck"]["failed"])
     return found
 
 
+def unwatched(sanitizer: Sanitizer, *options: str, **environment: str) -> dict[str, Any]:
+    """Return the runs that agreed with nobody watching; it compiles what later runs are to find."""
+    output = sanitizer.folder / "plain.json"
+    said = sanitizer.plainly(output, [], options, environment)
+    if not output.exists():
+        raise RuntimeError(_ends("", said))
+    return _told(output)
+
+
 def checks(sanitizer: Sanitizer) -> dict[str, Any]:
-    """Run every check, and its control behind it."""
+    """Run every check and every control; the one that must compile anew comes last."""
     dumped, changed = sanitizer.folder / "dumped", sanitizer.folder / "changed"
-    found = {"racecheck": sanitizer.run("racecheck", "racecheck", TRITON_KERNEL_DUMP="1", TRITON_DUMP_DIR=str(dumped))}
-    with_barriers = without_barriers(dumped, changed)
-    bare = {"TRITON_KERNEL_OVERRIDE": "1", "TRITON_OVERRIDE_DIR": str(changed)}
-    found["no barriers"] = sanitizer.run("bare", "racecheck", **bare) | {"expected_in": with_barriers}
+    plain = unwatched(sanitizer, TRITON_KERNEL_DUMP="1", TRITON_DUMP_DIR=str(dumped))
+    found: dict[str, Any] = {"plain": plain | {"tool": _version(sanitizer.tool)}}
+    found["racecheck"] = sanitizer.run("racecheck", "racecheck")
     found["memcheck"] = sanitizer.run("memcheck", "memcheck")
     found["too short"] = sanitizer.run("short", "memcheck", "--short") | {"expected_in": ["_plan"]}
     found["synccheck"] = sanitizer.run("synccheck", "synccheck")
+    expected = without_barriers(dumped, changed)
+    bare = {"TRITON_KERNEL_OVERRIDE": "1", "TRITON_OVERRIDE_DIR": str(changed)}
+    bare["TRITON_CACHE_DIR"] = str(sanitizer.folder / "bare-cache")  # else those with barriers would be found
+    found["no barriers"] = sanitizer.run("bare", "racecheck", **bare) | {"expected_in": expected}
+    if found["no barriers"].get("overridden") == 0:
+        found["no barriers"] = {"failed": "Triton took no kernel without barriers"}
     return found
 
 
@@ -108,24 +138,24 @@ def without_barriers(dumped: Path, changed: Path) -> list[str]:
 
 
 def find() -> Path:
-    """Return where the tool is; raise Missing."""
-    carried = (Path(folder, CARRIED) for folder in sys.path)
+    """Return where the tool is, the machine's own first; raise Missing."""
     on_path = shutil.which("compute-sanitizer")
-    for tool in (*carried, *([Path(on_path)] if on_path else []), TOOLKIT):
+    for tool in (*([Path(on_path)] if on_path else []), TOOLKIT, *(Path(folder, CARRIED) for folder in sys.path)):
         if os.access(tool, os.X_OK) and tool.is_file():
             return tool
-    raise Missing("no compute-sanitizer; pack_vllm.py carries it, and so does the CUDA toolkit")
+    raise Missing("no compute-sanitizer; the CUDA toolkit has it, and pack_vllm.py carries it")
 
 
-def _watched(
-    output: Path, before: list[str], options: tuple[str, ...], environment: dict[str, str], limit_s: float
-) -> str:
-    """Run the program; return what it said."""
-    return subprocess.run(
-        [*before, sys.executable, str(PROGRAM), str(output), *options], env=os.environ | environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=max(limit_s, 0.01), check=False,
-    ).stdout  # fmt: skip
+def _version(tool: Path) -> str:
+    said = subprocess.run([tool, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
+    return f"{tool}: {' '.join(said.split())[-60:]}"
 
 
-def _end(text: str) -> str:
-    return " / ".join(line for line in text.splitlines() if line.strip())[-500:] or "nothing was said"
+def _told(output: Path) -> dict[str, Any]:
+    return {"kernels": json.loads(output.read_text()) if output.exists() else {}}
+
+
+def _ends(*texts: str) -> str:
+    """Return the end of each."""
+    told = (" / ".join(line for line in text.splitlines() if line.strip())[-300:] for text in texts)
+    return " / ".join(filter(None, told)) or "nothing was said"

@@ -79,12 +79,13 @@ def _sanitizer(parts: Parts) -> Iterator[str]:
             continue
         runs, agreed = (sum(each[name] for each in own["kernels"].values()) for name in ("runs", "agreed"))
         if check == "plain":
-            yield f"sanitizer: nobody watched; {agreed} of {runs} runs of {len(own['kernels'])} kernels agreed"
+            yield f"sanitizer, nobody watching: {agreed} of {runs} runs of {len(own['kernels'])} kernels agreed"
         elif (expected := own.get("expected_in")) is None:
-            yield f"sanitizer, {check}: {own['errors']} errors; {agreed} of {runs} runs agreed"
+            places = f" in {', '.join(own['in'])}" if own["in"] else ""
+            yield f"sanitizer, {check}: errors: {own['errors']}{places}; {agreed} of {runs} runs agreed"
         else:
-            seen = len(set(expected) & set(own["in"]))
-            yield f"sanitizer, {check}: {own['errors']} errors, seen in {seen} of the {len(expected)} kernels with any"
+            seen, end = len(set(expected) & set(own["in"])), "" if own["has_ended"] else "; the program ended early"
+            yield f"sanitizer, {check}: seen in {seen} of {len(expected)} kernels, errors: {own['errors']}{end}"
 
 
 def _shares(parts: Parts) -> Iterator[str]:

@@ -17,7 +17,7 @@ FOLDER = Path(faser.__file__).parent / "benchmarks" / "gpu"
 ENGINE_PARTS = [
     "exact/none", "exact/async", "exact/sync", "exact/adaptive", "exact/groups", "exact/splits",
     "exact/pruning", "serve/faser", "serve/none", "serve/lengths", "serve/adaptive", "serve/faser-adaptive",
-    "exact/bfloat16/none", "exact/bfloat16/pruning",
+    "exact/bfloat16/none", "exact/bfloat16/async", "exact/bfloat16/pruning",
 ]  # fmt: skip
 PARTS = [*ENGINE_PARTS, "decoder", "kernel", "sanitizer", "splits", "pruning", "overlap"]
 
@@ -92,7 +92,8 @@ def test_rows_leave_in_bfloat16_too_and_answers_are_compared_with_those_of_bfloa
     assert (found["dtype"], none["dtype"], parts["exact/none"]["dtype"]) == ("bfloat16", "bfloat16", "float32")
     assert none["gaps"] != parts["exact/none"]["gaps"]  # it is another type's arithmetic
     assert (found["disobeyed"], found["engine"]["faults"], found["cuts"]["cut"] > 0) == ([], {}, True)
-    assert re.search(r"^exact/bfloat16/pruning: (equal|ties), ", told, re.MULTILINE)
+    for arm in ("async", "pruning"):
+        assert re.search(rf"^exact/bfloat16/{arm}: (equal|ties), ", told, re.MULTILINE)
 
 
 def test_what_the_sanitizer_watches_runs_every_kernel_and_agrees_with_the_references(
@@ -101,7 +102,7 @@ def test_what_the_sanitizer_watches_runs_every_kernel_and_agrees_with_the_refere
     found = parts["sanitizer"]["plain"]["kernels"]
     assert set(found) == {"_add_norm", "_gate", "_rope_store", "_plan", "_score", "_decide"}
     assert all(own["agreed"] == own["runs"] > 0 for own in found.values())
-    assert "sanitizer: nobody watched; " in told
+    assert "sanitizer, nobody watching: 13 of 13 runs of 6 kernels agreed" in told
 
 
 def test_every_arm_serves_every_load_and_fasers_steps_are_under_leases(parts: dict[str, Any], told: str) -> None:

@@ -171,13 +171,13 @@ def test_the_best_table_is_the_best_length_of_each_load(gpu: Module) -> None:
 
 def test_answers_that_part_where_rounding_decides_are_ties_and_others_are_not(gpu: Module) -> None:
     verdict = gpu("part_exact").verdict
-    none = {"tokens": [[1, 2, 3], [4, 5, 6]], "gaps": [[1.0, 1.0, 0.1], [1.0, 1e-4, 1.0]], "dtype": "float32"}
+    none = {"tokens": [[1, 2, 3], [4, 5, 6]], "gaps": [[1.0, 1.5, 0.5], [1.0, 1e-4, 1.0]], "dtype": "float32"}
     assert verdict(none, none)["verdict"] == "equal"
     tied = verdict(none, {"tokens": [[1, 2, 3], [4, 7, 7]], "dtype": "float32"})
     assert (tied["verdict"], tied["apart"]) == ("ties", [{"request": 1, "place": 1, "gap": 1e-4}])
     wrong = {"tokens": [[1, 2, 9], [4, 5, 6]]}
     assert verdict(none, wrong | {"dtype": "float32"})["verdict"] == "different"
-    assert verdict(none, wrong | {"dtype": "bfloat16"})["verdict"] == "ties"  # its sums reach further
+    assert verdict(none, wrong | {"dtype": "bfloat16"})["verdict"] == "ties"  # two of its steps
     assert verdict(none, {"tokens": [[1, 9, 9], [4, 5, 6]], "dtype": "bfloat16"})["verdict"] == "different"
 
 
