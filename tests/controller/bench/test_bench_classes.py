@@ -386,7 +386,7 @@ def measure(
     return found
 
 
-def class_bench(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.6, **parts: Any) -> ClassPlan:
+def class_bench(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.9, **parts: Any) -> ClassPlan:
     monkeypatch.setattr(class_plan, "LEAST_SECONDS", 0.1)
     fixed: dict[str, Any] = {
         "loads": (4,), "replays": (), "mixes": (MIX,), "rivals": ("none",), "pairs": 2, "table_lengths": (0, 1),
