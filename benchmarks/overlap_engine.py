@@ -15,6 +15,8 @@ from embedded_engine import start_engine
 from remote import serve
 from sliced_arms import LEARNING, SlicedArms, Told, await_process
 
+from faser.engine_adapter.overlap.ping_pong import PingPong
+from faser.engine_adapter.overlap.remote_drafting import RemoteDrafting
 from faser.engine_adapter.settings import ALWAYS, AUTO
 
 FORCED: Final = ("in turn", "ahead", "groups")
@@ -29,7 +31,9 @@ class GatedEngine(SlicedArms):
     def __init__(self, length: int, requests: int, dtype: str) -> None:
         llm = start_engine(length, requests, dtype=dtype, max_model_len=MAX_MODEL_LEN)
         super().__init__(llm, time.monotonic, first_steps=2)  # in which the process still has another way's drafts
-        self._groups, self._remote = self.scheduler.ping_pong, self.runner.remote
+        # With their types, so that a checker sees when what is read of them goes.
+        self._groups: PingPong = self.scheduler.ping_pong
+        self._remote: RemoteDrafting = self.runner.remote
         await_process(self._remote.process)
         self.steering.default.length = self.steering.default.frontier = length
         self._remote.mode = AUTO
@@ -48,7 +52,7 @@ class GatedEngine(SlicedArms):
     def step(self, arm: str) -> tuple[list[Any], str]:
         """Take a step; return vLLM's outputs and what the step was, whatever the arm."""
         was_ahead = self._remote.is_ahead  # the process drafts beside this step's verification
-        outputs, turn = self.engine.step(), self._groups._turn
+        outputs, turn = self.engine.step(), self._groups.turn
         return outputs, "groups" if turn.is_deferred or turn.held else "ahead" if was_ahead else "in turn"
 
     def measure(self, sets: list[list[str]], tokens: int) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class SlicedArms(ABC):
         self.tokenizer, self.engine = llm.get_tokenizer(), llm.llm_engine
         self.runner: Any = self.engine.model_executor.driver_worker.worker.model_runner
         self.scheduler: Any = self.engine.engine_core.engine_core.scheduler
-        self.steering: Any = self.scheduler.steering
+        self.steering: Steering = self.scheduler.steering
         self.gates: tuple[Told, ...] = ()
         self.outcome: Any = None  # of the newest step
         self._clock, self._first_steps = clock, first_steps

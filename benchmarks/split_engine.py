@@ -16,6 +16,8 @@ from remote import serve
 from sliced_arms import LEARNING, SlicedArms, Told, await_process
 
 from faser.engine_adapter.gate import EVIDENCE_STEPS
+from faser.engine_adapter.overlap.ping_pong import PingPong
+from faser.engine_adapter.overlap.remote_drafting import RemoteDrafting
 from faser.engine_adapter.settings import ALWAYS, AUTO
 
 SPLIT: Final = 1  # of HELLO's splits
@@ -31,7 +33,9 @@ class SplitEngine(SlicedArms):
     def __init__(self, length: int, requests: int, dtype: str) -> None:
         llm = start_engine(length, requests, dtype=dtype, max_model_len=MAX_MODEL_LEN)
         super().__init__(llm, time.monotonic, first_steps=3)  # in which groups begin, and the drafter catches up
-        self._groups, self._remote = self.scheduler.ping_pong, self.runner.remote
+        # With their types, so that a checker sees when what is read of them goes.
+        self._groups: PingPong = self.scheduler.ping_pong
+        self._remote: RemoteDrafting = self.runner.remote
         await_process(self._remote.process)
         self.steering.default.length = length
         self.steering._split = lambda action: self._asked
@@ -52,7 +56,7 @@ class SplitEngine(SlicedArms):
 
     def step(self, arm: str) -> tuple[list[Any], str]:
         """Take a step; return vLLM's outputs and what the step was, whatever the arm."""
-        outputs, kind = self.engine.step(), FORCED[self._groups._split]
+        outputs, kind = self.engine.step(), FORCED[self._groups.split]
         report = self.outcome.report
         if arm != GATED and not report.caught_up:
             rows = sum(self.outcome.scheduled.values())

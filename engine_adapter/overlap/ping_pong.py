@@ -112,12 +112,22 @@ class PingPong:
         :param asked: an index of HELLO's splits; None: none is offered
         """
         self._asked = asked or 0
-        return None if asked is None else self._newest.split
+        return None if asked is None else self.split
+
+    @property
+    def split(self) -> int:
+        """The split that the step which was dealt last has the cores under; 0: none."""
+        return self._newest.split
+
+    @property
+    def turn(self) -> GroupTurn:
+        """Whose turn it is in the step that was dealt last."""
+        return self._newest.turn
 
     @property
     def is_deferred(self) -> bool:
         """Whether nobody waits for the drafts of the step that was dealt last."""
-        return self._newest.turn.is_deferred
+        return self.turn.is_deferred
 
     def latch(self, step: int, lengths: dict[str, int]) -> dict[str, int]:
         """Take in the draft lengths of a step; return those of all requests whose drafts may come in it."""

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -10,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
+import faser
 from faser.controller.cli.evaluate import decided
 from faser.env.estimate.engine_state import EngineState
 from faser.env.simulator.simulated_engine import SimulatedEngine
@@ -92,3 +98,19 @@ def test_what_is_only_asked_about_moves_nothing_that_is_followed() -> None:
     assert policy._held is held
     assert policy._plans.keys() == plans.keys()
     assert all(policy._plans[key] is plan for key, plan in plans.items())
+
+
+@pytest.mark.slow  # `make proof`: starts an engine and a drafter's process
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each phase")
+def test_a_dry_run_of_the_cores_splits_measures_both_and_what_the_gate_does(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    script = Path(faser.__file__).parent / "benchmarks" / "core_splits.py"
+    command = [sys.executable, str(script), "--quick", "--json", str(file)]
+    subprocess.run(command, check=True, cwd=tmp_path, capture_output=True, timeout=800)
+    (load,) = json.loads(file.read_text())["loads"]
+    assert set(load["tokens_per_s"]) == {"unsplit", "1:1", "gated"}
+    assert load["kinds"]["1:1"]["1:1"] > 0.8
+    assert load["kinds"]["unsplit"] == {"unsplit": 1.0}
+    assert min(load["phases"][kind]["draft_ms"] for kind in ("unsplit", "1:1")) > 0.0
