@@ -78,6 +78,7 @@ format: install  ## Rewrite the code in the project's format
 types: install  ## Check types, strictly
 	@mkdir -p .typing && ln -sfn .. .typing/faser
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file benchmarks/mypy.ini benchmarks/*.py benchmarks/gpu/*.py
 
 wheel: install  ## Build dist/*.whl
 	rm -rf build dist

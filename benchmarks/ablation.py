@@ -179,9 +179,9 @@ def timed(steps: int) -> dict[str, dict[str, dict[str, float]]]:
     settling = next(part for part in PARTS if part.name == "settling")
     found: dict[str, dict[str, dict[str, float]]] = {}
     for batch in BATCHES:
-        whole = decision_us(batch, "price", 7, steps, True)
+        whole = decision_us(batch, "price", 7, steps, is_confident=True, has_copies=False)
         with settling.off():
-            searching = decision_us(batch, "price", 7, steps, True)
+            searching = decision_us(batch, "price", 7, steps, is_confident=True, has_copies=False)
         kinds = {WHOLE: whole, "without settling": searching}
         found[str(batch)] = {kind: {name: took[name] for name in TIMES} for kind, took in kinds.items()}
     return found

@@ -37,9 +37,9 @@ def start_engine(
     from vllm import LLM
 
     pair = EmbeddedPair(target or ensure_embedded_target(), drafter or ensure_embedded_drafter())
-    settings = {"dtype": dtype_on("cpu"), "enforce_eager": True, "max_num_seqs": requests, "seed": 0}
+    settings: dict[str, Any] = {"dtype": dtype_on("cpu"), "enforce_eager": True, "max_num_seqs": requests, "seed": 0}
     drafting = pair.speculative(length)
-    return LLM(str(pair.target), speculative_config=drafting, **(settings | classes | options))
+    return LLM(str(pair.target), speculative_config=drafting, **(settings | dict(classes) | options))
 
 
 def chat(engine: Any, texts: Sequence[str], **sampling: Any) -> None:

@@ -52,8 +52,7 @@ class GateBench(SlicedArms):
     """In the child: the arms of pruning."""
 
     def __init__(self, layer: int, threshold: float, longest: int) -> None:
-        limits = {"max_model_len": 640, "max_num_batched_tokens": 4096}
-        llm = start_engine(longest, 64, enable_prefix_caching=False, **limits)
+        llm = start_engine(longest, 64, enable_prefix_caching=False, max_model_len=640, max_num_batched_tokens=4096)
         super().__init__(llm, time.thread_time, first_steps=1)
         self.trained, self.cut = self.runner.pruning, Prune(layer, threshold)
         if self.trained is None:

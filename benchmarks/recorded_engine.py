@@ -120,7 +120,7 @@ class RecordedEngine:
     def hear(self) -> list[tuple[int, float]]:
         """Take in what the sidecar said; return the steps it answered, and how many seconds each answer took."""
         answered = []
-        while self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             message = decode_from_controller(self.socket.recv(zmq.NOBLOCK))
             if isinstance(message, HelloRequest):
                 self.socket.send(encode(self.hello))

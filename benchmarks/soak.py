@@ -100,7 +100,7 @@ class Fleet:
     def play(self) -> int:
         """Answer every engine that was answered with its next step; return how many steps were answered."""
         answered = 0
-        for socket, _ in self.poller.poll(ANSWER_S * 1e3):
+        for socket, _ in self.poller.poll(round(ANSWER_S * 1e3)):
             engine = self.engines[socket]
             steps = len(engine.hear())
             answered += steps

@@ -25,7 +25,7 @@ import torch
 from matches import Answer
 
 from faser.engine_adapter.arrays import Floats, Ints
-from faser.engine_adapter.matching.texts import Texts, kept_of
+from faser.engine_adapter.matching.texts import CopiedDrafts, Texts, kept_of
 from faser.env.profile.engine_profile import EngineProfile, Work, load_profile, shipped_profile
 from faser.env.workload.prompts import KINDS
 from faser.models.drafter.corpus import Conversation
@@ -188,7 +188,9 @@ def served(records: Sequence[Record], load: int, profile: EngineProfile, rule: R
     while batch.tokens < TOKENS:
         logits = np.stack([record.logits[place] for record, place in batch.at])
         offered = np.array([record.offered[place] for record, place in batch.at])
-        kept, net = kept_of(_Drafts(np.zeros((load, LONGEST), np.int32), logits, offered), *curve)
+        drafts = CopiedDrafts(load, LONGEST)
+        drafts.logits, drafts.lengths = logits, offered
+        kept, net = kept_of(drafts, *curve)
         copies = (kept > 0) & ((net > rule.worth) | (rule.length == 0))
         hits = [
             min(int(record.right[place]), int(kept[slot]))
@@ -200,14 +202,6 @@ def served(records: Sequence[Record], load: int, profile: EngineProfile, rule: R
         copied = int(kept[copies].sum())
         batch.advance(hits, batch.step_s(copied, drafting * rule.length, drafting, rule.length if drafting else 0))
     return batch.rate
-
-
-class _Drafts(NamedTuple):
-    """As far as kept_of reads copied drafts."""
-
-    tokens: Any
-    logits: Floats
-    lengths: Ints
 
 
 def in_hindsight(
@@ -257,11 +251,13 @@ def rates_of(kind: str, temperature: float, records: Sequence[Record], load: int
     heads = tuple(by_rule[Rule(length)] for length in range(1, DEPTH + 1))
     copies = max(by_rule[Rule(0, keep)] for keep in KEEPS)
     best = max(by_rule, key=by_rule.__getitem__)
-    hindsight = [in_hindsight(records, load, profile, *has) for has in ((True, False), (False, True), (True, True))]
+    head, copied, both = (
+        in_hindsight(records, load, profile, *has) for has in ((True, False), (False, True), (True, True))
+    )
     single, none = max(*heads, copies), by_rule[Rule()]
     return Rates(
         kind, temperature, load, none, heads, copies, by_rule[best], f"{best.length}:{best.keep:g}:{best.worth:g}",
-        *hindsight, by_rule[best] / max(single, none), hindsight[-1] / max(single, none),
+        head, copied, both, by_rule[best] / max(single, none), both / max(single, none),
     )  # fmt: skip
 
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Final
 
 import torch
 
 from faser.engine_adapter.partition.shares import Grain, Partition, Partitions, Phase, Sizes, make_ready
 
-Work = Callable[[], None]
+Work = Callable[[], object]
 WARM_UPS: Final = 2
 
 
@@ -48,7 +48,7 @@ class CudaMachine:
         self._graphs.clear()
         torch.cuda.empty_cache()
 
-    def rounds(self, arms: dict[str, Work], count: int) -> dict[str, list[float]]:
+    def rounds(self, arms: Mapping[str, Work], count: int) -> dict[str, list[float]]:
         """Run the arms in turn, `count` rounds; return each arm's times in milliseconds, by the device's clock."""
         for work in arms.values():
             for _ in range(WARM_UPS):
@@ -112,7 +112,7 @@ class HostMachine:
         """Drop the work."""
         self._work.clear()
 
-    def rounds(self, arms: dict[str, Work], count: int) -> dict[str, list[float]]:
+    def rounds(self, arms: Mapping[str, Work], count: int) -> dict[str, list[float]]:
         """Run the arms in turn, `count` rounds; return each arm's times in milliseconds."""
         times: dict[str, list[float]] = {name: [] for name in arms}
         for number in range(count):

@@ -107,7 +107,11 @@ def generate(
         logprobs=2 if arm == "none" else None,
     )  # fmt: skip
     answers = [answer.outputs[0] for answer in llm.generate(prompts, parameters, use_tqdm=False)]
-    told = {"arm": arm, "engine": engines.facts(llm), "tokens": [list(answer.token_ids) for answer in answers]}
+    told: dict[str, Any] = {
+        "arm": arm,
+        "engine": engines.facts(llm),
+        "tokens": [list(answer.token_ids) for answer in answers],
+    }
     if arm == "none":
         return told | {"gaps": [[_gap(place) for place in answer.logprobs] for answer in answers]}
     check = steer.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,9 +93,8 @@ def measure(is_dry: bool) -> dict[str, Any]:
         case = Case(machine.device, size, [length] * count, machine.dtype, count)
         threshold = case.threshold(0.3)
         arms = {
-            "kernel": lambda case=case, threshold=threshold: case.by_kernel(threshold) and None,
-            "reference": lambda case=case, threshold=threshold: case.by_reference(threshold) and None,
-        }
+            "kernel": partial(case.by_kernel, threshold), "reference": partial(case.by_reference, threshold),
+        }  # fmt: skip
         found = machine.rounds(arms, rounds)
         ratios = [one / other for one, other in zip(found["reference"], found["kernel"], strict=True)]
         times[str(count)] = {name: told(found[name]) for name in arms} | {"reference_by_kernel": told(ratios)}

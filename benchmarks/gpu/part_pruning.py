@@ -51,7 +51,7 @@ def times(pair: Pair, requests: int) -> dict[str, Any]:
         machine.capture(partition, "verify", count, uppers[count])
         machine.capture(partition, "verify", f"chosen {count}", upper(count, chosen[count]))
     size = TINY if machine.is_dry else Size(pair.target.shape.hidden, SIZE.vocabulary, SIZE.candidates)
-    case = Case(machine, size, [pair.sizes.length] * requests, machine.dtype, requests)
+    case = Case(machine.device, size, [pair.sizes.length] * requests, machine.dtype, requests)
     threshold = case.threshold(0.3)
     for count in kept:
         machine.capture(partition, "verify", f"choice {count}", choice(case, threshold, chosen[count], requests))

@@ -25,12 +25,12 @@ TARGET: Final[dict[str, Any]] = {
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0, "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
-HEAD: Final = {"num_hidden_layers": 1, "draft_vocab_size": 32000, "layers": [2, 16, 29]}
+HEAD: Final[dict[str, Any]] = {"num_hidden_layers": 1, "draft_vocab_size": 32000, "layers": [2, 16, 29]}
 TINY_TARGET: Final = TARGET | {
     "torch_dtype": "float32", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
 }  # fmt: skip
-TINY_HEAD: Final = {"num_hidden_layers": 1, "draft_vocab_size": 48, "layers": [1, 2, 3]}
+TINY_HEAD: Final[dict[str, Any]] = {"num_hidden_layers": 1, "draft_vocab_size": 48, "layers": [1, 2, 3]}
 TINY: Final[dict[str, Any]] = {"longest": 2, "loads": {2: 2}, "answer_tokens": 6, "lengths": (1, 2)}
 WHOLE: Final[dict[str, Any]] = {
     "longest": LONGEST, "loads": LOADS, "answer_tokens": ANSWER_TOKENS, "lengths": LENGTHS,
