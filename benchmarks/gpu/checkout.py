@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-ENDS_S = "FASER_GPU_PART_ENDS_S"  # the environment's: monotonic time when a part will be ended
+# The environment's: monotonic time when a part will be ended. FASER's sidecar refuses names of FASER's that it does not
+# know, so this is none.
+ENDS_S = "GPU_PART_ENDS_S"
 
 
 class Missing(Exception):
