@@ -44,7 +44,7 @@ demo: install  ## Serve the embedded model to a replayed production load and ste
 	$(BIN)/faser demo $(if $(DURATION),--duration $(DURATION))
 
 test: install  ## Run the tests (TESTS='tests/controller -k guard' or MARK='not engine' for some)
-	$(BIN)/python -m pytest -m 'not slow and not alone$(if $(MARK), and ($(MARK)))' -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15 --durations-min 10 $(TESTS) || test $$? = 5
+	$(BIN)/python -m pytest -m 'not slow and not alone$(if $(MARK), and ($(MARK)))' -n $(WORKERS) --dist loadfile --durations 15 --durations-min 10 $(TESTS) || test $$? = 5
 	$(BIN)/python -m pytest -m 'alone and not slow$(if $(MARK), and ($(MARK)))' --durations 15 --durations-min 10 $(TESTS) || test $$? = 5
 
 browser:  ## Install Debian's Chromium, in which the web page is tested; without it those tests are skipped
