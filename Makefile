@@ -77,8 +77,8 @@ format: install  ## Rewrite the code in the project's format
 # The root is the package: the link gives type checkers a folder with the package's name.
 types: install  ## Check types, strictly
 	@mkdir -p .typing && ln -sfn .. .typing/faser
-	$(BIN)/mypy
-	$(BIN)/mypy --config-file benchmarks/mypy.ini benchmarks/*.py benchmarks/gpu/*.py
+	$(BIN)/mypy --config-file benchmarks/mypy.ini --cache-dir .mypy_cache/benchmarks benchmarks/*.py benchmarks/gpu/*.py & benchmarks=$$!; \
+	$(BIN)/mypy; status=$$?; wait $$benchmarks && exit $$status
 
 wheel: install  ## Build dist/*.whl
 	rm -rf build dist
