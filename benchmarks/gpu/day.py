@@ -54,7 +54,7 @@ def plan(is_dry: bool) -> list[Part]:
     rounded = [Part(f"exact/bfloat16/{arm}", "vllm", "part_exact", {"arm": arm, "dtype": "bfloat16"}, 30.0) for arm in
                ("none", "async", "pruning")]  # fmt: skip
     serve = {arm: Part(f"serve/{arm}", "vllm", "part_serve", {"arm": arm}) for arm in arms}
-    # The fixed lengths tell what `lengths` does, but for vLLM's own way to it.
+    # A fixed length tells what `lengths` does, but for vLLM's own way to it.
     late = [] if is_dry else [Part(f"serve/{arm}", "vllm", "part_serve", {"arm": arm}) for arm in last]
     kernels = [
         Part("decoder", "torch", "part_decoder", {}, 10.0), Part("kernel", "torch", "part_kernel", {}, 20.0),

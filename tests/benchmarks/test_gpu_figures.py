@@ -181,6 +181,22 @@ def test_answers_that_part_where_rounding_decides_are_ties_and_others_are_not(gp
     assert verdict(none, {"tokens": [[1, 9, 9], [4, 5, 6]], "dtype": "bfloat16"})["verdict"] == "different"
 
 
+def test_answers_are_compared_with_those_of_the_same_type(gpu: Module) -> None:
+    def told(tokens: list[int], dtype: str, **more: Any) -> dict[str, Any]:
+        return {"result": {"tokens": [tokens], "dtype": dtype, "obeyed": 1, "disobeyed": [], **more}}
+
+    parts = {
+        "exact/none": told([1, 2], "float32", gaps=[[9.0, 9.0]]),
+        "exact/async": told([1, 2], "float32"),
+        "exact/bfloat16/none": told([5, 6], "bfloat16", gaps=[[9.0, 9.0]]),
+        "exact/bfloat16/pruning": told([5, 6], "bfloat16"),
+    }
+    assert gpu("summary").lines({"machine": {}, "parts": parts}) == [
+        "exact/async: equal, 0 of 1 answers apart; 1 lengths obeyed, 0 not",
+        "exact/bfloat16/pruning: equal, 0 of 1 answers apart; 1 lengths obeyed, 0 not",
+    ]
+
+
 def test_arms_ask_vllm_for_what_their_names_say(gpu: Module) -> None:
     drafting = gpu("engines").drafting
     chosen = {"method": "eagle3", "model": "head"}

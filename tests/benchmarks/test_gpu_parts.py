@@ -174,7 +174,7 @@ def test_the_parts_of_most_worth_come_first_and_none_may_take_longer_than_two_an
 
 ODD_PART = """
 import os, subprocess, sys, time
-from checkout import Missing
+from checkout import Missing, part_ends_s
 
 def measure(is_dry, how):
     if how in ("sleeps", "leaves"):
@@ -182,6 +182,8 @@ def measure(is_dry, how):
         open(os.path.join(os.environ["CHILDREN"], how), "w").write(str(child.pid))
     if how == "sleeps":
         time.sleep(600)
+    if how == "asks":
+        return {"left_s": part_ends_s() - time.monotonic()}
     if how == "lacks":
         raise Missing("no such thing")
     if how == "fails":
@@ -202,11 +204,12 @@ def test_a_part_answers_lacks_something_fails_vanishes_or_is_ended_in_time_with_
     try:
         told = {
             how: process.run(day.Part(how, "torch", "odd_part", {"how": how}), 8.0 if how == "sleeps" else 120.0)
-            for how in ("answers", "lacks", "fails", "vanishes", "leaves", "sleeps", "answers again")
+            for how in ("answers", "asks", "lacks", "fails", "vanishes", "leaves", "sleeps", "answers again")
         }
     finally:
         process.close()
     assert told["answers"] == {"result": {"how": "answers", "is_dry": True}}
+    assert 0.0 < told["asks"]["result"]["left_s"] < 120.0  # until it will be ended
     assert told["lacks"] == {"skipped": "no such thing"}
     assert told["fails"] == {"error": "ValueError: of no use"}
     assert told["vanishes"]["error"].startswith("it ended without a result")
